@@ -1,0 +1,460 @@
+#include "arena.h"
+
+#include <algorithm>
+#include <limits>
+#include <stdexcept>
+#include <string>
+#include <utility>
+
+namespace torch_odt::memory {
+
+namespace {
+
+constexpr int64_t kAlignment = 64;
+constexpr int64_t kDynamicMinimum = 4096;
+constexpr size_t kMissSample = 32;
+constexpr int64_t kNoYieldLimit = std::numeric_limits<int64_t>::max();
+
+// What every ordinary allocation looks at before it asks the registry anything.
+std::atomic<int64_t> smallest_yield_limit{kNoYieldLimit};
+std::atomic<int64_t> total_resident{0};
+std::atomic<int64_t> total_live_blocks{0};
+
+struct Registry {
+  std::mutex mutex;
+  std::vector<ArenaCore*> arenas;
+};
+
+// Never destroyed: tensors are freed until the very end of the process.
+Registry& registry() {
+  static auto* const instance = new Registry;
+  return *instance;
+}
+
+// The plan that the calling thread is in. Free of constructors, because every allocation looks at it.
+struct ThreadPlan {
+  ArenaCore* arena = nullptr;
+  const Place* places = nullptr;
+  int64_t count = 0;
+  int64_t instruction = -1;
+  int64_t ordinal = 0;
+  ArenaCore* dynamic_arena = nullptr;
+  int64_t dynamic_limit_bytes = 0;
+};
+constinit thread_local ThreadPlan here;
+
+} // namespace
+
+ArenaStats& ArenaStats::operator+=(const ArenaStats& other) {
+  reserved_bytes += other.reserved_bytes;
+  live_bytes += other.live_bytes;
+  live_blocks += other.live_blocks;
+  resident_bytes += other.resident_bytes;
+  hits += other.hits;
+  occupied += other.occupied;
+  size_mismatch += other.size_mismatch;
+  past_record += other.past_record;
+  dynamic_hits += other.dynamic_hits;
+  dynamic_misses += other.dynamic_misses;
+  yields += other.yields;
+  return *this;
+}
+
+// Expects the registry to be locked.
+void update_yield_limit() {
+  int64_t smallest = kNoYieldLimit;
+  for (const ArenaCore* arena : registry().arenas) {
+    if (arena->yield_limit_bytes_ != kUnlimited) {
+      smallest = std::min(smallest, arena->yield_limit_bytes_);
+    }
+  }
+  smallest_yield_limit.store(smallest, std::memory_order_relaxed);
+}
+
+std::shared_ptr<ArenaCore> ArenaCore::create(int64_t reserve_bytes) {
+  if (reserve_bytes < 0) {
+    throw std::invalid_argument("an arena cannot reserve " + std::to_string(reserve_bytes) + " bytes");
+  }
+  std::shared_ptr<ArenaCore> arena(new ArenaCore(reserve_bytes));
+  const std::lock_guard<std::mutex> guard(registry().mutex);
+  registry().arenas.push_back(arena.get());
+  return arena;
+}
+
+ArenaCore::ArenaCore(int64_t reserve_bytes)
+    : mapping_(std::make_unique<Mapping>(reserve_bytes, Mapping::Access::read_write)) {
+  stats_.reserved_bytes = mapping_->bytes();
+}
+
+ArenaCore::~ArenaCore() {
+  const std::lock_guard<std::mutex> guard(registry().mutex);
+  std::erase(registry().arenas, this);
+  update_yield_limit();
+  total_resident.fetch_sub(stats_.resident_bytes, std::memory_order_relaxed);
+}
+
+int64_t ArenaCore::load(PlaceTable table) {
+  const std::lock_guard<std::mutex> guard(mutex_);
+  for (const Place& place : table.places) {
+    if (place.offset < 0) {
+      continue;
+    }
+    if (place.offset % kAlignment != 0) {
+      throw std::invalid_argument(
+          "offset " + std::to_string(place.offset) + " is not a multiple of " + std::to_string(kAlignment));
+    }
+    if (place.bytes <= 0 || place.offset > mapping_->bytes() - place.bytes) {
+      throw std::invalid_argument(
+          "a block of " + std::to_string(place.bytes) + " bytes at offset " + std::to_string(place.offset) +
+          " does not fit an arena of " + std::to_string(mapping_->bytes()) + " bytes");
+    }
+    table.end_bytes = std::max(table.end_bytes, place.offset + place.bytes);
+  }
+  const int64_t id = next_table_id_++;
+  tables_.emplace(id, std::move(table));
+  return id;
+}
+
+void ArenaCore::unload(int64_t table_id) {
+  const std::lock_guard<std::mutex> guard(mutex_);
+  if (!tables_.contains(table_id)) {
+    throw std::out_of_range("no table " + std::to_string(table_id) + " is loaded");
+  }
+  if (table_id == selected_id_) {
+    if (active_threads_ > 0) {
+      throw std::runtime_error("the selected table cannot be unloaded while the arena is active");
+    }
+    selected_ = nullptr;
+    selected_id_ = -1;
+  }
+  tables_.erase(table_id);
+}
+
+void ArenaCore::select(int64_t table_id) {
+  const std::lock_guard<std::mutex> guard(mutex_);
+  const auto entry = tables_.find(table_id);
+  if (entry == tables_.end()) {
+    throw std::out_of_range("no table " + std::to_string(table_id) + " is loaded");
+  }
+  if (active_threads_ > 0) {
+    throw std::runtime_error("another table cannot be selected while the arena is active");
+  }
+  selected_ = &entry->second;
+  selected_id_ = table_id;
+}
+
+void ArenaCore::begin(int64_t instruction) {
+  if (here.arena != this) {
+    if (here.arena != nullptr) {
+      throw std::runtime_error("another arena is active on this thread: call its end() first");
+    }
+    const std::lock_guard<std::mutex> guard(mutex_);
+    if (selected_ == nullptr) {
+      throw std::runtime_error("no table is selected: call load() and select() first");
+    }
+    enter();
+    here.arena = this;
+    here.instruction = -1;
+    here.count = 0;
+  }
+  // Read without the lock: the selection cannot change while a thread is inside.
+  const PlaceTable& table = *selected_;
+  const auto instructions = static_cast<int64_t>(table.starts.size()) - 1;
+  if (instruction < 0 || instruction >= instructions) {
+    end();
+    throw std::out_of_range(
+        "instruction " + std::to_string(instruction) + " is outside the table of " + std::to_string(instructions));
+  }
+  const int64_t start = table.starts[static_cast<size_t>(instruction)];
+  here.places = table.places.data() + start;
+  here.count = table.starts[static_cast<size_t>(instruction) + 1] - start;
+  here.instruction = instruction;
+  here.ordinal = 0;
+}
+
+void ArenaCore::end() {
+  if (here.arena == this) {
+    here.arena = nullptr;
+    leave();
+  }
+}
+
+void ArenaCore::set_dynamic(bool on, int64_t limit_bytes) {
+  if (on && here.dynamic_arena != nullptr && here.dynamic_arena != this) {
+    throw std::runtime_error("another arena serves this thread dynamically: call its dynamic(False) first");
+  }
+  if (on) {
+    if (here.dynamic_arena == nullptr) {
+      const std::lock_guard<std::mutex> guard(mutex_);
+      enter();
+    }
+    here.dynamic_arena = this;
+    here.dynamic_limit_bytes = limit_bytes < 0 ? mapping_->bytes() : std::min(limit_bytes, mapping_->bytes());
+  } else if (here.dynamic_arena == this) {
+    here.dynamic_arena = nullptr;
+    leave();
+  }
+}
+
+void ArenaCore::leave_thread() {
+  end();
+  set_dynamic(false, -1);
+}
+
+// Expects the arena to be locked, as do hold() and drop().
+void ArenaCore::enter() {
+  ++active_threads_;
+  hold();
+}
+
+void ArenaCore::leave() {
+  std::shared_ptr<ArenaCore> last;
+  const std::lock_guard<std::mutex> guard(mutex_);
+  --active_threads_;
+  last = drop();
+}
+
+void ArenaCore::hold() {
+  if (holds_++ == 0) {
+    self_ = shared_from_this();
+  }
+}
+
+// The caller lets go of the result after it has unlocked: it may be the last owner.
+std::shared_ptr<ArenaCore> ArenaCore::drop() {
+  return --holds_ == 0 ? std::move(self_) : nullptr;
+}
+
+bool ArenaCore::is_free(int64_t offset, int64_t end) const {
+  const auto after = live_.lower_bound(offset);
+  if (after != live_.end() && after->first < end) {
+    return false;
+  }
+  return after == live_.begin() || std::prev(after)->second <= offset;
+}
+
+void* ArenaCore::claim(int64_t offset, int64_t bytes) {
+  const int64_t end = offset + bytes;
+  live_.emplace(offset, end);
+  stats_.live_bytes += bytes;
+  ++stats_.live_blocks;
+  total_live_blocks.fetch_add(1, std::memory_order_relaxed);
+  if (end > stats_.resident_bytes) {
+    const int64_t touched = std::min(round_up(end, page_bytes()), mapping_->bytes());
+    total_resident.fetch_add(touched - stats_.resident_bytes, std::memory_order_relaxed);
+    stats_.resident_bytes = touched;
+  }
+  hold();
+  return mapping_->base() + offset;
+}
+
+void ArenaCore::note_miss(const Miss& miss) {
+  switch (miss.reason) {
+    case MissReason::occupied:
+      ++stats_.occupied;
+      break;
+    case MissReason::size_mismatch:
+      ++stats_.size_mismatch;
+      break;
+    case MissReason::past_record:
+      ++stats_.past_record;
+      break;
+  }
+  if (misses_.size() < kMissSample) {
+    misses_.push_back(miss);
+  }
+}
+
+void* ArenaCore::serve_planned(int64_t bytes) {
+  const int64_t ordinal = here.ordinal++;
+  const std::lock_guard<std::mutex> guard(mutex_);
+  if (ordinal >= here.count) {
+    note_miss({here.instruction, ordinal, -1, bytes, MissReason::past_record});
+    return nullptr;
+  }
+  const Place& place = here.places[ordinal];
+  if (place.bytes != bytes) {
+    note_miss({here.instruction, ordinal, place.bytes, bytes, MissReason::size_mismatch});
+    return nullptr;
+  }
+  if (place.offset < 0) {
+    return nullptr;
+  }
+  if (!is_free(place.offset, place.offset + bytes)) {
+    note_miss({here.instruction, ordinal, place.bytes, bytes, MissReason::occupied});
+    return nullptr;
+  }
+  ++stats_.hits;
+  return claim(place.offset, bytes);
+}
+
+// Best fit among the holes; only if none fits, above everything, so that the pages touched stay few.
+void* ArenaCore::serve_dynamic(int64_t bytes, int64_t limit_bytes) {
+  const std::lock_guard<std::mutex> guard(mutex_);
+  int64_t best = -1;
+  int64_t best_gap = std::numeric_limits<int64_t>::max();
+  int64_t cursor = 0;
+  for (const auto& [offset, end] : live_) {
+    const int64_t gap = std::min(offset, limit_bytes) - cursor;
+    if (gap >= bytes && gap < best_gap) {
+      best = cursor;
+      best_gap = gap;
+    }
+    cursor = round_up(end, kAlignment);
+  }
+  if (best < 0 && cursor <= limit_bytes - bytes) {
+    best = cursor;
+  }
+  if (best < 0) {
+    ++stats_.dynamic_misses;
+    return nullptr;
+  }
+  ++stats_.dynamic_hits;
+  return claim(best, bytes);
+}
+
+void ArenaCore::free_block(const void* address) {
+  std::shared_ptr<ArenaCore> last;
+  const std::lock_guard<std::mutex> guard(mutex_);
+  const auto entry = live_.find(static_cast<const char*>(address) - mapping_->base());
+  if (entry == live_.end()) {
+    return;
+  }
+  stats_.live_bytes -= entry->second - entry->first;
+  --stats_.live_blocks;
+  total_live_blocks.fetch_sub(1, std::memory_order_relaxed);
+  live_.erase(entry);
+  last = drop();
+}
+
+void ArenaCore::discard_pages() {
+  mapping_->discard(stats_.resident_bytes);
+  total_resident.fetch_sub(stats_.resident_bytes, std::memory_order_relaxed);
+  stats_.resident_bytes = 0;
+}
+
+bool ArenaCore::release() {
+  const std::lock_guard<std::mutex> guard(mutex_);
+  if (!live_.empty()) {
+    return false;
+  }
+  if (stats_.resident_bytes > 0) {
+    discard_pages();
+  }
+  return true;
+}
+
+void ArenaCore::resize(int64_t reserve_bytes) {
+  if (reserve_bytes < 0) {
+    throw std::invalid_argument("an arena cannot reserve " + std::to_string(reserve_bytes) + " bytes");
+  }
+  const std::lock_guard<std::mutex> guard(mutex_);
+  if (!live_.empty() || active_threads_ > 0) {
+    throw std::runtime_error(
+        "the arena cannot be resized while it is active or blocks live in it (" + std::to_string(live_.size()) + ")");
+  }
+  for (const auto& [id, table] : tables_) {
+    if (table.end_bytes > reserve_bytes) {
+      throw std::runtime_error(
+          "table " + std::to_string(id) + " reaches to byte " + std::to_string(table.end_bytes) +
+          ", beyond the new size: unload it first");
+    }
+  }
+  auto mapping = std::make_unique<Mapping>(reserve_bytes, Mapping::Access::read_write);
+  total_resident.fetch_sub(std::exchange(stats_.resident_bytes, 0), std::memory_order_relaxed);
+  mapping_ = std::move(mapping);
+  stats_.reserved_bytes = mapping_->bytes();
+}
+
+void ArenaCore::set_yield_limit(int64_t bytes) {
+  const std::lock_guard<std::mutex> registry_guard(registry().mutex);
+  {
+    const std::lock_guard<std::mutex> guard(mutex_);
+    yield_limit_bytes_ = bytes < 0 ? kUnlimited : bytes;
+  }
+  update_yield_limit();
+}
+
+void ArenaCore::give_way(int64_t outside_bytes) {
+  const std::lock_guard<std::mutex> guard(mutex_);
+  const bool is_idle = live_.empty() && active_threads_ == 0 && stats_.resident_bytes > 0;
+  if (is_idle && yield_limit_bytes_ != kUnlimited &&
+      outside_bytes + total_resident.load(std::memory_order_relaxed) > yield_limit_bytes_) {
+    discard_pages();
+    ++stats_.yields;
+  }
+}
+
+ArenaStats ArenaCore::stats() const {
+  const std::lock_guard<std::mutex> guard(mutex_);
+  return stats_;
+}
+
+std::vector<Miss> ArenaCore::misses() const {
+  const std::lock_guard<std::mutex> guard(mutex_);
+  return misses_;
+}
+
+void ArenaCore::reset_misses() {
+  const std::lock_guard<std::mutex> guard(mutex_);
+  misses_.clear();
+  stats_.hits = stats_.occupied = stats_.size_mismatch = stats_.past_record = 0;
+  stats_.dynamic_hits = stats_.dynamic_misses = 0;
+}
+
+void* arena_serve(int64_t bytes, ArenaCore** owner) {
+  void* address = nullptr;
+  if (here.dynamic_arena != nullptr) {
+    if (bytes >= kDynamicMinimum) {
+      address = here.dynamic_arena->serve_dynamic(bytes, here.dynamic_limit_bytes);
+      *owner = here.dynamic_arena;
+    }
+  } else if (here.arena != nullptr) {
+    address = here.arena->serve_planned(bytes);
+    *owner = here.arena;
+  }
+  if (address == nullptr) {
+    *owner = nullptr;
+  }
+  return address;
+}
+
+void arenas_give_way(int64_t outside_bytes) {
+  const int64_t limit = smallest_yield_limit.load(std::memory_order_relaxed);
+  if (limit == kNoYieldLimit || outside_bytes + total_resident.load(std::memory_order_relaxed) <= limit) {
+    return;
+  }
+  const std::lock_guard<std::mutex> guard(registry().mutex);
+  for (ArenaCore* arena : registry().arenas) {
+    arena->give_way(outside_bytes);
+  }
+}
+
+int64_t arena_live_blocks() {
+  return total_live_blocks.load(std::memory_order_relaxed);
+}
+
+ArenaStats arena_totals() {
+  ArenaStats totals;
+  const std::lock_guard<std::mutex> guard(registry().mutex);
+  for (const ArenaCore* arena : registry().arenas) {
+    totals += arena->stats();
+  }
+  return totals;
+}
+
+void lock_arenas() {
+  registry().mutex.lock();
+  for (ArenaCore* arena : registry().arenas) {
+    arena->mutex_.lock();
+  }
+}
+
+void unlock_arenas() {
+  for (ArenaCore* arena : registry().arenas) {
+    arena->mutex_.unlock();
+  }
+  registry().mutex.unlock();
+}
+
+} // namespace torch_odt::memory

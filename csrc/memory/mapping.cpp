@@ -1,0 +1,92 @@
+#include "mapping.h"
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+#include <mutex>
+#include <stdexcept>
+#include <string>
+
+#include <sys/mman.h>
+#include <unistd.h>
+
+namespace torch_odt::memory {
+
+namespace {
+
+constexpr int kFlags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
+
+struct Phantom {
+  std::mutex mutex;
+  Mapping* newest = nullptr;
+};
+
+Phantom& phantom() {
+  static auto* const instance = new Phantom;
+  return *instance;
+}
+
+} // namespace
+
+int64_t page_bytes() {
+  static const int64_t bytes = sysconf(_SC_PAGESIZE);
+  return bytes;
+}
+
+int64_t round_up(int64_t value, int64_t multiple) {
+  return (value + multiple - 1) / multiple * multiple;
+}
+
+Mapping::Mapping(int64_t bytes, Access access) : base_(nullptr), bytes_(round_up(std::max<int64_t>(bytes, 1), page_bytes())) {
+  const int protection = access == Access::none ? PROT_NONE : PROT_READ | PROT_WRITE;
+  void* const address = mmap(nullptr, static_cast<size_t>(bytes_), protection, kFlags, -1, 0);
+  if (address == MAP_FAILED) {
+    throw std::runtime_error(
+        "cannot reserve " + std::to_string(bytes_) + " bytes of address space: " + std::strerror(errno));
+  }
+  base_ = static_cast<char*>(address);
+#if defined(MADV_HUGEPAGE)
+  // A step sweeps over the whole arena again and again: with small pages, misses of the TLB show in its time.
+  if (access != Access::none) {
+    madvise(address, static_cast<size_t>(bytes_), MADV_HUGEPAGE);
+  }
+#endif
+}
+
+Mapping::~Mapping() {
+  munmap(base_, static_cast<size_t>(bytes_));
+}
+
+void Mapping::discard(int64_t bytes) {
+  const auto length = static_cast<size_t>(round_up(bytes, page_bytes()));
+#if defined(__linux__)
+  madvise(base_, length, MADV_DONTNEED);
+#else
+  // Elsewhere MADV_DONTNEED is only a hint, while mapping afresh over the same place always frees.
+  mmap(base_, length, PROT_READ | PROT_WRITE, kFlags | MAP_FIXED, -1, 0);
+#endif
+}
+
+uintptr_t phantom_address(int64_t bytes) {
+  if (bytes < 0) {
+    throw std::invalid_argument("a phantom cannot have " + std::to_string(bytes) + " bytes");
+  }
+  Phantom& state = phantom();
+  const std::lock_guard<std::mutex> guard(state.mutex);
+  if (state.newest == nullptr || state.newest->bytes() < bytes) {
+    // Doubling bounds the address space of the outgrown mappings, which tensors may still point into.
+    const int64_t grown = state.newest == nullptr ? int64_t{1} << 30 : 2 * state.newest->bytes();
+    state.newest = new Mapping(std::max(bytes, grown), Mapping::Access::none);
+  }
+  return reinterpret_cast<uintptr_t>(state.newest->base());
+}
+
+void lock_phantom() {
+  phantom().mutex.lock();
+}
+
+void unlock_phantom() {
+  phantom().mutex.unlock();
+}
+
+} // namespace torch_odt::memory

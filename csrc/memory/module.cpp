@@ -1,0 +1,184 @@
+// The Python face of csrc/memory: conversions, and nothing else.
+
+#include <memory>
+#include <string>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include "allocator.h"
+#include "arena.h"
+#include "heap.h"
+#include "mapping.h"
+#include "recorder.h"
+
+namespace py = pybind11;
+
+namespace torch_odt::memory {
+
+namespace {
+
+const char* reason_name(MissReason reason) {
+  switch (reason) {
+    case MissReason::occupied:
+      return "occupied";
+    case MissReason::size_mismatch:
+      return "size_mismatch";
+    case MissReason::past_record:
+      return "past_record";
+  }
+  return "unknown";
+}
+
+py::dict as_dict(const ArenaStats& stats) {
+  py::dict misses;
+  misses["occupied"] = stats.occupied;
+  misses["size_mismatch"] = stats.size_mismatch;
+  misses["past_record"] = stats.past_record;
+  py::dict result;
+  result["reserved_bytes"] = stats.reserved_bytes;
+  result["live_bytes"] = stats.live_bytes;
+  result["live_blocks"] = stats.live_blocks;
+  result["resident_bytes"] = stats.resident_bytes;
+  result["hits"] = stats.hits;
+  result["misses"] = misses;
+  result["dynamic_hits"] = stats.dynamic_hits;
+  result["dynamic_misses"] = stats.dynamic_misses;
+  result["yields"] = stats.yields;
+  return result;
+}
+
+py::dict all_stats() {
+  Counters& count = counters();
+  py::dict by_category;
+  for (size_t i = 0; i < kCategoryNames.size(); ++i) {
+    py::dict gauge;
+    gauge["allocated_bytes"] = count.by_category[i].live();
+    gauge["peak_bytes"] = count.by_category[i].peak();
+    by_category[kCategoryNames[i]] = gauge;
+  }
+  py::dict result;
+  result["allocated_bytes"] = count.allocated.live();
+  result["peak_bytes"] = count.allocated.peak();
+  result["outside_bytes"] = count.outside.live();
+  result["outside_peak_bytes"] = count.outside.peak();
+  result["allocation_count"] = count.allocation_count.load();
+  result["by_category"] = by_category;
+  result["arena"] = as_dict(arena_totals());
+  return result;
+}
+
+py::list recorded_events() {
+  py::list result;
+  for (const Event& event : record_end()) {
+    result.append(py::make_tuple(event.is_alloc ? "alloc" : "free", event.ordinal, event.bytes));
+  }
+  return result;
+}
+
+std::vector<uintptr_t> recorded_addresses() {
+  std::vector<uintptr_t> result;
+  for (const void* address : record_addresses()) {
+    result.push_back(reinterpret_cast<uintptr_t>(address));
+  }
+  return result;
+}
+
+using NestedPlaces = std::vector<std::vector<std::pair<int64_t, int64_t>>>;
+
+PlaceTable flattened(const NestedPlaces& nested) {
+  PlaceTable table;
+  table.starts.reserve(nested.size() + 1);
+  table.starts.push_back(0);
+  for (const auto& instruction : nested) {
+    for (const auto& [offset, bytes] : instruction) {
+      table.places.push_back({offset, bytes});
+    }
+    table.starts.push_back(static_cast<int64_t>(table.places.size()));
+  }
+  return table;
+}
+
+// What Python owns. The core outlives it while blocks are left.
+class Arena {
+ public:
+  explicit Arena(int64_t reserve_bytes) : core(ArenaCore::create(reserve_bytes)) {}
+  ~Arena() {
+    core->leave_thread();
+  }
+  Arena(const Arena&) = delete;
+  Arena& operator=(const Arena&) = delete;
+
+  const std::shared_ptr<ArenaCore> core;
+};
+
+py::list sampled_misses(const Arena& arena) {
+  py::list result;
+  for (const Miss& miss : arena.core->misses()) {
+    result.append(
+        py::make_tuple(miss.instruction, miss.ordinal, miss.expected_bytes, miss.got_bytes, reason_name(miss.reason)));
+  }
+  return result;
+}
+
+void bind_arena(py::module_& module) {
+  py::class_<Arena>(module, "Arena")
+      .def(py::init<int64_t>(), py::arg("reserve_bytes"))
+      .def(
+          "load",
+          [](Arena& arena, const NestedPlaces& table) { return arena.core->load(flattened(table)); },
+          py::arg("table"))
+      .def("unload", [](Arena& arena, int64_t id) { arena.core->unload(id); }, py::arg("table_id"))
+      .def("select", [](Arena& arena, int64_t id) { arena.core->select(id); }, py::arg("table_id"))
+      .def("begin", [](Arena& arena, int64_t instruction) { arena.core->begin(instruction); }, py::arg("instruction"))
+      .def("end", [](Arena& arena) { arena.core->end(); })
+      .def(
+          "dynamic",
+          [](Arena& arena, bool on, int64_t limit_bytes) { arena.core->set_dynamic(on, limit_bytes); },
+          py::arg("on"),
+          py::arg("limit_bytes") = -1)
+      .def("release", [](Arena& arena) { return arena.core->release(); })
+      .def("resize", [](Arena& arena, int64_t bytes) { arena.core->resize(bytes); }, py::arg("reserve_bytes"))
+      .def("set_yield_limit", [](Arena& arena, int64_t bytes) { arena.core->set_yield_limit(bytes); }, py::arg("bytes"))
+      .def("stats", [](const Arena& arena) { return as_dict(arena.core->stats()); })
+      .def("misses", &sampled_misses)
+      .def("reset_misses", [](Arena& arena) { arena.core->reset_misses(); })
+      .def_property_readonly("reserve_bytes", [](const Arena& arena) { return arena.core->stats().reserved_bytes; })
+      .def_property_readonly("resident_bytes", [](const Arena& arena) { return arena.core->stats().resident_bytes; })
+      .def_property_readonly("live_bytes", [](const Arena& arena) { return arena.core->stats().live_bytes; })
+      .def_property_readonly("live_blocks", [](const Arena& arena) { return arena.core->stats().live_blocks; });
+}
+
+} // namespace
+
+PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
+  module.attr("torch_version") = TORCH_ODT_TORCH_VERSION;
+  module.attr("categories") = py::tuple(py::cast(kCategoryNames));
+
+  module.def("install", &install);
+  module.def("uninstall", &uninstall);
+  module.def("is_installed", &is_installed);
+
+  module.def("stats", &all_stats);
+  module.def("allocated_bytes", [] { return counters().allocated.live(); });
+  module.def("peak_bytes", [] { return counters().allocated.peak(); });
+  module.def("reset_peak", [] { counters().reset_peak(); });
+  module.def("set_category", &set_category, py::arg("category"));
+  module.def("tag", &tag, py::arg("address"), py::arg("category"));
+  module.def("set_cap", &set_cap, py::arg("bytes"));
+
+  module.def("record_begin", &record_begin);
+  module.def("record_end", &recorded_events);
+  module.def("record_addresses", &recorded_addresses);
+
+  module.def("phantom", &phantom_address, py::arg("bytes"));
+  module.def("tune_malloc", &tune_malloc);
+  module.def("trim", &trim);
+
+  bind_arena(module);
+}
+
+} // namespace torch_odt::memory

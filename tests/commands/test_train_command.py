@@ -1,0 +1,102 @@
+"""`torch-odt train`, a few steps of it."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from terminals import Terminal
+from torch import nn
+
+from torch_odt.commands.train import save
+from torch_odt.commands.training import laid_out, validate
+
+FEW = ("--image-size", "16", "--batch-size", "4", "--budget", "64MiB", "--budget-of", "training")
+
+
+def plain_model(net: Path, classes: int) -> nn.Module:
+    spec = importlib.util.spec_from_file_location("net", net)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    model = module.make(classes)
+    assert isinstance(model, nn.Module)
+    return model
+
+
+def test_folder_of_images(terminal: Terminal, net: Path, image_folder: Path, tmp_path: Path) -> None:
+    path = tmp_path / "out.safetensors"
+    words = ("train", "--model", f"{net}:make", "--data", image_folder, *FEW, "--epochs", "2", "--save", path)
+    outcome = terminal(*words, "--channels-last")
+    assert outcome.code == 0, outcome.err
+    assert outcome.out.count("validation: loss") == 2
+    assert "peak" in outcome.out
+    plain_model(net, 2).load_state_dict(load_file(path), strict=True)
+
+
+def test_digits_as_json(terminal: Terminal, net: Path) -> None:
+    words = ("train", "--model", f"{net}:make", "--data", "digits", *FEW, "--steps", "3", "--optimizer", "adamw")
+    outcome = terminal(*words, "--json")
+    assert outcome.code == 0, outcome.err
+    document = outcome.document
+    assert [epoch["steps"] for epoch in document["epochs"]] == [3]
+    assert document["budget_bytes"] == 64 << 20
+    assert document["plan"]["peak_bytes"] <= 64 << 20
+
+
+def test_packed_fashion_mnist(terminal: Terminal, net: Path, packed_fashion_mnist: Path) -> None:
+    words = ("train", "--model", f"{net}:make", "--data", "fashion-mnist", "--data-dir", packed_fashion_mnist)
+    outcome = terminal(*words, *FEW, "--steps", "2")
+    assert outcome.code == 0, outcome.err
+
+
+def test_workers_are_named(terminal: Terminal, net: Path, image_folder: Path) -> None:
+    words = ("train", "--model", f"{net}:make", "--data", image_folder, *FEW, "--steps", "1", "--workers", "1")
+    outcome = terminal(*words)
+    assert outcome.code == 0, outcome.err
+    assert "1 loading process is not this process's" in outcome.out
+
+
+def test_infeasible_budget(terminal: Terminal, net: Path) -> None:
+    words = ("train", "--model", f"{net}:make", "--data", "digits", "--image-size", "16")
+    outcome = terminal(*words, "--budget", "1kB", "--budget-of", "training")
+    assert outcome.code == 2
+    assert "smallest feasible" in outcome.err
+
+
+def test_same_seed_same_weights(terminal: Terminal, net: Path, image_folder: Path, tmp_path: Path) -> None:
+    for name in ("first", "second"):
+        words = ("train", "--model", f"{net}:make", "--data", image_folder, *FEW, "--steps", "2")
+        assert terminal(*words, "--seed", "5", "--save", tmp_path / name).code == 0
+    first, second = load_file(tmp_path / "first"), load_file(tmp_path / "second")
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_shared_and_strided_tensors_are_saved(tmp_path: Path) -> None:
+    model = nn.ModuleList([nn.Conv2d(3, 4, 3), nn.Linear(5, 5, bias=False), nn.Linear(5, 5, bias=False)])
+    model.to(memory_format=torch.channels_last)
+    model[2].weight = model[1].weight
+    save(model, tmp_path / "out.safetensors")
+    found = load_file(tmp_path / "out.safetensors")
+    assert found.keys() == model.state_dict().keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in model.state_dict().items())
+
+
+def test_validation_counts_and_restores_the_mode() -> None:
+    model = nn.Linear(2, 2, bias=False)
+    nn.init.eye_(model.weight)
+    images = torch.tensor([[3.0, 0.0], [0.0, 3.0], [3.0, 0.0]])
+    loss, accuracy = validate(model, [(images, torch.tensor([0, 1, 1]))])
+    assert accuracy == pytest.approx(2 / 3)
+    assert loss > 1
+    assert model.training
+
+
+def test_layout_of_batches() -> None:
+    batch = (torch.zeros(2, 3, 4, 4), torch.zeros(2, dtype=torch.long))
+    images, _ = next(laid_out([batch], channels_last=True))
+    assert images.is_contiguous(memory_format=torch.channels_last)

@@ -1,0 +1,17 @@
+"""Shared by all tests; pytest puts this folder on the module path, where `models` and `exactness` are found."""
+
+from __future__ import annotations
+
+import os
+
+from hypothesis import HealthCheck, settings
+
+# Threads that wait in a loop make tests many times slower as soon as anything else runs beside them. OpenMP reads this
+# when torch is imported.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+# Two workers run the tests (see pyproject.toml), on machines that may have two cores.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# What an example takes says nothing on a machine that runs two workers.
+settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("untimed")

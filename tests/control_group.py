@@ -1,0 +1,72 @@
+"""A memory control group for a child process, of version 1 or 2."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+import uuid
+from pathlib import Path
+
+ROOT = Path("/sys/fs/cgroup")
+
+
+class ControlGroup:
+    """A new group with a memory limit; remove it with `close`.
+
+    Raises:
+        OSError: groups cannot be made here; the text says why.
+    """
+
+    def __init__(self) -> None:
+        self._version_1 = (ROOT / "memory" / "memory.limit_in_bytes").exists()
+        parent = ROOT / "memory" if self._version_1 else ROOT
+        if not self._version_1 and not (ROOT / "cgroup.controllers").exists():
+            raise OSError(f"no memory control groups under {ROOT}")
+        self.path = parent / f"torch_odt_test_{uuid.uuid4().hex[:8]}"
+        self.path.mkdir()
+        if not (self.path / self._limit_name).exists():
+            self.path.rmdir()
+            raise OSError(f"the memory controller is not enabled for the children of {parent}")
+
+    @property
+    def _limit_name(self) -> str:
+        return "memory.limit_in_bytes" if self._version_1 else "memory.max"
+
+    def add(self, process_id: int) -> None:
+        """Move a process into the group; what it allocates from now on counts."""
+        (self.path / "cgroup.procs").write_text(str(process_id))
+
+    def add_self(self) -> None:
+        """Move the calling process, between fork and exec."""
+        self.add(os.getpid())
+
+    def limit(self, limit_bytes: int) -> None:
+        """Memory, page cache included, and no swap beside it."""
+        (self.path / self._limit_name).write_text(str(limit_bytes))
+        # Absent where the kernel does not account for swap: then there is none to forbid.
+        with contextlib.suppress(OSError):
+            swap, most = ("memory.memsw.limit_in_bytes", limit_bytes) if self._version_1 else ("memory.swap.max", 0)
+            (self.path / swap).write_text(str(most))
+
+    def unreclaimable_bytes(self) -> int:
+        """What the group holds without page cache: anonymous and shared memory, by the kernel's own statistics."""
+        fields = dict(line.split() for line in (self.path / "memory.stat").read_text().splitlines())
+        if self._version_1:
+            return int(fields["total_rss"]) + int(fields.get("total_shmem", 0))
+        return int(fields["anon"]) + int(fields["shmem"])
+
+    def highest_bytes(self) -> int:
+        """The highest usage since the group was made, page cache included; 0 where the kernel does not say."""
+        name = "memory.max_usage_in_bytes" if self._version_1 else "memory.peak"
+        with contextlib.suppress(OSError):
+            return int((self.path / name).read_text())
+        return 0
+
+    def close(self) -> None:
+        """Remove the group; its processes must have ended."""
+        for _ in range(50):
+            with contextlib.suppress(OSError):
+                self.path.rmdir()
+                return
+            time.sleep(0.1)

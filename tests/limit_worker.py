@@ -1,0 +1,108 @@
+"""One process of `test_real_limit.py`: trains MobileNetV2 for some steps, plainly or through torch_odt.
+
+Everything is in memory and idle first; what the group holds then is the level above which the limit is set. One line of
+JSON at the level, one after each step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import gc
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torchvision
+from image_data import load_images, upscale
+from torch import nn
+
+BATCH_SIZE = 16
+
+
+def main() -> None:
+    options = parse_options()
+    torch.manual_seed(0)
+    model = torchvision.models.mobilenet_v2(weights=None, num_classes=10).to(memory_format=torch.channels_last)
+    images, labels = load_images(options.data_dir, BATCH_SIZE * options.steps)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    loss_fn = nn.CrossEntropyLoss()
+    if options.budget:
+        import torch_odt
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    say(torch=torch.__version__, anonymous_bytes=anonymous_bytes())
+    wait_for_go()
+
+    if options.budget:
+        budget = torch_odt.Budget(options.budget, of="training")
+        step = torch_odt.TrainStep(model, loss_fn, optimizer, budget=budget, cache=False)
+    else:
+        step = plain_step(model, loss_fn, optimizer)
+    torch.manual_seed(1)
+    highest = Highest()
+    highest.start()
+    for index in range(options.steps):
+        rows = slice(index * BATCH_SIZE, (index + 1) * BATCH_SIZE)
+        batch = upscale(images[rows]).contiguous(memory_format=torch.channels_last)
+        say(loss=float(step(batch, labels[rows])))
+    say(highest_anonymous_bytes=highest.bytes)
+
+
+def plain_step(
+    model: nn.Module, loss_fn: nn.Module, optimizer: torch.optim.Optimizer
+) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
+    def step(inputs: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = loss_fn(model(inputs), target)
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    return step
+
+
+def anonymous_bytes() -> int:
+    """RssAnon + RssShmem: what the kernel cannot take back."""
+    lines = (line.split() for line in Path("/proc/self/status").read_text().splitlines())
+    return sum(int(words[1]) * 1024 for words in lines if words[0] in ("RssAnon:", "RssShmem:"))
+
+
+class Highest(threading.Thread):
+    """Samples `anonymous_bytes` every five milliseconds and keeps the highest."""
+
+    def __init__(self) -> None:
+        super().__init__(daemon=True)
+        self.bytes = 0
+
+    def run(self) -> None:
+        while True:
+            self.bytes = max(self.bytes, anonymous_bytes())
+            time.sleep(0.005)
+
+
+def parse_options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--steps", type=int, required=True)
+    parser.add_argument("--budget", type=int, default=0, help="bytes above the level; 0 for plain PyTorch")
+    parser.add_argument("--data-dir", type=Path)
+    return parser.parse_args()
+
+
+def say(**message: object) -> None:
+    print(json.dumps(message), flush=True)
+
+
+def wait_for_go() -> None:
+    """The test sets the limit now."""
+    if not sys.stdin.readline():
+        os._exit(3)
+
+
+if __name__ == "__main__":
+    main()

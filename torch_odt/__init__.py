@@ -1,0 +1,67 @@
+"""Train a torch model inside a number of bytes, with the gradients of plain PyTorch.
+
+The two doors are `TrainStep` (one object that takes a batch) and `wrap` (the loop stays as it is).
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from torch_odt import memory
+from torch_odt.errors import (
+    CaptureError,
+    InfeasibleBudget,
+    LossError,
+    NonFiniteLossWarning,
+    OdtWarning,
+    PlanError,
+    ScheduleError,
+)
+from torch_odt.runtime.budget import Budget
+
+if TYPE_CHECKING:
+    from torch_odt.execute.dry_run import plan, profile
+    from torch_odt.execute.step import TrainStep
+    from torch_odt.execute.wrap import plan_of, set_budget, unwrap, wrap
+    from torch_odt.planning.plan import Plan
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Budget",
+    "CaptureError",
+    "InfeasibleBudget",
+    "LossError",
+    "NonFiniteLossWarning",
+    "OdtWarning",
+    "Plan",
+    "PlanError",
+    "ScheduleError",
+    "TrainStep",
+    "memory",
+    "plan",
+    "plan_of",
+    "profile",
+    "set_budget",
+    "unwrap",
+    "wrap",
+]
+
+# Loaded when first used, so that `import torch_odt` costs little more than `import torch`.
+_LAZY = {
+    "TrainStep": "torch_odt.execute.step",
+    "wrap": "torch_odt.execute.wrap",
+    "plan_of": "torch_odt.execute.wrap",
+    "set_budget": "torch_odt.execute.wrap",
+    "unwrap": "torch_odt.execute.wrap",
+    "plan": "torch_odt.execute.dry_run",
+    "profile": "torch_odt.execute.dry_run",
+    "Plan": "torch_odt.planning.plan",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_LAZY[name]), name)

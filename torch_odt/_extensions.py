@@ -1,0 +1,91 @@
+"""Loads the compiled parts, once, and knows why when they are missing.
+
+Nothing here raises: without an extension the package works in pure Python, and `status()` says what is missing and why.
+Set `TORCH_ODT_DISABLE_EXTENSIONS=1` before the first import to run as if nothing had been compiled.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+
+import torch
+
+DISABLE_VARIABLE = "TORCH_ODT_DISABLE_EXTENSIONS"
+REINSTALL = "reinstall torch_odt to build it"
+
+
+@dataclass(frozen=True)
+class ExtensionStatus:
+    """Whether one compiled part is in use.
+
+    Attributes:
+        name: its import name.
+        loaded: it is in use.
+        reason: why it is not; None if it is.
+    """
+
+    name: str
+    loaded: bool
+    reason: str | None = None
+
+
+def _versions_built(folder: Path) -> list[str]:
+    """The torch versions that allocator modules in `folder` were built for, such as "2.13"."""
+    names = sorted(path.name.split(".")[0] for path in folder.glob("_memory_*_*.so"))
+    return [name.removeprefix("_memory_").replace("_", ".") for name in names]
+
+
+def _why_absent(name: str, folder: Path) -> str:
+    if name == "torch_odt._C":
+        return f"not built; {REINSTALL}"
+    built = _versions_built(folder)
+    if not built:
+        return f"not built; {REINSTALL}"
+    return f"built for torch {' and '.join(built)} while torch {torch.__version__} is running; {REINSTALL}"
+
+
+def _load(public_name: str, module_name: str, folder: Path) -> tuple[ModuleType | None, ExtensionStatus]:
+    if os.environ.get(DISABLE_VARIABLE, "0") not in ("", "0"):
+        return None, ExtensionStatus(public_name, False, f"disabled by {DISABLE_VARIABLE}")
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError:
+        return None, ExtensionStatus(public_name, False, _why_absent(public_name, folder))
+    except Exception as error:  # a broken build must not take the package down with it
+        return None, ExtensionStatus(public_name, False, f"does not load: {error}")
+    sys.modules[public_name] = module
+    return module, ExtensionStatus(public_name, True)
+
+
+def _memory_module_name() -> str:
+    major, minor = torch.__version__.split(".")[:2]
+    return f"torch_odt._memory_{major}_{minor}"
+
+
+_folder = Path(__file__).parent
+_kernels, _kernels_status = _load("torch_odt._C", "torch_odt._C", _folder)
+
+memory_module: ModuleType | None
+memory_module, _memory_status = _load("torch_odt._memory", _memory_module_name(), _folder)
+
+has_kernels: bool = _kernels is not None
+
+
+def status() -> dict[str, ExtensionStatus]:
+    """The state of every compiled part, by its short name.
+
+    When to choose it: to report on an installation, as `torch-odt doctor` does.
+
+    Returns:
+        "_C" (the operators) and "_memory" (the allocator), each with whether it is loaded and, if not, why.
+
+    Example:
+        >>> sorted(status())
+        ['_C', '_memory']
+    """
+    return {"_C": _kernels_status, "_memory": _memory_status}

@@ -1,0 +1,182 @@
+"""What is worth keeping from one process to the next: measurements of ops, and plans.
+
+Everything is JSON in one folder, so that it can be looked at, copied to a device and deleted at any time. Nothing
+depends on it: a folder that cannot be used costs time, and a warning.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sys
+import tempfile
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, Literal, Union
+
+from torch_odt.errors import OdtWarning
+
+FOLDER_VARIABLE = "TORCH_ODT_CACHE"
+FORMAT = 1
+
+
+def default_folder() -> Path:
+    """$TORCH_ODT_CACHE, or the platform's folder for caches."""
+    if os.environ.get(FOLDER_VARIABLE):
+        return Path(os.environ[FOLDER_VARIABLE]).expanduser()
+    if sys.platform == "darwin":
+        return Path("~/Library/Caches/torch_odt").expanduser()
+    if sys.platform == "win32":
+        return Path(os.environ.get("LOCALAPPDATA", "~/AppData/Local")).expanduser() / "torch_odt" / "cache"
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "torch_odt"
+
+
+CacheOption = Union[str, Path, "Cache", Literal[False], None]
+
+
+class Cache:
+    """A folder of measurements and plans. Any number of processes may use it at once.
+
+    When to choose it: always; it is on by default. Turn it off to measure anew, or where nothing may be written.
+
+    Args:
+        folder: where it lies; `default_folder()` when None.
+        enabled: False makes every lookup miss and every write do nothing.
+
+    Warns:
+        OdtWarning: once for each object, when the folder cannot be read or written; and for each damaged entry, which
+            is then ignored and overwritten.
+    """
+
+    def __init__(self, folder: str | Path | None = None, *, enabled: bool = True) -> None:
+        self.folder = Path(folder).expanduser() if folder is not None else default_folder()
+        self.enabled = enabled
+        self._has_warned = False
+
+    @classmethod
+    def of_value(cls, value: CacheOption) -> Cache:
+        """A cache from anything that a `cache=` may be given: False is none at all, None the default folder."""
+        if isinstance(value, Cache):
+            return value
+        return cls(enabled=False) if value is False else cls(value)
+
+    def load_profile(self, key: str) -> dict[str, Any]:
+        """Measurements by signature, for one machine with one set of settings; empty when there are none."""
+        entry = self._load(self._path("profiles", key), key)
+        return entry if isinstance(entry, dict) else {}
+
+    def save_profile(self, key: str, ops: dict[str, Any]) -> None:
+        """Add measurements to those that are there; new ones replace old ones of the same signature."""
+        path = self._path("profiles", key)
+        with self._writing(path) as may_write:
+            if may_write:
+                self._write(path, key, self.load_profile(key) | ops)
+
+    def load_plan(self, key: str) -> Any | None:
+        """What was stored under a key from `plan_key`; None when there is nothing."""
+        return self._load(self._path("plans", key), key)
+
+    def save_plan(self, key: str, data: Any) -> None:
+        """Store plain data (see `Plan.to_state`) under a key from `plan_key`."""
+        path = self._path("plans", key)
+        with self._writing(path) as may_write:
+            if may_write:
+                self._write(path, key, data)
+
+    def clear(self) -> None:
+        """Forget everything."""
+        for kind in ("profiles", "plans"):
+            for path in (self.folder / kind).glob("*.json"):
+                with suppress(OSError):
+                    path.unlink()
+
+    def _path(self, kind: str, key: str) -> Path:
+        return self.folder / kind / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.json"
+
+    def _load(self, path: Path, key: str) -> Any | None:
+        if not self.enabled:
+            return None
+        try:
+            content = path.read_bytes()
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            self._warn_once(error)
+            return None
+        try:
+            entry = json.loads(content)
+            if entry["format"] != FORMAT or entry["key"] != key:
+                return None
+            return entry["data"]
+        except (ValueError, KeyError, TypeError) as error:
+            text = f"{path} is damaged ({error}); it is ignored and will be overwritten"
+            warnings.warn(text, OdtWarning, stacklevel=3)
+            return None
+
+    @contextmanager
+    def _writing(self, path: Path) -> Iterator[bool]:
+        """Hold the folder's lock, so that two processes that add to a file do not lose each other's entries."""
+        if not self.enabled:
+            yield False
+            return
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            lock = (path.parent / ".lock").open("w")
+        except OSError as error:
+            self._warn_once(error)
+            yield False
+            return
+        with lock:
+            _lock(lock.fileno())
+            yield True
+
+    def _write(self, path: Path, key: str, data: Any) -> None:
+        """Write to a file of its own and rename it: a reader sees the old content or the new, never half of it."""
+        text = json.dumps({"format": FORMAT, "key": key, "data": data}, separators=(",", ":"))
+        temporary: Path | None = None
+        try:
+            with tempfile.NamedTemporaryFile(
+                "w", encoding="utf-8", dir=path.parent, prefix=path.stem, suffix=".tmp", delete=False
+            ) as file:
+                temporary = Path(file.name)
+                file.write(text)
+            temporary.replace(path)
+        except OSError as error:
+            if temporary is not None:
+                with suppress(OSError):
+                    temporary.unlink()
+            self._warn_once(error)
+
+    def _warn_once(self, error: OSError) -> None:
+        if self._has_warned:
+            return
+        self._has_warned = True
+        reason = error.strerror or str(error)
+        warnings.warn(
+            f"the cache folder {self.folder} cannot be used ({reason}); measurements and plans are made anew in every "
+            f"process. Set {FOLDER_VARIABLE} to a folder that can be written.",
+            OdtWarning,
+            stacklevel=4,
+        )
+
+
+def plan_key(*parts: object) -> str:
+    """The name of a plan: everything that it depends on.
+
+    Give the graph's fingerprint, the machine, torch's settings, the budget in bytes, the planner, its options and a
+    digest of the costs.
+    """
+    return "; ".join(map(repr, parts))
+
+
+def _lock(file: int) -> None:
+    """Wait for the exclusive use of a file; it ends when the file is closed. Without locks the last writer wins."""
+    try:
+        import fcntl
+    except ImportError:
+        return
+    with suppress(OSError):
+        fcntl.flock(file, fcntl.LOCK_EX)

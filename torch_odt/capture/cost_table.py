@@ -1,0 +1,165 @@
+"""Costs as text: measured once, on the machine that will train, and used wherever the plan is made.
+
+In a `CostTable` the costs are named by signature, which holds everything about a call but its data: the same call in
+another graph, in another process or on another day finds its cost again.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch_odt.capture.costs import Costs, OpCost
+from torch_odt.capture.graph import Op, Ref, TrainingGraph
+from torch_odt.capture.layouts import RealLayouts
+from torch_odt.errors import PlanError
+
+FORMAT = 1
+_BYTES_PER_SECOND = 5e9
+
+
+@dataclass
+class CostTable:
+    """Measured costs by signature, and where they were measured.
+
+    Attributes:
+        machine: from `machine_name()`.
+        settings: from `settings_name()`: torch's version, the number of threads and what else matters.
+        ops: the costs.
+    """
+
+    machine: str
+    settings: str
+    ops: dict[str, OpCost] = field(default_factory=dict)
+
+
+def signature(op: Op, layouts: RealLayouts) -> str:
+    """A call without its data: the operator, its plain arguments, and shape, strides and type of its tensors."""
+
+    def text(argument: Any) -> str:
+        if isinstance(argument, Ref):
+            layout = layouts.of_input(op, argument.value)
+            mark = "~" if argument.value in op.shape_reads else ""
+            dtype = str(layout.dtype).removeprefix("torch.")
+            return f"{mark}{dtype}[{_numbers(layout.shape)};{_numbers(layout.stride)}]"
+        if isinstance(argument, (list, tuple)):
+            return f"({','.join(map(text, argument))})"
+        return str(argument)
+
+    keywords = [f"{name}={text(argument)}" for name, argument in sorted(op.kwargs.items())]
+    return f"{op.target}({','.join([*map(text, op.args), *keywords])})"
+
+
+def table_of(graph: TrainingGraph, costs: Costs, *, settings: str = "") -> CostTable:
+    """The measured costs of a graph by signature, to be used for other graphs; estimates are left out."""
+    table = CostTable(costs.machine, settings)
+    layouts = RealLayouts(graph)
+    for op in graph.ops:
+        cost = costs.ops.get(op.index)
+        if cost is None:
+            continue
+        if cost.source == "measured" and not op.is_view:
+            table.ops[signature(op, layouts)] = cost
+        layouts.learn(op, cost)
+    return table
+
+
+def costs_to_json(table: CostTable) -> str:
+    """The table as text, to be read by `costs_from_json` on another machine."""
+    ops = {name: cost_to_list(cost) for name, cost in sorted(table.ops.items())}
+    return json.dumps({"format": FORMAT, "machine": table.machine, "settings": table.settings, "ops": ops}, indent=0)
+
+
+def costs_from_json(text: str) -> CostTable:
+    """Read what `costs_to_json` wrote.
+
+    Raises:
+        PlanError: it is something else, or was written by a version that does not match.
+    """
+    try:
+        data = json.loads(text)
+        if data["format"] != FORMAT:
+            raise PlanError(f"the costs are of format {data['format']}; this version reads format {FORMAT}")
+        ops = {str(name): cost_from_list(entry) for name, entry in data["ops"].items()}
+        return CostTable(str(data["machine"]), str(data["settings"]), ops)
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+        raise PlanError(f"this is no table of costs: {error!r}") from error
+
+
+def apply_costs(graph: TrainingGraph, table: CostTable) -> Costs:
+    """The costs of a graph from a table made elsewhere. What the table lacks is estimated, and named in the notes."""
+    found: dict[int, OpCost] = {}
+    missing: dict[str, int] = {}
+    layouts = RealLayouts(graph)
+    for op in graph.ops:
+        cost = view_cost(op) if op.is_view else table.ops.get(signature(op, layouts))
+        if cost is None:
+            cost = estimated_cost(graph, op)
+            missing[op.target] = missing.get(op.target, 0) + 1
+        found[op.index] = cost
+        layouts.learn(op, cost)
+    notes = [f"costs measured elsewhere: {table.machine}; {table.settings}"]
+    if missing:
+        named = ", ".join(f"{target} ({count})" for target, count in sorted(missing.items(), key=lambda m: -m[1]))
+        count = sum(missing.values())
+        notes.append(f"{count} of {len(graph.ops)} ops are not in the table and were estimated: {named}")
+    return Costs(found, table.machine, notes)
+
+
+def view_cost(op: Op) -> OpCost:
+    return OpCost(0.0, (), (None,) * len(op.writes))
+
+
+def estimated_cost(graph: TrainingGraph, op: Op) -> OpCost:
+    """A guess for an op that cannot be measured: it moves its inputs and results through memory once."""
+    events: list[tuple[int, int]] = []
+    ordinals: list[int | None] = []
+    for result in op.writes:
+        owns_bytes = result is not None and graph.values[result].base == result and graph.values[result].nbytes > 0
+        ordinals.append(len(events) if owns_bytes else None)
+        if result is not None and owns_bytes:
+            events.append((len(events), graph.values[result].nbytes))
+    traffic = sum(graph.values[v].nbytes for v in op.reads) + sum(size for _, size in events)
+    return OpCost(traffic / _BYTES_PER_SECOND, tuple(events), tuple(ordinals), "estimated")
+
+
+def cost_to_list(cost: OpCost) -> list[Any]:
+    """As plain data, compact: a table has hundreds of entries."""
+    events = [number for event in cost.events for number in event]
+    surprises = [[position, list(shape), list(stride)] for position, shape, stride in cost.surprises]
+    return [cost.seconds, events, list(cost.result_ordinals), surprises]
+
+
+def cost_from_list(entry: Any) -> OpCost:
+    """The inverse of `cost_to_list`.
+
+    Raises:
+        ValueError, TypeError: the entry is damaged.
+    """
+    seconds, numbers, ordinals, surprises = entry
+    events = tuple((int(o), int(n)) for o, n in zip(numbers[::2], numbers[1::2], strict=True))
+    known = {ordinal for ordinal, size in events if size > 0}
+    results = tuple(None if o is None else int(o) for o in ordinals)
+    if float(seconds) < 0 or not known.issuperset(o for o in results if o is not None):
+        raise ValueError("a cost contradicts itself")
+    if not known.issuperset(ordinal for ordinal, _ in events):
+        raise ValueError("a cost frees what it never allocated")
+    unlike_traced = tuple((int(p), tuple(map(int, shape)), tuple(map(int, stride))) for p, shape, stride in surprises)
+    return OpCost(float(seconds), events, results, surprises=unlike_traced)
+
+
+def costs_from_entries(entries: Mapping[str, Any]) -> tuple[dict[str, OpCost], int]:
+    """Read many entries; damaged ones are left out and counted."""
+    found: dict[str, OpCost] = {}
+    for name, entry in entries.items():
+        try:
+            found[name] = cost_from_list(entry)
+        except (ValueError, TypeError, IndexError, KeyError):
+            continue
+    return found, len(entries) - len(found)
+
+
+def _numbers(numbers: tuple[int, ...]) -> str:
+    return ",".join(map(str, numbers))

@@ -1,0 +1,52 @@
+"""What an operator costs: the types that profiling fills in and that planners read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True)
+class OpCost:
+    """The measured cost of one operator call.
+
+    Attributes:
+        seconds: median time of a call.
+        events: the allocations that the call makes, in order: (ordinal, bytes) when block `ordinal` is allocated,
+            (ordinal, -bytes) when it is freed inside the call. The results are among them.
+        result_ordinals: for each of the op's results, the ordinal of the block it lives in; None when the result
+            allocates nothing (a view, an empty tensor).
+        source: "measured", or "estimated" from the shapes where nothing could be measured.
+        surprises: (position, shape, strides) of the results whose real layout is not the one that tracing predicted.
+    """
+
+    seconds: float
+    events: tuple[tuple[int, int], ...]
+    result_ordinals: tuple[int | None, ...]
+    source: str = "measured"
+    surprises: tuple[tuple[int, tuple[int, ...], tuple[int, ...]], ...] = ()
+
+    @property
+    def block_bytes(self) -> dict[int, int]:
+        return {ordinal: size for ordinal, size in self.events if size > 0}
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most bytes that the call holds at once, results included, inputs not."""
+        live = peak = 0
+        for _, size in self.events:
+            live += size
+            peak = max(peak, live)
+        return peak
+
+
+@dataclass
+class Costs:
+    """The costs of every op of a graph, by op index, and the machine that they were measured on."""
+
+    ops: Mapping[int, OpCost]
+    machine: str = ""
+    notes: list[str] = field(default_factory=list)
+
+    def seconds(self, op: int) -> float:
+        return self.ops[op].seconds

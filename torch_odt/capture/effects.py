@@ -1,0 +1,108 @@
+"""What the Python code of a step does besides computing tensors.
+
+A graph repeats the tensors' part of a step and nothing else. Code that also counts its calls, rebinds a buffer, draws
+from Python's or NumPy's random numbers, or is watched by hooks must run as Python at every step, so it is not captured.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from torch_odt.errors import CaptureError
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+# Of `nn.Module` itself; children and parameters are compared by the tracer.
+_STRUCTURE = frozenset(vars(nn.Module())) - {"_buffers", "training"}
+# Lists of their parameters that recurrent layers keep up to date by themselves.
+_OWN_LISTS = frozenset({"_flat_weights", "_flat_weight_refs"})
+
+
+_IGNORED = _STRUCTURE | _OWN_LISTS | {"_buffers"}
+
+
+def refuse_hooks(model: nn.Module) -> None:
+    """Raises CaptureError when a module has hooks: they are Python code that runs at every call."""
+    for name, module in model.named_modules():
+        if any(getattr(module, hooks, None) for hooks in _HOOKS):
+            raise CaptureError(f"{name or 'the model'} has hooks, which run as Python at every step")
+
+
+class Effects:
+    """The state of a model's Python side at one moment."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._attributes = {name: _attributes(module) for name, module in model.named_modules()}
+        self._bindings = {name: dict(vars(module)) for name, module in model.named_modules()}
+        self._buffers = {name: dict(module._buffers) for name, module in model.named_modules()}
+        self._random = random.getstate()
+        self._numpy_random = np.random.get_state()
+
+    def refuse_changes(self) -> None:
+        """Undo what has changed since, and raise CaptureError if anything has."""
+        changed = [f"{name}.{key}".lstrip(".") for name, key in self._changed()]
+        draws = random.getstate() != self._random or not _same(np.random.get_state(), self._numpy_random)
+        self._restore()
+        if changed:
+            raise CaptureError(f"the step changes {', '.join(changed[:3])} as Python attributes")
+        if draws:
+            raise CaptureError("the step draws from Python's or NumPy's random numbers")
+
+    def _changed(self) -> list[tuple[str, str]]:
+        found = []
+        for name, module in self._model.named_modules():
+            before, now = self._attributes.get(name, {}), _attributes(module)
+            found += [(name, key) for key in before.keys() | now.keys() if before.get(key) != now.get(key)]
+        return sorted(found)
+
+    def _restore(self) -> None:
+        for name, module in self._model.named_modules():
+            before = self._bindings.get(name, vars(module))
+            for key in (before.keys() | vars(module).keys()) - _IGNORED:
+                if key not in before:
+                    del vars(module)[key]
+                elif vars(module).get(key) is not before[key]:
+                    vars(module)[key] = before[key]
+            module._buffers.update(self._buffers.get(name, {}))
+        random.setstate(self._random)
+        np.random.set_state(self._numpy_random)
+
+
+def _attributes(module: nn.Module) -> dict[str, Any]:
+    """Everything that an assignment in `forward` can change, as values that compare."""
+    found = {key: _mark(value) for key, value in vars(module).items() if key not in _IGNORED}
+    return found | {key: id(buffer) for key, buffer in module._buffers.items()}
+
+
+def _mark(value: Any) -> Any:
+    if isinstance(value, (bool, int, float, str, bytes, type(None))):
+        return (type(value), repr(value))
+    if isinstance(value, (list, tuple)):
+        return (id(value), tuple(map(id, value)))
+    if isinstance(value, dict):
+        return (id(value), tuple((id(k), id(v)) for k, v in value.items()))
+    return id(value)
+
+
+def _same(a: Any, b: Any) -> bool:
+    return all(np.array_equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def hook_identities(model: nn.Module) -> tuple[int, ...]:
+    """The hooks on a model's modules, so that a new one is noticed."""
+    return tuple(
+        id(hook) for m in model.modules() for hooks in _HOOKS for hook in (getattr(m, hooks, None) or {}).values()
+    )
+
+
+def tensor_identity(tensor: torch.Tensor) -> tuple[int, int]:
+    """Changes when an attribute is bound to another tensor, or its content is changed in place.
+
+    Parameters are expected to change: their content belongs to the step.
+    """
+    return id(tensor), 0 if isinstance(tensor, nn.Parameter) else tensor._version

@@ -1,0 +1,136 @@
+"""Operators by name, and what the graph must know about each of them.
+
+A `TrainingGraph` names its operators as text. This file resolves the text, and holds the few facts that torch's schemas
+do not tell: which results share storage with an argument although the schema is silent, which arguments are
+used for their shape alone, which operators draw random numbers only with certain arguments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from torch_odt import ops as odt_ops
+
+# Operators of this package that a rewrite may put into a graph.
+_OWN: dict[str, Callable[..., Any]] = {}
+
+# The schema promises a new tensor; the implementation returns a view.
+_UNDECLARED_VIEWS = frozenset({"aten._unsafe_view.default", "aten._reshape_alias.default", "aten.lift_fresh.default"})
+
+# Kernels that look at the grad mode to decide whether to fill the workspace that their backward needs.
+_IN_GRAD_MODE = frozenset({"aten.mkldnn_rnn_layer.default"})
+
+# target -> positions of tensor arguments that are used for their shape, strides and dtype alone.
+_SHAPE_ONLY: dict[str, tuple[int, ...]] = {
+    "aten.max_pool2d_with_indices_backward.default": (1,),
+    "aten.avg_pool2d_backward.default": (1,),
+    "aten._adaptive_avg_pool2d_backward.default": (1,),
+    "aten.nll_loss_backward.default": (1,),
+    "aten.new_zeros.default": (0,),
+    "aten.new_ones.default": (0,),
+    "aten.new_full.default": (0,),
+    "aten.new_empty.default": (0,),
+    "aten.new_empty_strided.default": (0,),
+    "aten.zeros_like.default": (0,),
+    "aten.ones_like.default": (0,),
+    "aten.full_like.default": (0,),
+    "aten.empty_like.default": (0,),
+}
+
+
+def register_operator(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Make a function callable from a graph as `odt.<name>`."""
+
+    def register(function: Callable[..., Any]) -> Callable[..., Any]:
+        _OWN[f"odt.{name}"] = function
+        return function
+
+    return register
+
+
+def resolve(target: str) -> Callable[..., Any]:
+    """The callable that a graph names: an operator of torch ("aten.add.Tensor") or one of ours ("odt.…").
+
+    Raises:
+        KeyError: no such operator is registered in this process.
+    """
+    if target in _OWN:
+        return _OWN[target]
+    if target in _IN_GRAD_MODE:
+        return _in_grad_mode(target)
+    try:
+        return _of_torch(target)
+    except AttributeError:
+        raise KeyError(f"operator {target!r} is not registered here; import the package that has it") from None
+
+
+def _of_torch(target: str) -> Callable[..., Any]:
+    namespace, name, overload = target.split(".", 2)
+    function: Callable[..., Any] = getattr(getattr(getattr(torch.ops, namespace), name), overload)
+    return function
+
+
+def _in_grad_mode(target: str) -> Callable[..., Any]:
+    function = _of_torch(target)
+
+    def call(*args: Any) -> Any:
+        with torch.enable_grad():
+            return function(*[a.detach() if isinstance(a, torch.Tensor) else a for a in args])
+
+    return call
+
+
+def is_view(op: torch._ops.OpOverload) -> bool:
+    """Whether the results share the storage of the first argument."""
+    if str(op) in _UNDECLARED_VIEWS:
+        return True
+    returns = op._schema.returns
+    return bool(returns) and all(r.alias_info is not None and not r.alias_info.is_write for r in returns)
+
+
+def is_random(op: torch._ops.OpOverload, arguments: dict[str, Any]) -> bool:
+    """Whether a call with these arguments (by schema name) draws from the random number generator."""
+    if torch.Tag.nondeterministic_seeded not in op.tags:
+        return False
+    # Attention kernels carry the tag for the sake of their dropout alone.
+    has_dropout = any(argument.name == "dropout_p" for argument in op._schema.arguments)
+    return not (has_dropout and arguments.get("dropout_p", 0.0) == 0.0)
+
+
+def shape_only_positions(target: str, args: tuple[Any, ...]) -> tuple[int, ...]:
+    """Positions of the tensor arguments whose data the call never reads."""
+    if target == "aten.convolution_backward.default":
+        wants_input, wants_weight, wants_bias = args[10]
+        # The gradient of the bias alone makes the kernel read its input all the same.
+        return (() if wants_weight or wants_bias else (1,)) + (() if wants_input else (2,))
+    if target == "aten.native_batch_norm_backward.default" and args[7]:
+        return (3, 4)
+    return _SHAPE_ONLY.get(target, ())
+
+
+def output_mask_position(target: str) -> int | None:
+    """Where a backward operator takes the mask of the gradients that it is to compute."""
+    return {
+        "aten.convolution_backward.default": 10,
+        "aten.native_batch_norm_backward.default": 9,
+        "aten.native_layer_norm_backward.default": 7,
+        "aten.native_group_norm_backward.default": 9,
+    }.get(target)
+
+
+@register_operator("batch_norm_normalize")
+def _batch_norm_normalize(
+    x: torch.Tensor, mean: torch.Tensor, invstd: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None
+) -> torch.Tensor:
+    return odt_ops.batch_norm_normalize(x, mean, invstd, weight, bias)
+
+
+@register_operator("dropout_apply")
+def _dropout_apply(x: torch.Tensor, mask: torch.Tensor, p: float) -> torch.Tensor:
+    """Dropout's output from its input and the mask that was drawn, with the arithmetic of aten's native_dropout."""
+    scale = 0.0 if p == 1.0 else 1.0 / (1.0 - p)
+    # ATen rounds the scale to the type of its input; a Python number would not be rounded.
+    return x.mul(mask).mul_(torch.tensor(scale, dtype=x.dtype))

@@ -1,0 +1,317 @@
+"""What every op of a graph costs on this machine: its seconds, and its allocations one by one.
+
+Ops are run alone, on synthetic inputs, one at a time, so that profiling needs no more memory than the largest op.
+Calls with the same signature are measured once; a cache carries them over to the next process.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from statistics import median
+from types import ModuleType
+from typing import Any, Protocol
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from torch_odt import _extensions
+from torch_odt.capture.cost_table import (
+    apply_costs,
+    cost_to_list,
+    costs_from_entries,
+    costs_from_json,
+    costs_to_json,
+    estimated_cost,
+    signature,
+    table_of,
+    view_cost,
+)
+from torch_odt.capture.costs import Costs, OpCost
+from torch_odt.capture.graph import Op, TrainingGraph
+from torch_odt.capture.layouts import RealLayouts, surprises
+from torch_odt.capture.machine import machine_name, settings_name
+from torch_odt.capture.operators import resolve
+from torch_odt.capture.synthetic import SyntheticInputs
+
+__all__ = ["apply_costs", "costs_from_json", "costs_to_json", "machine_name", "profile", "settings_name", "table_of"]
+
+_MOST_REPEATS = 20
+_RECORDED_RUNS = 2
+_ARENA_SLACK_BYTES = 256 << 20
+
+Events = tuple[tuple[int, int], ...]
+Ordinals = tuple[int | None, ...]
+
+
+class ProfileCache(Protocol):
+    """Where measurements outlive the process: `torch_odt.cache.Cache`."""
+
+    def load_profile(self, key: str) -> dict[str, Any]: ...
+    def save_profile(self, key: str, ops: dict[str, Any]) -> None: ...
+
+
+class DynamicArena(Protocol):
+    """The part of an arena that profiling needs: memory that is mapped once, so that timings hold no page faults."""
+
+    def dynamic(self, on: bool, limit_bytes: int = -1) -> None: ...
+
+
+Progress = Callable[[int, int, str], None]
+"""(ops done, ops in the graph, the operator that is next)"""
+
+
+def profile(
+    graph: TrainingGraph,
+    *,
+    cache: ProfileCache | None = None,
+    repeats: int = 3,
+    min_seconds: float = 0.002,
+    arena: DynamicArena | None = None,
+    progress: Progress | None = None,
+) -> Costs:
+    """Measure every op of a graph, rematerializers included.
+
+    Views are not run and cost nothing. An op that fails on synthetic inputs is estimated, and the notes name it. The
+    state of torch's random generator is as before afterwards.
+
+    Args:
+        graph: as it will be planned.
+        cache: where to look for measurements first, and where to put new ones.
+        repeats: timed calls of each op, at least; the cost is their median.
+        min_seconds: an op is timed at least this long in total, or 20 times.
+        arena: where results lie while ops are timed; by default one is made and dropped again.
+        progress: called before each op.
+    """
+    machine, key = machine_name(), profile_key()
+    known, damaged = costs_from_entries(cache.load_profile(key)) if cache is not None else ({}, 0)
+    with _quiet_state(), _tracking() as recorder:
+        bench = _Bench(graph, recorder, arena or _arena_for(graph, recorder), repeats, min_seconds)
+        ops = {}
+        for op in graph.ops:
+            if progress is not None:
+                progress(op.index, len(graph.ops), op.target)
+            ops[op.index] = bench.cost(op, known)
+        fresh, notes = bench.fresh, bench.notes
+        del bench
+    if recorder is None:
+        notes.append("torch_odt._memory is absent: what operators allocate inside is not seen, results alone count")
+    if damaged:
+        notes.append(f"{damaged} damaged measurements in the cache were measured anew")
+    if cache is not None and fresh:
+        cache.save_profile(key, {name: cost_to_list(cost) for name, cost in fresh.items()})
+    return Costs(ops, machine, list(dict.fromkeys(notes)))
+
+
+def profile_key() -> str:
+    """What measurements are stored under: they hold for this machine, with these settings."""
+    seen = "all allocations" if _extensions.memory_module is not None else "results alone"
+    return f"{machine_name()}; {settings_name()}; {seen}"
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).strip().splitlines()), "")
+
+
+class _Bench:
+    """Runs ops alone and watches them.
+
+    Attributes:
+        fresh: what was measured, by signature.
+        notes: what was not possible, and why.
+    """
+
+    def __init__(
+        self,
+        graph: TrainingGraph,
+        recorder: ModuleType | None,
+        arena: DynamicArena | None,
+        repeats: int,
+        min_seconds: float,
+    ) -> None:
+        self.fresh: dict[str, OpCost] = {}
+        self.notes: list[str] = []
+        self._graph = graph
+        self._recorder = recorder
+        self._arena = arena
+        self._repeats = repeats
+        self._min_seconds = min_seconds
+        self._layouts = RealLayouts(graph)
+        self._inputs = SyntheticInputs(graph, self._layouts)
+        self._failed: dict[str, str] = {}
+
+    def cost(self, op: Op, known: Mapping[str, OpCost]) -> OpCost:
+        """The cost of the next op of the graph; measured if neither `known` nor met before."""
+        if op.is_view:
+            cost = view_cost(op)
+        else:
+            name = signature(op, self._layouts)
+            found = known.get(name) or self.fresh.get(name)
+            cost = found if found is not None else self._new_cost(name, op)
+        self._layouts.learn(op, cost)
+        return cost
+
+    def _new_cost(self, name: str, op: Op) -> OpCost:
+        if name not in self._failed:
+            try:
+                self.fresh[name] = self._measure_somehow(op)
+                return self.fresh[name]
+            except Exception as error:
+                self._failed[name] = f"{type(error).__name__}: {_first_line(error)}"
+                self.notes.append(f"{op.target} could not be measured and was estimated: {self._failed[name]}")
+        return estimated_cost(self._graph, op)
+
+    def _measure_somehow(self, op: Op) -> OpCost:
+        try:
+            return self._measure(op, self._inputs)
+        except torch.OutOfMemoryError:
+            raise
+        except (RuntimeError, IndexError, ZeroDivisionError):
+            # Zero is a valid index, but no valid divisor or size.
+            return self._measure(op, SyntheticInputs(self._graph, self._layouts, integer=1))
+
+    def _measure(self, op: Op, inputs: SyntheticInputs) -> OpCost:
+        function = resolve(op.target)
+        args, kwargs = inputs.arguments(op, function, self._opaque_inputs(op))
+        with self._in_arena():
+            unlike_traced = surprises(self._graph, op, _as_list(function(*args, **kwargs), op))
+            seconds: list[float] = []
+            runs: list[tuple[Events, Ordinals]] = []
+            while not self._is_enough(seconds):
+                if len(runs) < _RECORDED_RUNS:
+                    elapsed, run = self._record(op, function, args, kwargs)
+                    runs.append(run)
+                else:
+                    elapsed = _time(function, args, kwargs)
+                seconds.append(elapsed)
+        if runs[0] != runs[-1]:
+            self.notes.append(f"the allocations of {op.target} vary from call to call")
+        events, ordinals = runs[-1]
+        return OpCost(median(seconds), events, ordinals, surprises=unlike_traced)
+
+    def _is_enough(self, seconds: list[float]) -> bool:
+        count = len(seconds)
+        return count >= max(1, self._repeats) and (sum(seconds) >= self._min_seconds or count >= _MOST_REPEATS)
+
+    def _record(
+        self, op: Op, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> tuple[float, tuple[Events, Ordinals]]:
+        """One call: its seconds, its allocations, and which of them its results live in."""
+        begin = time.perf_counter
+        if self._recorder is None:
+            start = begin()
+            outcome = function(*args, **kwargs)
+            elapsed = begin() - start
+            return elapsed, _events_of_results(_as_list(outcome, op), (args, kwargs))
+        self._recorder.record_begin()
+        try:
+            start = begin()
+            outcome = function(*args, **kwargs)
+            elapsed = begin() - start
+        finally:
+            recorded = self._recorder.record_end()
+        blocks = {address: ordinal for ordinal, address in enumerate(self._recorder.record_addresses())}
+        events = tuple((o, size if what == "alloc" else -size) for what, o, size in recorded if o >= 0)
+        return elapsed, (events, tuple(blocks.get(_address(tensor)) for tensor in _as_list(outcome, op)))
+
+    def _opaque_inputs(self, op: Op) -> dict[int, torch.Tensor]:
+        """Inputs that only their real producers can make."""
+        return {value: self._produce(value) for value in op.reads if self._layouts.is_opaque(value)}
+
+    def _produce(self, value: int) -> torch.Tensor:
+        index = self._graph.values[value].producer
+        assert index is not None
+        producer = self._graph.ops[index]
+        function = resolve(producer.target)
+        args, kwargs = self._inputs.arguments(producer, function, self._opaque_inputs(producer))
+        tensor = _as_list(function(*args, **kwargs), producer)[producer.writes.index(value)]
+        assert tensor is not None
+        return tensor
+
+    @contextmanager
+    def _in_arena(self) -> Iterator[None]:
+        if self._arena is None:
+            yield
+            return
+        self._arena.dynamic(True)
+        try:
+            yield
+        finally:
+            self._arena.dynamic(False)
+
+
+def _time(function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> float:
+    start = time.perf_counter()
+    results = function(*args, **kwargs)
+    elapsed = time.perf_counter() - start
+    del results
+    return elapsed
+
+
+def _as_list(results: Any, op: Op) -> list[torch.Tensor | None]:
+    """What an operator returned; None stands for a gradient that its mask left out."""
+    listed = [results] if isinstance(results, torch.Tensor) else list(results)
+    if len(listed) != len(op.writes):
+        raise RuntimeError(f"{len(listed)} results where the trace has {len(op.writes)}")
+    return listed
+
+
+def _address(tensor: torch.Tensor | None) -> int:
+    """Where the data begins; 0 where there is none."""
+    return 0 if tensor is None else tensor.untyped_storage().data_ptr()
+
+
+def _events_of_results(results: Sequence[torch.Tensor | None], arguments: Any) -> tuple[Events, Ordinals]:
+    """What can be told without a recorder: the results' own storages."""
+    given = {_address(t) for t in tree_leaves(arguments) if isinstance(t, torch.Tensor)}
+    ordinals: dict[int, int] = {}
+    events: list[tuple[int, int]] = []
+    found: list[int | None] = []
+    for tensor in results:
+        address = _address(tensor)
+        if tensor is None or address == 0 or address in given:
+            found.append(None)
+            continue
+        if address not in ordinals:
+            ordinals[address] = len(events)
+            events.append((ordinals[address], tensor.untyped_storage().nbytes()))
+        found.append(ordinals[address])
+    return tuple(events), tuple(found)
+
+
+@contextmanager
+def _quiet_state() -> Iterator[None]:
+    """No autograd, no autocast, and the random generator as it was."""
+    random_state = torch.get_rng_state()
+    try:
+        with torch.no_grad(), torch.autocast("cpu", enabled=False):
+            yield
+    finally:
+        torch.set_rng_state(random_state)
+
+
+@contextmanager
+def _tracking() -> Iterator[ModuleType | None]:
+    """The allocator's recorder, if there is one; the allocator is put back as it was."""
+    module = _extensions.memory_module
+    if module is None:
+        yield None
+        return
+    was_installed = module.is_installed()
+    module.install()
+    try:
+        yield module
+    finally:
+        if not was_installed:
+            module.uninstall()
+
+
+def _arena_for(graph: TrainingGraph, recorder: ModuleType | None) -> DynamicArena | None:
+    """An arena that takes what the largest op allocates; address space alone, until it is used."""
+    if recorder is None:
+        return None
+    values = graph.values
+    largest = max((sum(values[v].nbytes for v in (*op.reads, *op.results)) for op in graph.ops), default=0)
+    arena: DynamicArena = recorder.Arena(4 * largest + _ARENA_SLACK_BYTES)
+    return arena

@@ -1,0 +1,310 @@
+"""Graph passes: from the graph as traced to the graph that is planned.
+
+Each pass is a function `(TrainingGraph) -> str | None` that changes the graph in place and says what it did. They keep
+every bit of every output. `rewrite` runs them in order and renumbers what is left.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from torch_odt.capture import operators
+from torch_odt.capture.graph import Op, OutputKind, Ref, TrainingGraph, Value, map_refs, refs
+
+Pass = Callable[[TrainingGraph], str | None]
+
+
+def rewrite(graph: TrainingGraph, *, drop: tuple[OutputKind, ...] = ()) -> TrainingGraph:
+    """The graph to plan: without copies, dead gradients and reads that nothing needs.
+
+    Args:
+        graph: as traced. It is changed; use the returned one.
+        drop: kinds of outputs that nobody asked for ("result").
+    """
+    graph.outputs = [output for output in graph.outputs if output.kind not in drop]
+    for apply in PASSES:
+        note = apply(graph)
+        if note:
+            graph.notes.append(note)
+    return _renumber(graph)
+
+
+def remove_copies(graph: TrainingGraph) -> str | None:
+    """`detach`, `alias`, and `clone` with unchanged strides hand on their input: nothing in the graph is changed in
+    place.
+
+    A clone that leaves the graph stays, and so does a clone of something that the caller owns when it leaves as a view.
+    """
+    leaving = {graph.values[v].base for v in graph.output_values}
+    substitute: dict[int, int] = {}
+    removed = 0
+    for op in graph.ops:
+        if op.target not in ("aten.detach.default", "aten.alias.default", "aten.clone.default"):
+            continue
+        source, result = op.reads[0], op.results[0]
+        source = substitute.get(source, source)
+        before, after = graph.values[source], graph.values[result]
+        if before.stride != after.stride or (op.target == "aten.clone.default" and result in leaving):
+            continue
+        substitute[result] = source
+        removed += op.target == "aten.clone.default"
+    _substitute(graph, substitute)
+    return f"{removed} copies made only for in-place operations removed" if removed else None
+
+
+def protect_mutated_buffers(graph: TrainingGraph) -> str | None:
+    """A buffer is overwritten at the end of the forward pass: what reads its old content must have done so by then.
+
+    Forward ops that read it are run once only; backward ops read a copy taken at the start.
+    """
+    mutated = {o.target for o in graph.outputs_of("mutation")}
+    buffers = {v.index for v in graph.values if v.kind in ("buffer", "input") and v.target in mutated}
+    late: dict[int, list[Op]] = {}
+    for op in graph.ops:
+        for value in op.reads:
+            if graph.values[value].base in buffers:
+                if op.phase == "backward":
+                    late.setdefault(value, []).append(op)
+                else:
+                    op.is_pinned = True
+    for value, readers in late.items():
+        _insert_early_copy(graph, value, readers)
+    return None
+
+
+def mark_shape_reads(graph: TrainingGraph) -> str | None:
+    """Arguments that an operator uses for their shape alone need not be kept for it."""
+    freed = 0
+    for op in graph.ops:
+        positions = operators.shape_only_positions(op.target, op.args)
+        shapes = {op.args[p].value for p in positions if isinstance(op.args[p], Ref)}
+        data = set(refs([a for i, a in enumerate(op.args) if i not in positions])) | set(refs(op.kwargs))
+        shapes -= data
+        freed += sum(graph.values[v].kind == "computed" for v in shapes)
+        op.reads = tuple(v for v in op.reads if v not in shapes)
+        op.shape_reads = tuple(sorted(shapes))
+    return f"{freed} tensors are not kept for operators that use their shape alone" if freed else None
+
+
+def mask_unused_gradients(graph: TrainingGraph) -> str | None:
+    """Backward operators with a mask compute only the gradients that somebody reads."""
+    used = _used_values(graph)
+    masked = 0
+    for op in graph.ops:
+        position = operators.output_mask_position(op.target)
+        if position is None:
+            continue
+        wanted = [w is not None and w in used for w in op.writes]
+        mask = [bool(m) and w for m, w in zip(op.args[position], wanted, strict=True)]
+        if mask != list(op.args[position]):
+            masked += sum(map(bool, op.args[position])) - sum(mask)
+            op.args = (*op.args[:position], mask, *op.args[position + 1 :])
+    return f"{masked} gradients that nobody asked for removed" if masked else None
+
+
+def sum_bias_gradients(graph: TrainingGraph) -> str | None:
+    """A convolution whose weight is frozen reads its input for the bias alone, whose gradient is a plain sum."""
+    split: list[Op] = []
+    taken = 0
+    for op in graph.ops:
+        split.append(op)
+        if op.target != "aten.convolution_backward.default" or op.writes[2] is None or op.args[10][1]:
+            continue
+        bias_gradient, gradient = op.writes[2], op.args[0]
+        op.args = (*op.args[:10], [op.args[10][0], False, False])
+        op.writes = (op.writes[0], None, None)
+        dims = [0, *range(2, len(graph.values[gradient.value].shape))]
+        added = replace(op, index=_next_index(graph, split), target="aten.sum.dim_IntList", args=(gradient, dims))
+        split.append(replace(added, reads=(gradient.value,), writes=(bias_gradient,), shape_reads=()))
+        graph.values[bias_gradient].producer = added.index
+        taken += 1
+    graph.ops = [op for op in split if op.results]
+    return f"{taken} bias gradients of frozen convolutions are sums that need no input" if taken else None
+
+
+def _next_index(graph: TrainingGraph, more: list[Op]) -> int:
+    return 1 + max(op.index for op in (*graph.ops, *more))
+
+
+def remove_dead(graph: TrainingGraph) -> str | None:
+    """Ops whose results nobody reads. A random one stays: what the next one draws depends on it."""
+    used = _used_values(graph)
+    graph.ops = [op for op in graph.ops if op.is_random or any(r in used for r in op.results)]
+    for op in graph.ops:
+        if any(r in used for r in op.results):
+            op.writes = tuple(w if w in used else None for w in op.writes)
+    return None
+
+
+def rematerialize_batch_norm(graph: TrainingGraph) -> str | None:
+    """BatchNorm's output comes back from its input with the saved mean and invstd, without a second statistics pass."""
+    count = 0
+    for op in graph.program:
+        if op.target != "aten._native_batch_norm_legit_functional.default" or op.writes[0] is None or not op.args[5]:
+            continue
+        mean, invstd = op.writes[1:3]
+        if mean is None or invstd is None:
+            continue
+        x, weight, bias = op.args[0], op.args[1], op.args[2]
+        if not _can_normalize(graph, x, (Ref(mean), Ref(invstd), weight, bias)):
+            continue
+        arguments = (x, Ref(mean), Ref(invstd), weight, bias)
+        _add_rematerializer(graph, op, op.writes[0], "odt.batch_norm_normalize", arguments)
+        count += 1
+    return f"{count} BatchNorm outputs can be recomputed from the saved statistics" if count else None
+
+
+def _can_normalize(graph: TrainingGraph, x: Ref, per_channel: tuple[Ref | None, ...]) -> bool:
+    """Whether `odt.batch_norm_normalize` takes these types."""
+    own = graph.values[x.value].dtype
+    wanted = "float64" if own == "float64" else "float32"
+    types = {graph.values[tensor.value].dtype for tensor in per_channel if tensor is not None}
+    return own in ("float32", "float64", "bfloat16") and types == {wanted}
+
+
+def rematerialize_dropout(graph: TrainingGraph) -> str | None:
+    """Dropout's output comes back from its input and the mask that was drawn."""
+    count = 0
+    for op in graph.program:
+        if op.target != "aten.native_dropout.default":
+            continue
+        output, mask = op.writes
+        if output is None or mask is None:
+            continue
+        _add_rematerializer(graph, op, output, "odt.dropout_apply", (op.args[0], Ref(mask), op.args[1]))
+        count += 1
+    return f"{count} dropout outputs can be recomputed from their masks" if count else None
+
+
+# The order matters: what is dead is known once copies and unused gradients are gone.
+PASSES: tuple[Pass, ...] = (
+    remove_copies,
+    remove_dead,
+    mask_unused_gradients,
+    sum_bias_gradients,
+    mark_shape_reads,
+    remove_dead,
+    protect_mutated_buffers,
+)
+REMATERIALIZERS: tuple[Pass, ...] = (rematerialize_batch_norm, rematerialize_dropout)
+
+
+def _renumber(graph: TrainingGraph) -> TrainingGraph:
+    """Drop values that nothing names, number ops and values anew, and put the rematerializers behind the program."""
+    named = {v for op in graph.ops for v in (*op.reads, *op.shape_reads, *op.results)}
+    named |= graph.output_values | set(graph.inputs)
+    named |= {graph.values[v].base for v in named}
+    new_index = {old: new for new, old in enumerate(v.index for v in graph.values if v.index in named)}
+    new_op = {op.index: position for position, op in enumerate(graph.ops)}
+
+    def renumber(arguments: Any) -> Any:
+        return map_refs(arguments, lambda v: Ref(new_index[v]))
+
+    values: list[Value] = []
+    for value in graph.values:
+        if value.index in named:
+            producer = new_op.get(value.producer) if value.producer is not None else None
+            values.append(replace(value, index=len(values), base=new_index[value.base], producer=producer))
+    ops = [
+        replace(
+            op,
+            index=new_op[op.index],
+            args=renumber(op.args),
+            kwargs=renumber(op.kwargs),
+            reads=tuple(new_index[v] for v in op.reads),
+            shape_reads=tuple(new_index[v] for v in op.shape_reads),
+            writes=tuple(None if w is None else new_index[w] for w in op.writes),
+        )
+        for op in graph.ops
+    ]
+    result = TrainingGraph(
+        ops=ops,
+        values=values,
+        inputs=[new_index[v] for v in graph.inputs],
+        outputs=[replace(o, value=new_index[o.value]) for o in graph.outputs],
+        boundary=sum(op.phase == "forward" for op in ops),
+        program_length=len(ops),
+        constants={new_index[v]: t for v, t in graph.constants.items() if v in named},
+        notes=graph.notes,
+    )
+    for add in REMATERIALIZERS:
+        note = add(result)
+        if note:
+            result.notes.append(note)
+    return result
+
+
+def _substitute(graph: TrainingGraph, substitute: dict[int, int]) -> None:
+    if not substitute:
+        return
+
+    for op in graph.ops:
+        _substitute_in(op, substitute)
+    graph.outputs = [replace(o, value=substitute.get(o.value, o.value)) for o in graph.outputs]
+    for value in graph.values:
+        base = value.base
+        while base in substitute:
+            base = graph.values[substitute[base]].base
+        value.base = base
+
+
+def _substitute_in(op: Op, substitute: dict[int, int]) -> None:
+    def hand_on(value: int) -> Ref:
+        return Ref(substitute.get(value, value))
+
+    op.args, op.kwargs = map_refs(op.args, hand_on), map_refs(op.kwargs, hand_on)
+    op.reads = tuple(dict.fromkeys(substitute.get(v, v) for v in op.reads))
+
+
+def _insert_early_copy(graph: TrainingGraph, value: int, readers: list[Op]) -> None:
+    original = graph.values[value]
+    copy = replace(
+        original, index=len(graph.values), name=f"{original.name}_before", kind="computed", base=len(graph.values)
+    )
+    graph.values.append(copy)
+    op = Op(
+        index=_next_index(graph, []),
+        target="aten.clone.default",
+        args=(Ref(value),),
+        kwargs={},
+        reads=(value,),
+        shape_reads=(),
+        writes=(copy.index,),
+        is_pinned=True,
+    )
+    copy.producer = op.index
+    graph.ops.insert(0, op)
+    for reader in readers:
+        _substitute_in(reader, {value: copy.index})
+
+
+def _used_values(graph: TrainingGraph) -> set[int]:
+    """Values that an output or a random draw depends on, walking back through what ops really read."""
+    used = set(graph.output_values)
+    for op in reversed(graph.ops):
+        if op.is_random or any(r in used for r in op.results):
+            used.update(op.reads)
+    return used
+
+
+def _add_rematerializer(graph: TrainingGraph, op: Op, value: int, target: str, args: tuple[Any, ...]) -> None:
+    again = Op(
+        index=len(graph.ops),
+        target=target,
+        args=args,
+        kwargs={},
+        reads=tuple(dict.fromkeys(refs(args))),
+        shape_reads=(),
+        writes=(value,),
+        phase=op.phase,
+    )
+    graph.ops.append(again)
+    graph.rematerializers[value] = again.index
+
+
+def describe(graph: TrainingGraph) -> Counter[str]:
+    """How often each operator stands in the program."""
+    return Counter(op.target for op in graph.program)

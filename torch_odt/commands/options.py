@@ -1,0 +1,112 @@
+"""Arguments that several commands take, and how their texts are read."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from typing import TYPE_CHECKING, Any
+
+from torch_odt.commands.errors import UserError
+
+if TYPE_CHECKING:
+    from torch_odt.runtime.budget import Budget
+
+MODEL_HELP = "a torchvision classifier by name, or your own: FILE.py:FUNCTION"
+DEFAULT_INPUT = "16x3x224x224"
+
+
+def add_output(parser: argparse.ArgumentParser) -> None:
+    """What every command takes."""
+    parser.add_argument("--json", action="store_true", help="print one JSON document instead of text")
+    parser.add_argument("--debug", action="store_true", help="show tracebacks and every warning")
+
+
+def add_model(parser: argparse.ArgumentParser, *, default: str | None) -> None:
+    """Which model, and how it lies in memory."""
+    parser.add_argument("--model", required=default is None, default=default, metavar="NAME", help=MODEL_HELP)
+    parser.add_argument("--channels-last", action="store_true", help="lay images and weights out channels last")
+    parser.add_argument("--seed", type=int, default=0, help="of weights and data (default: 0)")
+
+
+def add_input(parser: argparse.ArgumentParser) -> None:
+    """The batch of a command that needs no data."""
+    parser.add_argument(
+        "--input", type=shape, metavar="SHAPE", help=f"batch x channels x height x width (default: {DEFAULT_INPUT})"
+    )
+    parser.add_argument("--classes", type=positive_int, default=10, help="of a torchvision classifier (default: 10)")
+
+
+def add_budget(parser: argparse.ArgumentParser, *, default: str | None, absent: str) -> None:
+    """How many bytes, and of what."""
+    parser.add_argument(
+        "--budget", default=default, metavar="BYTES", help=f'such as 512MiB, 80%% or "auto" (default: {absent})'
+    )
+    parser.add_argument(
+        "--budget-of",
+        choices=("process", "training"),
+        default="process",
+        help="count the whole process, or what training adds to it (default: process)",
+    )
+    parser.add_argument("--planner", default="auto", help="who makes the plan (default: auto)")
+
+
+def positive_int(text: str) -> int:
+    """An int above zero."""
+    value = int(text) if text.strip().isdigit() else 0
+    if value <= 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
+    return value
+
+
+def positive_float(text: str) -> float:
+    """A finite number above zero."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not (value > 0 and math.isfinite(value)):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
+    return value
+
+
+def shape(text: str) -> tuple[int, ...]:
+    """A shape such as 16x3x224x224, the batch first."""
+    words = text.lower().split("x")
+    if not all(word.isdigit() and int(word) > 0 for word in words):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a shape: write it as {DEFAULT_INPUT}")
+    return tuple(int(word) for word in words)
+
+
+def make_budget(text: str, of: str) -> Budget:
+    """The budget that the user asks for."""
+    from torch_odt.runtime.budget import Budget
+
+    try:
+        return Budget(text, of="training" if of == "training" else "process")
+    except ValueError as error:
+        raise UserError(f"--budget: {error}") from None
+
+
+def check_planner(name: str) -> None:
+    """Raises UserError unless there is such a planner."""
+    from torch_odt.planning.registry import planner_names
+
+    names = ("auto", *(known for known in planner_names() if known != "auto"))
+    if name not in names:
+        raise UserError(f"--planner {name}: there is no such planner; there are {', '.join(names)}")
+
+
+def print_json(document: dict[str, Any]) -> None:
+    """The one document that `--json` promises; numbers that JSON does not have become null."""
+    print(json.dumps(_plain(document), indent=2))
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    return value if value is None or isinstance(value, str | int | bool) else str(value)

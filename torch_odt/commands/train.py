@@ -1,0 +1,241 @@
+"""`torch-odt train`: a classifier on images, inside a budget."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader
+
+import torch_odt as odt
+from torch_odt.commands import options
+from torch_odt.commands.data import NAMES, ImageData, load_data
+from torch_odt.commands.errors import UserError, as_user_errors
+from torch_odt.commands.gauge import MemoryGauge
+from torch_odt.commands.models import load_model
+from torch_odt.commands.optimizers import add_arguments as add_optimizer
+from torch_odt.commands.optimizers import make_optimizer
+from torch_odt.commands.table import bytes_text, format_bytes, render, seconds_text
+from torch_odt.commands.training import Record, laid_out, memory_against, run_steps, validate
+
+NAME = "train"
+SUMMARY = "train a classifier on images inside a budget"
+
+
+@dataclass
+class Epoch:
+    """One pass through the data, and what a validation made of it."""
+
+    steps: int
+    train_loss: float
+    train_accuracy: float
+    validation_loss: float
+    validation_accuracy: float
+    seconds: float
+
+
+@dataclass
+class Report:
+    """What a run did.
+
+    Attributes:
+        peak_bytes: the most that the process held.
+        workers_peak_bytes: the most that its child processes held for themselves.
+        step_seconds: of a typical step.
+    """
+
+    model: str
+    data: str
+    classes: int
+    budget: str
+    budget_bytes: int
+    idle_bytes: int
+    peak_bytes: int = 0
+    workers_peak_bytes: int = 0
+    step_seconds: float | None = None
+    saved: str | None = None
+    epochs: list[Epoch] = field(default_factory=list)
+    plan: dict[str, Any] = field(default_factory=dict)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The command's options."""
+    options.add_model(parser, default=None)
+    parser.add_argument("--data", required=True, metavar="NAME", help=f"{', '.join(NAMES)}, or a folder of images")
+    parser.add_argument("--data-dir", type=Path, metavar="DIR", help="where fashion-mnist or cifar10 lies")
+    parser.add_argument("--download", action="store_true", help="fetch the data set to --data-dir if it is not there")
+    parser.add_argument("--image-size", type=options.positive_int, help="height and width (default: 96; folders 224)")
+    options.add_budget(parser, default="auto", absent='"auto", most of what is available')
+    parser.add_argument("--epochs", type=options.positive_int, default=1, help="passes through the data (default: 1)")
+    parser.add_argument("--steps", type=options.positive_int, help="stop after so many steps")
+    parser.add_argument("--batch-size", type=options.positive_int, default=32, help="(default: 32)")
+    add_optimizer(parser)
+    parser.add_argument("--workers", type=int, default=0, help="processes that load data (default: 0)")
+    parser.add_argument("--save", type=Path, metavar="FILE", help="write the weights there, as safetensors")
+    options.add_output(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Train, validate every epoch, save."""
+    _check_target(arguments.save)
+    options.check_planner(arguments.planner)
+    budget = options.make_budget(arguments.budget, arguments.budget_of)
+    torch.manual_seed(arguments.seed)
+    data = load_data(
+        arguments.data, data_dir=arguments.data_dir, image_size=arguments.image_size, download=arguments.download
+    )
+    model = load_model(
+        arguments.model, classes=len(data.classes), image_size=data.image_size, channels_last=arguments.channels_last
+    )
+    optimizer = make_optimizer(arguments.optimizer, model, arguments.lr)
+    with MemoryGauge() as gauge:
+        with as_user_errors(ValueError):
+            step = odt.TrainStep(model, F.cross_entropy, optimizer, budget=budget, planner=arguments.planner)
+        report = _train(arguments, step, model, data, budget, gauge)
+    if arguments.save is not None:
+        save(model, arguments.save)
+        report.saved = str(arguments.save)
+    if arguments.json:
+        options.print_json(asdict(report))
+    else:
+        print(_summary(report))
+    return 0
+
+
+def _train(
+    arguments: argparse.Namespace,
+    step: odt.TrainStep,
+    model: nn.Module,
+    data: ImageData,
+    budget: odt.Budget,
+    gauge: MemoryGauge,
+) -> Report:
+    resolved = budget.resolve(gauge.base_bytes)
+    above = gauge.base_bytes if budget.of == "training" else 0
+    limit = resolved.total_bytes - above
+    report = Report(arguments.model, data.name, len(data.classes), str(budget), limit, gauge.base_bytes)
+    training, validation = _loaders(arguments, data)
+    if not arguments.json:
+        print(_introduction(arguments, data, report, len(training)), flush=True)
+    remaining = arguments.steps or arguments.epochs * len(training)
+    record = Record()
+    for number in range(1, arguments.epochs + 1):
+        count = min(len(training), remaining)
+        if count == 0:
+            break
+        begin, done = time.monotonic(), len(record.losses)
+        model.train()
+        run_steps(
+            step,
+            laid_out(training, arguments.channels_last),
+            steps=count,
+            record=record,
+            memory_text=lambda: memory_against(gauge, limit, above_bytes=above),
+            label=f"epoch {number}",
+            quiet=arguments.json,
+            announce=(lambda: f"\n{step.plan}\n") if number == 1 else None,
+        )
+        held_out = laid_out(validation, arguments.channels_last)
+        loss, accuracy = validate(model, held_out, count=len(validation), quiet=arguments.json)
+        report.epochs.append(
+            Epoch(
+                steps=count,
+                train_loss=_mean(record.losses[done:]),
+                train_accuracy=_mean(record.accuracies[done:]),
+                validation_loss=loss,
+                validation_accuracy=accuracy,
+                seconds=time.monotonic() - begin,
+            )
+        )
+        if not arguments.json:
+            print(f"  validation: loss {loss:.3f}, accuracy {accuracy:.1%}", flush=True)
+        remaining -= count
+    report.peak_bytes, report.workers_peak_bytes = gauge.peak_bytes - above, gauge.children_peak_bytes
+    report.step_seconds = record.step_seconds
+    report.plan = step.plan.to_dict()
+    return report
+
+
+def _loaders(arguments: argparse.Namespace, data: ImageData) -> tuple[DataLoader[Any], DataLoader[Any]]:
+    """Training batches are all of one size where there are enough samples; validation takes smaller ones."""
+    size = min(arguments.batch_size, len(data.train))  # type: ignore[arg-type]
+    order = torch.Generator().manual_seed(arguments.seed)
+    workers = arguments.workers
+    training = DataLoader(
+        data.train,
+        batch_size=size,
+        shuffle=True,
+        drop_last=True,
+        generator=order,
+        num_workers=workers,
+        persistent_workers=workers > 0,
+    )
+    return training, DataLoader(data.validation, batch_size=max(1, size // 4), num_workers=workers)
+
+
+def save(model: nn.Module, path: Path) -> None:
+    """The plain model's state_dict as safetensors: it loads with `strict=True`."""
+    from safetensors.torch import save_file
+
+    tensors: dict[str, torch.Tensor] = {}
+    seen: set[int] = set()
+    for name, tensor in model.state_dict().items():
+        storage = tensor.untyped_storage().data_ptr()
+        # The format holds neither shared tensors nor other layouts.
+        tensors[name] = tensor.clone() if storage in seen else tensor
+        tensors[name] = tensors[name].contiguous()
+        seen.add(storage)
+    partial = path.with_name(f"{path.name}.partial")
+    try:
+        save_file(tensors, partial)
+        partial.replace(path)
+    except OSError as error:
+        raise UserError(f"--save {path}: {error.strerror or error}") from error
+
+
+def _check_target(path: Path | None) -> None:
+    """Before hours of training, not after."""
+    if path is not None and not path.parent.is_dir():
+        raise UserError(f"--save {path}: there is no folder {path.parent}")
+
+
+def _introduction(arguments: argparse.Namespace, data: ImageData, report: Report, batches: int) -> str:
+    lines = [
+        f"{report.model} on {data.name}: {len(data.train)} images to learn, "  # type: ignore[arg-type]
+        f"{len(data.validation)} to validate with, "  # type: ignore[arg-type]
+        f"{report.classes} classes, 3x{data.image_size}x{data.image_size}",
+        f"{batches} batches of {min(arguments.batch_size, len(data.train))} an epoch; budget {report.budget}",  # type: ignore[arg-type]
+    ]
+    if arguments.workers:
+        lines.append(
+            f"The memory of {arguments.workers} loading process{'es' if arguments.workers > 1 else ''} is not this "
+            "process's: it counts where a control group limits all of them together"
+        )
+    lines.append("The first step captures the model, measures its operators and plans.\n")
+    return "\n".join(lines)
+
+
+def _summary(report: Report) -> str:
+    rows = [
+        ["budget", bytes_text(report.budget_bytes)],
+        ["peak", f"{bytes_text(report.peak_bytes)}"],
+        ["idle before training", bytes_text(report.idle_bytes)],
+    ]
+    if report.workers_peak_bytes:
+        rows.append(["child processes, beside", format_bytes(report.workers_peak_bytes)])
+    rows.append(["time per step", seconds_text(report.step_seconds)])
+    if report.epochs:
+        rows.append(["validation accuracy", f"{report.epochs[-1].validation_accuracy:.1%}"])
+    if report.saved:
+        rows.append(["saved", report.saved])
+    return "\n" + render(rows, indent="")
+
+
+def _mean(values: list[float]) -> float:
+    return sum(values) / len(values) if values else float("nan")

@@ -1,0 +1,57 @@
+"""What the package raises and warns with."""
+
+from __future__ import annotations
+
+
+class OdtWarning(UserWarning):
+    """Something works, but not as well as it could; the text says what to do."""
+
+
+class NonFiniteLossWarning(OdtWarning):
+    """The loss of a step is NaN or infinite."""
+
+
+class LossError(ValueError):
+    """What the loss function returned cannot be trained on; the text says why."""
+
+
+class CaptureError(RuntimeError):
+    """A step cannot be captured as a graph; the text says why."""
+
+
+class PlanError(RuntimeError):
+    """A plan cannot be made or does not fit the graph that it is used with."""
+
+
+class ScheduleError(PlanError):
+    """A schedule breaks a rule of the graph that it is to execute."""
+
+
+class InfeasibleBudget(RuntimeError):
+    """No plan stays inside the budget.
+
+    Attributes:
+        budget: the refused budget, as given.
+        smallest_feasible_bytes: the smallest budget that would be accepted, in the refused budget's own terms.
+        hints: what would lower it.
+    """
+
+    def __init__(
+        self, budget: object, smallest_feasible_bytes: int, hints: tuple[str, ...] = (), detail: str = ""
+    ) -> None:
+        self.budget = budget
+        self.smallest_feasible_bytes = smallest_feasible_bytes
+        self.hints = tuple(hints)
+        self._detail = detail
+        refused = f"of {budget / 2**20:.1f} MiB" if isinstance(budget, int) else str(budget)
+        smallest = f"{smallest_feasible_bytes / 2**20:.1f} MiB ({smallest_feasible_bytes} bytes)"
+        text = f"the budget {refused} is too small; the smallest feasible one is {smallest}"
+        if detail:
+            text += f": {detail}"
+        if hints:
+            text += ". To lower it: " + "; ".join(hints)
+        super().__init__(text)
+
+    def __reduce__(self) -> tuple[type[InfeasibleBudget], tuple[object, int, tuple[str, ...], str]]:
+        # An exception is pickled by its message alone, but planning runs in other processes.
+        return type(self), (self.budget, self.smallest_feasible_bytes, self.hints, self._detail)

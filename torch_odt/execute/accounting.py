@@ -1,0 +1,143 @@
+"""How much of a budget is left for a step, and what takes the rest."""
+
+from __future__ import annotations
+
+import gc
+from dataclasses import dataclass
+from typing import Any
+
+from torch_odt import memory
+from torch_odt.capture.graph import TrainingGraph
+from torch_odt.execute.candidates import Candidate, gradient_bytes_of
+from torch_odt.execute.optimizer_cost import OptimizerCost
+from torch_odt.planning.plan import PlanLine
+from torch_odt.runtime.budget import ResolvedBudget, format_bytes
+
+_MIB = 2**20
+# What oneDNN and MKL keep for each kind of call (compiled code, primitives), and what Python and malloc lose besides.
+_BYTES_PER_KIND = 64 * 1024
+_BASE_RESERVE_BYTES = 2 * _MIB
+# A graph with its costs, schedules and addresses, for each op and value.
+_BYTES_PER_ENTRY = 4 * 1024
+_NOISE_BYTES = 2 * _MIB
+
+
+@dataclass(frozen=True)
+class Allowance:
+    """What a budget leaves for a step.
+
+    Attributes:
+        budget: the budget in numbers.
+        optimizer: what the optimizer holds; None where there is none.
+        gradient_bytes: of all trained parameters together.
+        spent_bytes: what capturing, measuring and planning have added to the process.
+        reserve_bytes: for what no allocator of torch's sees.
+        usual_spent_bytes: what capture and planning of a graph of this size add at most.
+        held_bytes: gradients that exist already.
+    """
+
+    budget: ResolvedBudget
+    optimizer: OptimizerCost | None
+    gradient_bytes: int
+    spent_bytes: int
+    reserve_bytes: int
+    usual_spent_bytes: int = 0
+    held_bytes: int = 0
+
+    @property
+    def growth_bytes(self) -> int:
+        return self.budget.growth_bytes
+
+    @property
+    def state_bytes(self) -> int:
+        return 0 if self.optimizer is None else self.optimizer.missing_state_bytes
+
+    @property
+    def step_bytes(self) -> int:
+        """For the arena, gradients, losses and results."""
+        return self.growth_bytes - self.spent_bytes - self.reserve_bytes - self.state_bytes
+
+    @property
+    def outside_limit_bytes(self) -> int:
+        """The torch-counted bytes at which the idle arena must give way to other allocations."""
+        counted = max(0, (memory.stats().outside_bytes or 0) - self.held_bytes)
+        return counted + max(0, self.growth_bytes - self.spent_bytes - self.reserve_bytes)
+
+    def optimizer_extra_bytes(self, candidate: Candidate) -> int:
+        """What the optimizer's temporaries need beyond the step's own peak: they lie in the idle arena."""
+        if self.optimizer is None:
+            return 0
+        beyond_arena = max(0, self.optimizer.workspace_bytes - candidate.arena_bytes)
+        return max(0, self.gradient_bytes + beyond_arena - candidate.outside_bytes - candidate.mask_bytes)
+
+    def total_with(self, candidate: Candidate) -> int:
+        """Everything above the level at construction."""
+        return sum(line.nbytes for line in self.lines(candidate))
+
+    def lines(self, candidate: Candidate) -> list[PlanLine]:
+        gradients = min(self.gradient_bytes, candidate.outside_bytes)
+        return [
+            PlanLine("activations and temporaries", candidate.arena_bytes, "one arena, mapped once"),
+            PlanLine("gradients", gradients, ""),
+            PlanLine("losses and outputs", candidate.outside_bytes - gradients, ""),
+            PlanLine("random masks", candidate.mask_bytes, "drawn for the whole batch"),
+            PlanLine("optimizer temporaries", self.optimizer_extra_bytes(candidate), "beyond the idle arena"),
+            *self.fixed_lines(),
+        ]
+
+    def fixed_lines(self) -> list[PlanLine]:
+        """What does not depend on the schedule."""
+        return [
+            PlanLine("optimizer state", self.state_bytes, "made by its first step"),
+            PlanLine("capture and planning", self.spent_bytes, "counted in the process"),
+            PlanLine("reserve", self.reserve_bytes, "compiled kernels and buffers of the math libraries"),
+        ]
+
+    def smallest_budget(self, growth_bytes: int) -> int:
+        """The budget to name for a growth above the level, in the terms of the one that was refused.
+
+        What capture leaves in the process differs a little from start to start; the budget that is named must be
+        accepted every time.
+        """
+        named = growth_bytes + max(0, self.usual_spent_bytes - self.spent_bytes) + _NOISE_BYTES
+        return named if self.budget.of == "training" else named + self.budget.level_bytes
+
+    def describe(self) -> str:
+        held = format_bytes(self.budget.level_bytes)
+        before = f"the process held {held} before; " if self.budget.of == "process" else ""
+        fixed = self.spent_bytes + self.reserve_bytes + self.state_bytes
+        return f"{before}{format_bytes(fixed)} are taken by optimizer state, capture and reserve"
+
+
+def allow(
+    budget: ResolvedBudget, optimizer: OptimizerCost | None, graph: TrainingGraph | None, *, held_bytes: int = 0
+) -> Allowance:
+    """Take stock after capture and profiling: what is spent is measured, not guessed.
+
+    Args:
+        held_bytes: gradients that exist already; the plan counts them.
+    """
+    # What capture and profiling left in reference cycles may hold hundreds of MiB until the collector comes by.
+    gc.collect()
+    memory.trim()
+    kinds = 0 if graph is None else len(_calls(graph))
+    return Allowance(
+        budget=budget,
+        optimizer=optimizer,
+        gradient_bytes=0 if graph is None else gradient_bytes_of(graph),
+        spent_bytes=max(0, memory.process_bytes() - budget.level_bytes - held_bytes),
+        reserve_bytes=_BASE_RESERVE_BYTES + kinds * _BYTES_PER_KIND,
+        usual_spent_bytes=0 if graph is None else (len(graph.ops) + len(graph.values)) * _BYTES_PER_ENTRY,
+        held_bytes=held_bytes,
+    )
+
+
+def _calls(graph: TrainingGraph) -> set[Any]:
+    """The kinds of calls: math libraries compile and keep something for each."""
+    return {(op.target, *(graph.values[v].shape for v in op.reads)) for op in graph.ops if not op.is_view}
+
+
+def rounded(nbytes: int) -> int:
+    """Down to about one percent, so that two starts of the same program look for the same plan."""
+    unit = 1 << max(0, nbytes.bit_length() - 8)
+    return nbytes // unit * unit

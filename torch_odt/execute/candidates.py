@@ -1,0 +1,286 @@
+"""Plans for the whole batch and for micro-batches of it, and the choice between them.
+
+A smaller micro-batch needs less memory and, with recomputation, trades it for time in another way. Each
+size is captured and planned by itself; the fastest that fits is taken. Sizes are tried from large to small until one
+fits without recomputation: cutting further only costs time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch_odt.cache import Cache
+from torch_odt.capture.batch_axis import Separation, analyse
+from torch_odt.capture.costs import Costs
+from torch_odt.capture.graph import TrainingGraph
+from torch_odt.capture.randomness import Draw, hoist_random
+from torch_odt.errors import CaptureError, PlanError
+from torch_odt.execute.smallest_plans import remembered_smallest
+from torch_odt.planning.auto import auto
+from torch_odt.planning.pool import Layout, pack
+from torch_odt.planning.registry import get_planner
+from torch_odt.planning.schedule import Schedule, schedule_from_data, schedule_to_data
+from torch_odt.planning.simulate import Simulation, simulate
+
+CaptureSizes = Callable[[Sequence[int]], Mapping[int, TrainingGraph]]
+ProfileGraph = Callable[[TrainingGraph], Costs]
+
+
+@dataclass
+class PlannedPart:
+    """The plan of one micro-batch size.
+
+    Attributes:
+        first: addresses while `.grad` is empty: gradients leave the arena.
+        later: addresses when gradients are added to what is there; None where that never happens.
+    """
+
+    graph: TrainingGraph
+    costs: Costs
+    schedule: Schedule
+    simulation: Simulation
+    first: Layout
+    later: Layout | None
+    separation: Separation | None = None
+    draws: Sequence[Draw] = ()
+
+
+@dataclass
+class Candidate:
+    """A way to run the batch.
+
+    Attributes:
+        sizes: its micro-batches in order.
+        parts: by size.
+        arena_bytes: the arena that all parts share.
+        outside_bytes: gradients, losses and results.
+        mask_bytes: random tensors of the whole batch, drawn ahead.
+        seconds: predicted for the whole batch.
+    """
+
+    sizes: tuple[int, ...]
+    parts: dict[int, PlannedPart]
+    arena_bytes: int
+    outside_bytes: int
+    mask_bytes: int
+    seconds: float
+
+    @property
+    def total_bytes(self) -> int:
+        return self.arena_bytes + self.outside_bytes + self.mask_bytes
+
+    @property
+    def tensor_peak_bytes(self) -> int:
+        """The most bytes in tensors at once: what the allocator counts."""
+        peaks = []
+        for part in self.parts.values():
+            peaks.append(part.simulation.peak_bytes)
+            if part.later is not None:
+                later = simulate(part.graph, part.costs, part.schedule, gradients="accumulate")
+                peaks.append(gradient_bytes_of(part.graph) + later.peak_bytes)
+        return self.mask_bytes + max(peaks)
+
+    @property
+    def recomputes(self) -> bool:
+        return any(part.simulation.recomputed_ops for part in self.parts.values())
+
+
+@dataclass(frozen=True)
+class SizedGraph:
+    """The step at one micro-batch size; `separation` is None for the whole batch."""
+
+    graph: TrainingGraph
+    costs: Costs
+    separation: Separation | None = None
+    draws: Sequence[Draw] = ()
+
+
+@dataclass
+class Candidates:
+    """Makes candidates, capturing and profiling a size when it is first asked for.
+
+    Args:
+        batch: samples in the batch.
+        capture: captures the step at several sizes at once.
+        profile: measures a graph.
+        planner: a planner's name.
+        cache: where the schedules of the fewest bytes are kept.
+        gradients_exist: gradients may already be there when the step begins.
+    """
+
+    batch: int
+    capture: CaptureSizes
+    profile: ProfileGraph
+    planner: str
+    gradients_exist: bool
+    cache: Cache
+    notes: list[str] = field(default_factory=list)
+    _graphs: dict[int, TrainingGraph] = field(default_factory=dict)
+    _sized: dict[int, SizedGraph] = field(default_factory=dict)
+
+    def fastest(self, limit_bytes: int, micro_batch: int | None = None) -> Candidate | None:
+        """The fastest way that fits into so many bytes, or None.
+
+        Raises:
+            NotSeparable: `micro_batch` was asked for and the samples of the step influence each other.
+        """
+        if micro_batch is not None and micro_batch < self.batch:
+            forced = self.make(self.sizes_of(micro_batch), limit_bytes)
+            return forced if forced.total_bytes <= limit_bytes else None
+        best: Candidate | None = None
+        for sizes in self._cuts():
+            try:
+                candidate = self.make(sizes, limit_bytes)
+            except CaptureError as reason:
+                self._note(f"no micro-batches of {sizes[0]}: {reason}")
+                break
+            if candidate.total_bytes > limit_bytes:
+                continue
+            if best is None or candidate.seconds < best.seconds:
+                best = candidate
+            if not candidate.recomputes:
+                break
+        return best
+
+    def smallest(self, micro_batch: int | None = None) -> Candidate:
+        """The way that needs the fewest bytes."""
+        whole = self.make((self.batch,), None)
+        if self.batch == 1 or micro_batch == self.batch:
+            return whole
+        for size in (micro_batch,) if micro_batch is not None else (1, 2):
+            try:
+                cut = self.make(self.sizes_of(size), None)
+            except CaptureError as reason:
+                self._note(f"no micro-batches of {size}: {reason}")
+                continue
+            return cut if micro_batch is not None or cut.total_bytes < whole.total_bytes else whole
+        return whole
+
+    def _cuts(self) -> Iterator[tuple[int, ...]]:
+        """The whole batch, then halves, quarters, ... of it, down to single samples."""
+        yield (self.batch,)
+        size = self.batch
+        while size > 1:
+            size = (size + 1) // 2
+            yield self.sizes_of(size)
+
+    def sizes_of(self, micro_batch: int) -> tuple[int, ...]:
+        whole, rest = divmod(self.batch, micro_batch)
+        return (micro_batch,) * whole + ((rest,) if rest else ())
+
+    def make(self, sizes: tuple[int, ...], limit_bytes: int | None) -> Candidate:
+        """Plan a cut for a limit, or for the fewest bytes."""
+        prepared = self._prepare(sizes)
+        first = prepared[sizes[0]]
+        room = None if limit_bytes is None else limit_bytes - sum(draw.nbytes for draw in first.draws)
+        several = len(sizes) > 1 or self.gradients_exist
+        return self._assemble(sizes, {n: self._schedule(sized, room, several) for n, sized in prepared.items()})
+
+    def restore(self, data: dict[str, Any]) -> Candidate:
+        """A candidate from the data of an earlier one.
+
+        Raises:
+            PlanError, ValueError, KeyError, TypeError, IndexError: the data does not belong to these graphs.
+        """
+        sizes = tuple(int(size) for size in data["sizes"])
+        if sum(sizes) != self.batch:
+            raise PlanError("the plan is for another batch size")
+        self._prepare(sizes)
+        return self._assemble(sizes, {int(n): schedule_from_data(d) for n, d in data["schedules"].items()})
+
+    def _assemble(self, sizes: tuple[int, ...], schedules: Mapping[int, Schedule]) -> Candidate:
+        several = len(sizes) > 1 or self.gradients_exist
+        parts = {size: self._place(self.sized(size), schedule, several) for size, schedule in schedules.items()}
+        layouts = [layout for part in parts.values() for layout in (part.first, part.later) if layout is not None]
+        outside = max(layout.outside_peak_bytes for layout in layouts)
+        if several:
+            gradients = gradient_bytes_of(parts[sizes[0]].graph)
+            outside = max(outside, gradients + max(p.later.outside_peak_bytes for p in parts.values() if p.later))
+        return Candidate(
+            sizes=sizes,
+            parts=parts,
+            arena_bytes=max(layout.address_peak_bytes for layout in layouts),
+            outside_bytes=outside,
+            mask_bytes=sum(draw.nbytes for draw in parts[sizes[0]].draws),
+            seconds=sum(parts[size].simulation.seconds for size in sizes),
+        )
+
+    def _schedule(self, sized: SizedGraph, room: int | None, several: bool) -> Schedule:
+        graph, costs = sized.graph, sized.costs
+
+        def footprint(schedule: Schedule) -> int:
+            first = pack(graph, costs, schedule).total_bytes
+            if not several:
+                return first
+            later = pack(graph, costs, schedule, gradients="accumulate").total_bytes
+            return max(first, gradient_bytes_of(graph) + later)
+
+        if room is None:
+            kind = "accumulates" if several else "whole"
+            return remembered_smallest(self.cache, graph, costs, kind=kind, footprint=footprint)
+        if self.planner == "auto":
+            return auto(graph, costs, room, footprint=footprint)
+        return get_planner(self.planner)(graph, costs, room)
+
+    def _place(self, sized: SizedGraph, schedule: Schedule, several: bool) -> PlannedPart:
+        graph, costs = sized.graph, sized.costs
+        return PlannedPart(
+            graph=graph,
+            costs=costs,
+            schedule=schedule,
+            simulation=simulate(graph, costs, schedule),
+            first=pack(graph, costs, schedule),
+            later=pack(graph, costs, schedule, gradients="accumulate") if several else None,
+            separation=sized.separation,
+            draws=sized.draws,
+        )
+
+    def _prepare(self, sizes: tuple[int, ...]) -> dict[int, SizedGraph]:
+        return {size: self.sized(size) for size in dict.fromkeys(sizes)}
+
+    def sized(self, size: int) -> SizedGraph:
+        """The graph of one micro-batch size, captured and profiled when first asked for.
+
+        Raises:
+            NotSeparable: micro-batches of the step would not add up to it.
+            CaptureError: the step has no graph.
+        """
+        if size not in self._sized:
+            if self.batch not in self._graphs:
+                self._graphs |= self.capture((self.batch,))
+            whole = self._graphs[self.batch]
+            if size == self.batch:
+                self._sized[size] = SizedGraph(whole, self.profile(whole))
+            else:
+                self._refuse_mutations(whole)
+                micro = self._graphs.setdefault(size, self.capture((size,))[size])
+                hoisted = hoist_random(micro, whole, analyse(whole, micro, self.batch, size))
+                costs = self.profile(hoisted.graph)
+                self._sized[size] = SizedGraph(hoisted.graph, costs, hoisted.separation, hoisted.draws)
+        return self._sized[size]
+
+    def _refuse_mutations(self, whole: TrainingGraph) -> None:
+        """Asks the analysis before a second capture is paid for: BatchNorm is the common case."""
+        if any(True for _ in whole.outputs_of("mutation")):
+            analyse(whole, whole, self.batch, max(1, self.batch // 2))
+
+    def _note(self, text: str) -> None:
+        if text not in self.notes:
+            self.notes.append(text)
+
+
+def gradient_bytes_of(graph: TrainingGraph) -> int:
+    """Bytes of all the gradients that the step delivers."""
+    targets = {output.target for output in graph.outputs_of("gradient")}
+    parameters = {v.target: v for v in graph.values if v.kind == "parameter"}
+    return sum(parameters[target].nbytes for target in targets if target in parameters)
+
+
+def candidate_to_data(candidate: Candidate) -> dict[str, Any]:
+    """What must be kept of a candidate to make it again from the same graphs."""
+    return {
+        "sizes": list(candidate.sizes),
+        "schedules": {str(size): schedule_to_data(part.schedule) for size, part in candidate.parts.items()},
+    }

@@ -1,0 +1,110 @@
+"""Plan and profile a step without running it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from torch_odt import memory
+from torch_odt.cache import Cache
+from torch_odt.capture.cost_table import CostTable, table_of
+from torch_odt.execute.loss import make_compute
+from torch_odt.execute.optimizer_cost import optimizer_cost
+from torch_odt.execute.prepare import capture_whole, make_plan, profile_graph
+from torch_odt.execute.request import CacheOption, StepRequest
+from torch_odt.execute.step import check_trainable
+from torch_odt.planning.plan import Plan
+from torch_odt.runtime.budget import Budget
+
+Batch = tuple[Any, ...] | dict[str, Any]
+
+
+def plan(
+    model: nn.Module,
+    loss_fn: Callable[..., Any] | None,
+    batch: Batch,
+    *,
+    budget: int | str | Budget,
+    optimizer: torch.optim.Optimizer | None = None,
+    planner: str = "auto",
+    micro_batch: int | None = None,
+    costs: CostTable | None = None,
+    cache: CacheOption = None,
+) -> Plan:
+    """Plan a training step without running it, and find the smallest feasible budget.
+
+    Choose it to learn before training what a budget costs in time, or what a model needs at least.
+
+    Args:
+        model, loss_fn, budget, planner, micro_batch, cache: as for `TrainStep`.
+        batch: what a step would be called with: a tuple of inputs and the target, or a dict of keyword arguments.
+        optimizer: its state and temporaries are counted; without one nothing is reserved for it.
+        costs: measurements of another machine; by default this machine is measured.
+
+    Raises:
+        InfeasibleBudget: no plan fits; it names the smallest budget that does.
+        CaptureError: the step cannot be captured, so it cannot be planned without running it.
+
+    Example:
+        >>> import torch, torch_odt as odt
+        >>> model = torch.nn.Linear(4, 2)
+        >>> batch = (torch.ones(3, 4), torch.tensor([0, 1, 1]))
+        >>> odt.plan(model, torch.nn.functional.cross_entropy, batch, budget="8GiB", cache=False).planner
+        'keep-all'
+    """
+    request = _request(model, loss_fn, budget, optimizer, planner, micro_batch, costs, cache)
+    args, kwargs = ((), batch) if isinstance(batch, dict) else (tuple(batch), {})
+    try:
+        return make_plan(request, args, kwargs)
+    finally:
+        request.release()
+
+
+def profile(
+    model: nn.Module, loss_fn: Callable[..., Any] | None, batch: Batch, *, cache: CacheOption = None
+) -> CostTable:
+    """Measure every operator of a training step on this machine, one at a time.
+
+    Returns:
+        The measurements by operator signature; `torch_odt.capture.profile.costs_to_json` writes them to a file.
+
+    Raises:
+        CaptureError: the step cannot be captured.
+    """
+    request = _request(model, loss_fn, "auto", None, "auto", None, None, cache)
+    args, kwargs = ((), batch) if isinstance(batch, dict) else (tuple(batch), {})
+    graph = capture_whole(request, args, kwargs)
+    try:
+        return table_of(graph, profile_graph(request, graph))
+    finally:
+        request.release()
+
+
+def _request(
+    model: nn.Module,
+    loss_fn: Callable[..., Any] | None,
+    budget: int | str | Budget,
+    optimizer: torch.optim.Optimizer | None,
+    planner: str,
+    micro_batch: int | None,
+    costs: CostTable | None,
+    cache: CacheOption,
+) -> StepRequest:
+    check_trainable(model)
+    memory.install()
+    return StepRequest(
+        model=model,
+        loss_fn=loss_fn,
+        compute=make_compute(loss_fn),
+        budget=Budget.of_value(budget),
+        level_bytes=memory.process_bytes(),
+        optimizer_cost=None if optimizer is None else optimizer_cost(optimizer),
+        planner=planner,
+        micro_batch=micro_batch,
+        accumulates=False,
+        cache=Cache.of_value(cache),
+        costs=costs,
+    )

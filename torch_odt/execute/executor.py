@@ -1,0 +1,206 @@
+"""Runs a schedule, instruction by instruction.
+
+The executor owns every value of a step in a table of its own. An instruction either calls an operator on values of
+the table, drops a value, or delivers an output. Where an arena is given, the allocations of an operator (its
+temporaries included) land at the addresses that the plan gave them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from torch_odt import memory
+from torch_odt.capture.graph import Op, Output, Ref, TrainingGraph, map_refs, refs
+from torch_odt.capture.operators import resolve
+from torch_odt.planning.schedule import Deliver, Free, Run, Schedule
+
+Table = list[torch.Tensor | None]
+
+
+class Receiver(Protocol):
+    """Takes what leaves the graph."""
+
+    def deliver(self, output: Output, tensor: torch.Tensor) -> None: ...
+
+
+class ArenaTable(Protocol):
+    """The part of an arena that the executor needs: where allocations of one instruction go."""
+
+    def select(self, table: int) -> None: ...
+    def begin(self, instruction: int) -> None: ...
+    def end(self) -> None: ...
+
+
+class Executor:
+    """A schedule made ready to run, as often as wanted.
+
+    Args:
+        graph: the graph that the schedule was made for.
+        schedule: what to run. It must have passed `simulate`.
+        arena: where the operators' memory lies; None for ordinary allocations.
+        arena_table: the number under which the schedule's addresses were loaded into the arena.
+    """
+
+    def __init__(
+        self, graph: TrainingGraph, schedule: Schedule, *, arena: ArenaTable | None = None, arena_table: int = -1
+    ) -> None:
+        self.graph = graph
+        self.schedule = schedule
+        self._arena = arena
+        self._arena_table = arena_table
+        calls: dict[int, Callable[[Table], None]] = {}
+        self._code: list[tuple[Callable[[Table], None] | None, int, Output | None]] = []
+        for instruction in schedule.instructions:
+            match instruction:
+                case Run(op):
+                    if op not in calls:
+                        calls[op] = _counted(compile_op(graph, graph.ops[op]), graph.ops[op])
+                    self._code.append((calls[op], -1, None))
+                case Free(value):
+                    self._code.append((None, value, None))
+                case Deliver(output):
+                    self._code.append((None, graph.outputs[output].value, graph.outputs[output]))
+
+    def new_table(self) -> Table:
+        """An empty table with the graph's constants in it."""
+        table: Table = [None] * len(self.graph.values)
+        for value, tensor in self.graph.constants.items():
+            table[value] = tensor
+        return table
+
+    def run_forward(self, table: Table, receiver: Receiver) -> None:
+        self._run(table, receiver, 0, self.schedule.boundary)
+
+    def run_backward(self, table: Table, receiver: Receiver) -> None:
+        self._run(table, receiver, self.schedule.boundary, len(self._code))
+
+    def run(self, table: Table, receiver: Receiver) -> None:
+        """Run the whole step. `table` holds the graph's inputs and, at the end, nothing else."""
+        self._run(table, receiver, 0, len(self._code))
+
+    def _run(self, table: Table, receiver: Receiver, start: int, stop: int) -> None:
+        with torch.no_grad(), _PlainDispatch(), memory.category("workspace"):
+            if self._arena is None:
+                for call, value, output in self._code[start:stop]:
+                    if call is not None:
+                        call(table)
+                    elif output is None:
+                        table[value] = None
+                    else:
+                        receiver.deliver(output, _present(table[value]))
+            else:
+                self._run_in_arena(self._arena, table, receiver, start, stop)
+
+    def _run_in_arena(self, arena: ArenaTable, table: Table, receiver: Receiver, start: int, stop: int) -> None:
+        arena.select(self._arena_table)
+        begin, end = arena.begin, arena.end
+        for index in range(start, stop):
+            call, value, output = self._code[index]
+            if call is not None:
+                begin(index)
+                try:
+                    call(table)
+                finally:
+                    end()
+            elif output is None:
+                table[value] = None
+            else:
+                receiver.deliver(output, _present(table[value]))
+
+
+class _PlainDispatch:
+    """The graph already holds the casts of autocast; applying them again would change dtypes."""
+
+    def __enter__(self) -> None:
+        self._autocast = torch.autocast("cpu", enabled=False)
+        self._autocast.__enter__()
+
+    def __exit__(self, *details: Any) -> None:
+        self._autocast.__exit__(*details)
+
+
+def _present(tensor: torch.Tensor | None) -> torch.Tensor:
+    if tensor is None:
+        raise RuntimeError("the schedule delivers a value that is not in memory")
+    return tensor
+
+
+def compile_op(graph: TrainingGraph, op: Op) -> Callable[[Table], None]:
+    """A function that calls `op` on the values of a table and puts its results there."""
+    function = resolve(op.target)
+    shape_only = {v: memory.phantom_tensor(*_layout(graph, v)) for v in op.shape_reads}
+    gather = _compile_arguments(op, shape_only)
+    kwargs = op.kwargs
+    has_kwarg_refs = any(True for _ in refs(kwargs))
+    writes = op.writes
+
+    def call_kwargs(table: Table) -> dict[str, Any]:
+        return map_refs(kwargs, lambda v: table[v]) if has_kwarg_refs else kwargs
+
+    if _returns_one(op, function):
+        (target,) = writes
+        assert target is not None
+
+        def run_single(table: Table) -> None:
+            table[target] = function(*gather(table), **call_kwargs(table))
+
+        return run_single
+
+    kept = [(position, value) for position, value in enumerate(writes) if value is not None]
+
+    def run_several(table: Table) -> None:
+        results = function(*gather(table), **call_kwargs(table))
+        for position, value in kept:
+            table[value] = results[position]
+
+    return run_several
+
+
+def _counted(call: Callable[[Table], None], op: Op) -> Callable[[Table], None]:
+    """Everything that an op allocates is workspace, until what is kept of it is known."""
+    if op.is_view or not memory.is_tracking():
+        return call
+    kept = op.results
+
+    def run_and_tag(table: Table) -> None:
+        call(table)
+        for value in kept:
+            memory.tag(_present(table[value]), "activation")
+
+    return run_and_tag
+
+
+def _returns_one(op: Op, function: Callable[..., Any]) -> bool:
+    if isinstance(function, torch._ops.OpOverload):
+        returns = function._schema.returns
+        return len(returns) == 1 and str(returns[0].type) == "Tensor"
+    return len(op.writes) == 1 and op.target.startswith("odt.")
+
+
+def _layout(graph: TrainingGraph, value: int) -> tuple[tuple[int, ...], tuple[int, ...], torch.dtype]:
+    v = graph.values[value]
+    return v.shape, v.stride, getattr(torch, v.dtype)
+
+
+def _compile_arguments(op: Op, shape_only: dict[int, torch.Tensor]) -> Callable[[Table], Sequence[Any]]:
+    """A function that fills the op's arguments from a table; fast where no value stands inside a list."""
+    fixed = [_fill(a, shape_only) for a in op.args]
+    places = [(i, a.value) for i, a in enumerate(fixed) if isinstance(a, Ref)]
+    nested = [i for i, a in enumerate(fixed) if not isinstance(a, Ref) and any(True for _ in refs(a))]
+
+    def gather(table: Table) -> list[Any]:
+        args = fixed.copy()
+        for position, value in places:
+            args[position] = table[value]
+        for position in nested:
+            args[position] = map_refs(fixed[position], lambda v: table[v])
+        return args
+
+    return gather
+
+
+def _fill(argument: Any, tensors: dict[int, torch.Tensor]) -> Any:
+    return map_refs(argument, lambda v: tensors.get(v, Ref(v)))

@@ -1,0 +1,101 @@
+"""Takes what a step delivers: losses, results, buffer contents and gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+
+from torch_odt import memory
+from torch_odt.capture.graph import Output
+
+
+class StepReceiver:
+    """The receiver of one training step, over all of its micro-batches.
+
+    Gradients go into `.grad` as autograd puts them there: the first one is adopted without a copy, later ones are
+    added.
+
+    Args:
+        parameters, buffers: by the names that the graph uses for them.
+        shared: names of parameters whose gradients share storage with another's in the graph.
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        buffers: Mapping[str, torch.Tensor],
+        shared: frozenset[str] = frozenset(),
+    ) -> None:
+        self._parameters = parameters
+        self._buffers = buffers
+        self._shared = shared
+        self.loss: torch.Tensor | None = None
+        self.results: dict[int, list[torch.Tensor]] = {}
+        self.loss_weight = 1.0
+        self.adopts_gradients = True
+
+    def deliver(self, output: Output, tensor: torch.Tensor) -> None:
+        if output.kind == "gradient":
+            self._add_gradient(str(output.target), tensor)
+        elif output.kind == "mutation":
+            self._buffers[str(output.target)].copy_(tensor)
+        elif output.kind == "loss":
+            self._add_loss(tensor)
+        else:
+            self.results.setdefault(int(output.target), []).append(tensor)
+
+    def _add_loss(self, tensor: torch.Tensor) -> None:
+        if self.loss is None and self.loss_weight == 1.0:
+            self.loss = tensor
+        else:
+            weighted = tensor * self.loss_weight
+            self.loss = weighted if self.loss is None else self.loss + weighted
+
+    def _add_gradient(self, name: str, tensor: torch.Tensor) -> None:
+        parameter = self._parameters[name]
+        if parameter.grad is not None:
+            parameter.grad.add_(tensor)
+        elif self.adopts_gradients and name not in self._shared and _obeys_layout(tensor, parameter):
+            parameter.grad = tensor
+        else:
+            parameter.grad = torch.empty_like(parameter).copy_(tensor)
+        memory.tag(parameter.grad, "gradient")
+
+
+class ResultsOnly:
+    """Passes the model's outputs on and drops the rest."""
+
+    def __init__(self, receiver: StepReceiver) -> None:
+        self._receiver = receiver
+
+    def deliver(self, output: Output, tensor: torch.Tensor) -> None:
+        if output.kind == "result":
+            self._receiver.deliver(output, tensor)
+
+
+def _obeys_layout(tensor: torch.Tensor, parameter: torch.Tensor) -> bool:
+    """Autograd's contract: a gradient has the strides of its parameter and nothing else in its storage."""
+    return tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size() and all(
+        size <= 1 or ours == theirs
+        for size, ours, theirs in zip(tensor.shape, tensor.stride(), parameter.stride(), strict=True)
+    )
+
+
+def run_gradient_hooks(parameters: Mapping[str, nn.Parameter]) -> None:
+    """Call the tensor hooks and post-accumulate hooks that autograd would have called."""
+    # A tied parameter has several names and one gradient.
+    for parameter in dict.fromkeys(parameters.values()):
+        if parameter.grad is None:
+            continue
+        for hook in list((parameter._backward_hooks or {}).values()):
+            replaced = hook(parameter.grad)
+            if replaced is not None:
+                parameter.grad = replaced
+        for hook in list((getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values()):
+            hook(parameter)
+
+
+def has_gradient_hooks(parameter: nn.Parameter) -> bool:
+    return bool(parameter._backward_hooks) or bool(getattr(parameter, "_post_accumulate_grad_hooks", None))

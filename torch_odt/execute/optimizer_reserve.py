@@ -1,0 +1,65 @@
+"""What the user's optimizer will need; `wrap` is not told, and looks for it among the objects of the process."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+
+from torch_odt.execute.optimizer_cost import optimizer_cost
+
+# Adam's two moments, where no optimizer is found.
+_ASSUMED_STATE = 2
+
+
+class OptimizerReserve:
+    """Memory to keep free for the optimizers of some parameters.
+
+    Attributes:
+        workspace_bytes: what their steps hold for an instant.
+        is_known: they were found; otherwise the figures assume Adam.
+    """
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        trainable = [p for p in parameters if p.requires_grad]
+        self.gradient_bytes = sum(p.nbytes for p in trainable)
+        self.workspace_bytes = 0
+        self._optimizers = [weakref.ref(optimizer) for optimizer in _optimizers_of(trainable)]
+        self.is_known = bool(self._optimizers)
+        self._state_bytes = 0 if self.is_known else _ASSUMED_STATE * self.gradient_bytes
+        for reference in self._optimizers:
+            optimizer = reference()
+            if optimizer is None:
+                continue
+            try:
+                cost = optimizer_cost(optimizer)
+            except ValueError:
+                # It evaluates the model several times in a step; how much it keeps cannot be told in advance.
+                self._state_bytes += _ASSUMED_STATE * self.gradient_bytes
+                continue
+            self._state_bytes += cost.state_bytes
+            self.workspace_bytes = max(self.workspace_bytes, cost.workspace_bytes)
+
+    @property
+    def missing_state_bytes(self) -> int:
+        """The part of the optimizers' state that does not exist yet."""
+        return max(0, self._state_bytes - sum(_existing_bytes(reference()) for reference in self._optimizers))
+
+
+def _existing_bytes(optimizer: torch.optim.Optimizer | None) -> int:
+    if optimizer is None:
+        return 0
+    return sum(t.nbytes for state in optimizer.state.values() for t in state.values() if isinstance(t, torch.Tensor))
+
+
+def _optimizers_of(parameters: list[nn.Parameter]) -> list[torch.optim.Optimizer]:
+    wanted = {id(parameter) for parameter in parameters}
+    return [
+        candidate
+        for candidate in gc.get_objects()
+        if issubclass(type(candidate), torch.optim.Optimizer)
+        and any(id(p) in wanted for group in getattr(candidate, "param_groups", ()) for p in group["params"])
+    ]

@@ -1,0 +1,131 @@
+"""What a step is to be prepared for, and the memory that its plans share."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from torch import nn
+
+from torch_odt import memory
+from torch_odt._extensions import memory_module
+from torch_odt.cache import Cache
+from torch_odt.capture.cost_table import CostTable
+from torch_odt.capture.trace import Compute
+from torch_odt.errors import OdtWarning
+from torch_odt.execute.optimizer_cost import OptimizerCost
+from torch_odt.planning.plan import Plan
+from torch_odt.runtime.budget import Budget, ResolvedBudget
+
+CacheOption = str | Path | Cache | Literal[False] | None
+
+
+@dataclass
+class StepRequest:
+    """What a step is to be prepared for, and the memory that all preparations of it share.
+
+    Attributes:
+        compute: `compute(model, args, kwargs) -> (loss, outputs)`.
+        level_bytes: what the process held when the step object was made.
+        optimizer_cost: what the optimizer holds; None where there is none.
+        accumulates: gradients of several calls are summed before an optimizer step.
+    """
+
+    model: nn.Module
+    loss_fn: Any
+    compute: Compute
+    budget: Budget
+    level_bytes: int
+    optimizer_cost: OptimizerCost | None
+    planner: str
+    micro_batch: int | None
+    accumulates: bool
+    cache: Cache
+    costs: CostTable | None = None
+    arena: Any = None
+    scratch_allowed: bool = False
+    scratch_misused: bool = False
+    _reported: bool = False
+
+    def resolve_budget(self) -> ResolvedBudget:
+        return self.budget.resolve(self.level_bytes)
+
+    @property
+    def has_arena(self) -> bool:
+        return memory_module is not None
+
+    def place(self, nbytes: int) -> Any:
+        """The arena, at least so large; None without the extension."""
+        if memory_module is None or nbytes == 0:
+            return self.arena
+        if self.arena is None:
+            self.arena = memory_module.Arena(max(nbytes, 1))
+        elif self.arena.reserve_bytes < nbytes:
+            self.arena.resize(nbytes)
+        return self.arena
+
+    @contextmanager
+    def scratch(self) -> Iterator[None]:
+        """Inside, allocations lie in the arena, which is idle between two steps.
+
+        An optimizer's first step makes its state, which must not: the arena's pages are given back for it instead.
+        """
+        if self.arena is None or not self.scratch_allowed:
+            if self.arena is not None:
+                self.arena.release()
+            in_place = self.optimizer_cost is not None and self.optimizer_cost.keeps_state_in_place
+            self.scratch_allowed = in_place and not self.scratch_misused
+            yield
+            return
+        self.arena.dynamic(True, self.arena.resident_bytes)
+        try:
+            yield
+        finally:
+            self.arena.dynamic(False)
+
+    def settle(self, budget_bytes: int) -> None:
+        """Before a step: what other code has freed since the last one must not stand in the arena's way.
+
+        malloc keeps freed pages for itself; they are returned when the step would not fit beside them.
+        """
+        if self.arena is not None:
+            to_touch = self.arena.reserve_bytes - self.arena.resident_bytes
+            if memory.process_bytes() + to_touch > budget_bytes:
+                memory.trim()
+
+    def check_scratch(self) -> None:
+        """After an optimizer step: a hook may have made a tensor in the arena that stays."""
+        if self.arena is not None and self.scratch_allowed and self.arena.live_blocks:
+            self.scratch_allowed, self.scratch_misused = False, True
+
+    def report_misses(self, plan: Plan) -> None:
+        """Say once when allocations depart from the plan: the step stays right, but takes more than was planned."""
+        if self.arena is None or self._reported:
+            return
+        misses = {reason: count for reason, count in self.arena.stats()["misses"].items() if count}
+        if misses:
+            self._reported = True
+            text = f"allocations departed from the plan ({misses}); they are ordinary ones, beside the planned bytes"
+            plan.notes = (*plan.notes, text)
+            warnings.warn(text, OdtWarning, stacklevel=5)
+
+    def unload(self, tables: Iterable[int]) -> None:
+        """Forget addresses in the arena."""
+        for table in tables:
+            self.arena.unload(table)
+
+    def renew(self, optimizer_cost: OptimizerCost) -> None:
+        """Before another preparation: the arena's pages are free for it, and the optimizer may have made its state."""
+        self.optimizer_cost = optimizer_cost
+        self.scratch_allowed = False
+        if self.arena is not None:
+            self.arena.release()
+
+    def release(self) -> None:
+        if self.arena is not None:
+            self.arena.release()
+            self.arena = None

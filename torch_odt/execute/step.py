@@ -1,0 +1,288 @@
+"""`TrainStep`: one object that takes a batch and trains on it inside a number of bytes."""
+
+from __future__ import annotations
+
+import warnings
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from torch_odt import memory
+from torch_odt.cache import Cache
+from torch_odt.errors import NonFiniteLossWarning, OdtWarning
+from torch_odt.execute.gradients import has_gradient_hooks, run_gradient_hooks
+from torch_odt.execute.loss import make_compute
+from torch_odt.execute.optimizer_cost import optimizer_cost
+from torch_odt.execute.prepare import Prepared, prepare
+from torch_odt.execute.request import StepRequest
+from torch_odt.execute.signature import step_signature
+from torch_odt.planning.plan import Plan
+from torch_odt.runtime.budget import Budget
+
+# Batches of so many kinds keep their plans.
+_MOST_PREPARED = 8
+_MANY_CAPTURES = 16
+
+NonFinite = Literal["warn", "raise", "ignore"]
+
+
+class TrainStep:
+    """Forward, loss, backward and optimizer step of a model, inside a budget.
+
+    Choose it when the loop is yours to change by one line: it sees the loss and the optimizer, so it can plan the whole
+    step and cut the batch where that is exact. Where the loop must stay as it is, use `wrap`.
+
+    The step is captured and planned at the first call, and again whenever the batch's shape, the model's mode or its
+    trainable parameters change. Every number it computes is plain PyTorch's; what is planned is when each tensor
+    exists.
+
+    Args:
+        model: any `nn.Module` on the CPU. It stays as it is: same parameters, same `state_dict()`.
+        loss_fn: `loss_fn(model(*inputs), target)` for positional batches; `loss_fn(outputs, batch)` for keyword
+            batches, or None to take the outputs' own `loss`.
+        optimizer: any `torch.optim.Optimizer` whose `step()` takes no closure.
+        budget: bytes, as `Budget` takes them ("512MiB", "80%", "auto", an int, or a `Budget`).
+        planner: "auto", or the name of one planner.
+        micro_batch: samples to a micro-batch; None lets the planner choose. A step whose samples influence each other
+            (BatchNorm in training mode) is never cut.
+        accumulation_steps: optimizer steps are taken every so many calls, over the mean of all their samples.
+        clip_grad_norm: clip the gradients' global norm to this before each optimizer step.
+        cache: folder for plans and measurements, None for the default one, False for none.
+        nonfinite: what to do when a loss is NaN or infinite: "warn" and go on as plain PyTorch does, "raise"
+            `FloatingPointError` before the optimizer steps, or "ignore".
+
+    Raises:
+        InfeasibleBudget: at the first call, when no plan fits; it names the smallest budget that does.
+        ValueError: the model has nothing to train, or lies on another device, or the optimizer needs a closure.
+
+    Example:
+        >>> import torch, torch_odt as odt
+        >>> model = torch.nn.Linear(4, 2)
+        >>> step = odt.TrainStep(model, torch.nn.functional.cross_entropy, torch.optim.SGD(model.parameters(), lr=0.1),
+        ...                      budget=odt.Budget("64MiB", of="training"), cache=False)
+        >>> step(torch.ones(3, 4), torch.tensor([0, 1, 1])).shape
+        torch.Size([])
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss_fn: Callable[..., Any] | None,
+        optimizer: torch.optim.Optimizer,
+        *,
+        budget: int | str | Budget,
+        planner: str = "auto",
+        micro_batch: int | None = None,
+        accumulation_steps: int = 1,
+        clip_grad_norm: float | None = None,
+        cache: str | Path | Cache | Literal[False] | None = None,
+        nonfinite: NonFinite = "warn",
+    ) -> None:
+        check_trainable(model)
+        if accumulation_steps < 1:
+            raise ValueError(f"accumulation_steps must be at least 1, not {accumulation_steps}")
+        if micro_batch is not None and micro_batch < 1:
+            raise ValueError(f"micro_batch must be at least 1, not {micro_batch}")
+        if nonfinite not in ("warn", "raise", "ignore"):
+            raise ValueError(f'nonfinite is "warn", "raise" or "ignore", not {nonfinite!r}')
+        self.model = model
+        self.loss_fn = loss_fn
+        self.optimizer = optimizer
+        self.clip_grad_norm = clip_grad_norm
+        self.accumulation_steps = accumulation_steps
+        self._nonfinite = nonfinite
+        memory.install()
+        for parameter in model.parameters():
+            memory.tag(parameter, "parameter")
+        self._request = StepRequest(
+            model=model,
+            loss_fn=loss_fn,
+            compute=make_compute(loss_fn),
+            budget=Budget.of_value(budget),
+            level_bytes=memory.process_bytes(),
+            optimizer_cost=optimizer_cost(optimizer),
+            planner=planner,
+            micro_batch=micro_batch,
+            accumulates=accumulation_steps > 1,
+            cache=Cache.of_value(cache),
+        )
+        self._prepared: OrderedDict[Hashable, Prepared] = OrderedDict()
+        self._captures = 0
+        self._current: Prepared | None = None
+        self._calls_in_group = 0
+        self._samples_in_group = 0
+        self._group: set[nn.Parameter] = set()
+
+    @property
+    def budget(self) -> Budget:
+        """The budget; setting another one makes the next call plan anew."""
+        return self._request.budget
+
+    @budget.setter
+    def budget(self, budget: int | str | Budget) -> None:
+        self._request.budget = Budget.of_value(budget)
+        self.close()
+
+    @property
+    def plan(self) -> Plan:
+        """The plan of the last call.
+
+        Raises:
+            RuntimeError: nothing has been run yet.
+        """
+        if self._current is None:
+            raise RuntimeError("there is no plan before the first call; use torch_odt.plan() to plan without running")
+        return self._current.plan
+
+    def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Train on a batch: positional inputs and the target last, or the model's keyword arguments.
+
+        Returns:
+            The loss, detached.
+        """
+        return self._step(args, kwargs, want_results=False)[0]
+
+    def with_outputs(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, Any]:
+        """Train on a batch as a plain call does; returns the loss and the model's outputs, detached."""
+        return self._step(args, kwargs, want_results=True)
+
+    def flush(self) -> None:
+        """Take the optimizer step of an accumulation that the end of an epoch has left incomplete."""
+        if self._calls_in_group:
+            self._update()
+
+    def close(self) -> None:
+        """Return the memory that the plans hold. The next call plans anew."""
+        self._prepared.clear()
+        self._current = None
+        self._request.release()
+
+    def _step(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, want_results: bool) -> tuple[torch.Tensor, Any]:
+        if self._calls_in_group == 0:
+            self.optimizer.zero_grad(set_to_none=True)
+        prepared = self._prepare(args, kwargs, want_results)
+        if prepared.plan.budget is not None:
+            self._request.settle(prepared.plan.budget.total_bytes)
+        try:
+            loss, results = self._differentiate(prepared, args, kwargs)
+            self._check_finite(loss)
+        except BaseException:
+            # The gradients are no longer the mean over the group: the next call begins another one.
+            self._calls_in_group = self._samples_in_group = 0
+            raise
+        self._calls_in_group += 1
+        if self._calls_in_group == self.accumulation_steps:
+            self._update()
+        return loss, results
+
+    def _prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any], want_results: bool) -> Prepared:
+        key = (want_results, step_signature(self.model, self.loss_fn, args, kwargs))
+        prepared = self._prepared.get(key)
+        if prepared is None:
+            self._forget_oldest()
+            self._request.renew(optimizer_cost(self.optimizer))
+            prepared = self._prepared[key] = prepare(self._request, args, kwargs, want_results=want_results)
+        self._prepared.move_to_end(key)
+        self._current = prepared
+        return prepared
+
+    def _forget_oldest(self) -> None:
+        """Plans of batches that do not come any more must not pile up."""
+        self._captures += 1
+        if self._captures == _MANY_CAPTURES:
+            warnings.warn(
+                f"the step has been captured {self._captures} times: shapes, modes or plain Python values that "
+                "the model or the loss reads keep changing, and each change is captured and planned anew",
+                OdtWarning,
+                stacklevel=5,
+            )
+        while len(self._prepared) >= _MOST_PREPARED:
+            _, oldest = self._prepared.popitem(last=False)
+            self._request.unload(oldest.tables)
+
+    def _differentiate(
+        self, prepared: Prepared, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[torch.Tensor, Any]:
+        """Forward and backward; gradients are in `.grad` afterwards, hooks called."""
+        parameters = named_parameters(self.model, self.loss_fn)
+        share = self._enter_group(parameters, prepared.samples)
+        earlier = self._set_aside_gradients(parameters)
+        exist = any(p.grad is not None for p in parameters.values())
+        buffers = named_buffers(self.model, self.loss_fn)
+        loss, results = prepared.run(args, kwargs, parameters, buffers, gradients_exist=exist, gradient_scale=share)
+        if prepared.plan.captured:
+            run_gradient_hooks(parameters)
+        self._request.report_misses(prepared.plan)
+        for parameter, gradient in earlier.items():
+            parameter.grad = gradient if parameter.grad is None else gradient.add_(parameter.grad)
+        return loss, results
+
+    def _enter_group(self, parameters: dict[str, nn.Parameter], samples: int) -> float:
+        """Make `.grad` the mean over all samples of the accumulation so far; returns the share of the new ones."""
+        before, self._samples_in_group = self._samples_in_group, self._samples_in_group + samples
+        if before:
+            for parameter in self._group:
+                if parameter.grad is not None:
+                    parameter.grad.mul_(before / self._samples_in_group)
+        else:
+            # What the optimizer does not reset has gradients of its own, which are no part of this mean.
+            self._group = {p for p in parameters.values() if p.grad is None}
+        return samples / self._samples_in_group if samples else 1.0
+
+    def _set_aside_gradients(self, parameters: dict[str, nn.Parameter]) -> dict[nn.Parameter, torch.Tensor]:
+        """Hooks see the gradient of one backward pass, not the sum of several."""
+        if not any(has_gradient_hooks(p) for p in parameters.values()):
+            return {}
+        found = {p: p.grad for p in parameters.values() if p.grad is not None}
+        for parameter in found:
+            parameter.grad = None
+        return found
+
+    def _update(self) -> None:
+        if self.clip_grad_norm is not None:
+            trained = dict.fromkeys(named_parameters(self.model, self.loss_fn).values())
+            nn.utils.clip_grad_norm_([p for p in trained if p.grad is not None], self.clip_grad_norm)
+        with self._request.scratch(), memory.category("optimizer"):
+            self.optimizer.step()
+        self._request.check_scratch()
+        self._calls_in_group = self._samples_in_group = 0
+
+    def _check_finite(self, loss: torch.Tensor) -> None:
+        if self._nonfinite == "ignore" or bool(torch.isfinite(loss)):
+            return
+        text = f"the loss is {loss.item()}; a lower learning rate or clip_grad_norm may help"
+        if self._nonfinite == "raise":
+            raise FloatingPointError(text)
+        warnings.warn(text, NonFiniteLossWarning, stacklevel=4)
+
+
+def check_trainable(model: nn.Module) -> None:
+    """Raises ValueError when there is nothing to train, or not on the CPU."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    if not parameters:
+        raise ValueError("the model has no trainable parameter: set requires_grad on those that are to learn")
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.device.type != "cpu":
+            raise ValueError(
+                f"{name} is on {tensor.device}; torch_odt trains on the CPU in this version: use model.cpu()"
+            )
+
+
+def named_parameters(model: nn.Module, loss_fn: Any) -> dict[str, nn.Parameter]:
+    """All parameters under the names that the graph uses, tied ones under each of theirs."""
+    found = dict(model.named_parameters(remove_duplicate=False))
+    if isinstance(loss_fn, nn.Module):
+        found |= {f"loss_fn:{n}": p for n, p in loss_fn.named_parameters(remove_duplicate=False)}
+    return found
+
+
+def named_buffers(model: nn.Module, loss_fn: Any) -> dict[str, torch.Tensor]:
+    """All buffers under the names that the graph uses."""
+    found = dict(model.named_buffers(remove_duplicate=False))
+    if isinstance(loss_fn, nn.Module):
+        found |= {f"loss_fn:{n}": b for n, b in loss_fn.named_buffers(remove_duplicate=False)}
+    return found

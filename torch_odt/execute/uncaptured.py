@@ -1,0 +1,49 @@
+"""The door's face of a step without a graph."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import nn
+
+from torch_odt.capture.trace import Compute
+from torch_odt.errors import InfeasibleBudget
+from torch_odt.execute.accounting import Allowance
+from torch_odt.execute.fallback import FallbackStep
+
+
+class UncapturedStep:
+    """Runs a step by activation checkpointing and speaks of budgets as the user does."""
+
+    def __init__(self, model: nn.Module, compute: Compute, allowance: Allowance, reason: str) -> None:
+        self._model = model
+        self._compute = compute
+        self._allowance = allowance
+        self._scale = 1.0
+        self._results: Any = None
+        self.step = FallbackStep(model, self._loss, max(1, allowance.step_bytes), reason=reason)
+
+    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any], gradient_scale: float) -> tuple[torch.Tensor, Any]:
+        """Forward and backward; returns the loss and the model's outputs.
+
+        Raises:
+            InfeasibleBudget: the step does not fit with everything checkpointed.
+        """
+        self._scale = gradient_scale
+        try:
+            loss = self.step.run(args, kwargs)
+        except InfeasibleBudget as error:
+            fixed = self._allowance.growth_bytes - self._allowance.step_bytes
+            needed = self._allowance.smallest_budget(error.smallest_feasible_bytes + fixed)
+            raise InfeasibleBudget(
+                self._allowance.budget.text, needed, error.hints, self._allowance.describe()
+            ) from error
+        results, self._results = self._results, None
+        return (loss if gradient_scale == 1.0 else loss / gradient_scale), results
+
+    def _loss(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        loss, results = self._compute(self._model, args, kwargs)
+        self._results = pytree.tree_map(lambda t: t.detach() if isinstance(t, torch.Tensor) else t, results)
+        return loss if self._scale == 1.0 else loss * self._scale

@@ -1,0 +1,269 @@
+"""`wrap`: the door for loops that stay as they are."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import torch
+from torch import fx, nn
+
+from torch_odt.cache import Cache
+from torch_odt.capture.partition import GraphPiece, inference_piece, partition
+from torch_odt.capture.trace import eager_recurrent_layers
+from torch_odt.errors import CaptureError, OdtWarning
+from torch_odt.execute.checkpointing import checkpointed
+from torch_odt.execute.fallback import batch_signature
+from torch_odt.execute.graph_calls import GraphRunner, boxed
+from torch_odt.execute.module_costs import choose, measure
+from torch_odt.execute.wrap_plan import WrapPlan
+from torch_odt.execute.wrap_session import WrapSession
+from torch_odt.runtime.budget import Budget
+
+Model = TypeVar("Model", bound=nn.Module)
+
+# Every batch shape and every mode of the model is compiled once; beyond so many the shapes are not really fixed.
+_RECOMPILE_LIMIT = 64
+
+
+def wrap(
+    model: Model,
+    *,
+    budget: int | str | Budget,
+    planner: str = "auto",
+    cache: str | Path | Cache | Literal[False] | None = None,
+) -> Model:
+    """Keep a model's training inside a budget while the loop stays as it is.
+
+    Choose it when forward, loss, `backward()` and optimizer are called by code that should not change. Where the loop
+    is yours, `TrainStep` needs less memory: it sees the loss and the optimizer.
+
+    The model is changed in place and returned: it remains the same object of the same class with the same
+    `state_dict()`, and copies of it are plain models. Every number it computes is plain PyTorch's. The first step runs
+    with the fewest bytes; then the whole step is planned. `plan_of(model)` tells the plan, `unwrap(model)` undoes it.
+
+    Args:
+        model: any `nn.Module` on the CPU.
+        budget: bytes, as `Budget` takes them ("512MiB", "80%", "auto", an int, or a `Budget`).
+        planner: "auto", or the name of one planner.
+        cache: folder for measurements, None for the default one, False for none.
+
+    Raises:
+        InfeasibleBudget: at a forward pass, before the first operator that cannot fit.
+        ValueError: a parameter is not on the CPU.
+        TypeError: `model` is no `nn.Module`.
+
+    Warns:
+        OdtWarning: the model cannot be captured; checkpointed submodules take the place of planned graphs.
+
+    Example:
+        >>> import torch, torch_odt as odt
+        >>> model = odt.wrap(torch.nn.Linear(4, 2), budget=odt.Budget("64MiB", of="training"), cache=False)
+        >>> model(torch.ones(3, 4)).sum().backward()
+        >>> model.weight.grad.shape
+        torch.Size([2, 4])
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"wrap takes an nn.Module, not a {type(model).__name__}")
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.device.type != "cpu":
+            raise ValueError(f"{name} is on {tensor.device}; torch_odt trains on the CPU in this version")
+    unwrap(model)
+    session = WrapSession(model, Budget.of_value(budget), planner, Cache.of_value(cache))
+    model._compiled_call_impl = _WrappedCall(model, session)
+    return model
+
+
+def unwrap(model: Model) -> Model:
+    """Make a wrapped model plain again; does nothing to a plain one."""
+    if isinstance(model._compiled_call_impl, _WrappedCall):
+        model._compiled_call_impl = None
+    return model
+
+
+def plan_of(model: nn.Module) -> WrapPlan:
+    """The plan of a wrapped model as it stands.
+
+    Raises:
+        ValueError: the model is not wrapped.
+    """
+    return session_of(model).plan
+
+
+def set_budget(model: nn.Module, budget: int | str | Budget) -> None:
+    """Give a wrapped model another budget from its next step on; nothing is compiled again.
+
+    Raises:
+        ValueError: the model is not wrapped.
+    """
+    session_of(model).set_budget(Budget.of_value(budget))
+
+
+def session_of(model: nn.Module) -> WrapSession:
+    """What keeps a wrapped model inside its budget.
+
+    Raises:
+        ValueError: the model is not wrapped.
+    """
+    call = model._compiled_call_impl
+    if not isinstance(call, _WrappedCall):
+        raise ValueError("the model is not wrapped (or is a copy of a wrapped one, which is plain): use torch_odt.wrap")
+    return call.session
+
+
+class _WrappedCall:
+    """Takes the place of `nn.Module`'s call: compiles, counts, and steps in where nothing can be compiled."""
+
+    def __init__(self, model: nn.Module, session: WrapSession) -> None:
+        self.session = session
+        self._model = model
+        self._compiled = torch.compile(model._call_impl, backend=self._backend, dynamic=False)
+        self._checkpoints: dict[Any, list[str]] = {}
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.session.plan.fallback:
+            return self._call_checkpointed(args, kwargs)
+        from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
+
+        session = self.session
+        ran = session.run_count
+        try:
+            with _dynamo_settings():
+                outputs = self._compiled(*args, **kwargs)
+        except (TorchDynamoException, FailOnRecompileLimitHit) as error:
+            if session.run_count > ran:
+                # A graph has run: running everything again would update buffers and draw random numbers twice.
+                raise
+            reason = _first_line(error)
+        else:
+            if not session.runner_count and torch.is_grad_enabled():
+                session.plan.fallback = "torch.compile found no graph in it"
+                self._warn_uncaptured()
+            return outputs
+        return self._call_uncaptured(reason, args, kwargs)
+
+    def _backend(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        _note_graph_break(self.session, module)
+        return _Compilation(self.session)(module, inputs)
+
+    def _call_uncaptured(self, reason: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The first call after a failed capture: an error of the model's own surfaces here as it is."""
+        self.session.plan.fallback = reason
+        try:
+            outputs = self._call_checkpointed(args, kwargs)
+        except BaseException:
+            self.session.plan.fallback = ""
+            raise
+        self._warn_uncaptured()
+        return outputs
+
+    def _warn_uncaptured(self) -> None:
+        reason = self.session.plan.fallback
+        text = f"the model cannot be captured ({reason}); from now on submodules of it are checkpointed instead"
+        warnings.warn(text, OdtWarning, stacklevel=5)
+
+    def _call_checkpointed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        call = self._model._call_impl
+        if not torch.is_grad_enabled():
+            return call(*args, **kwargs)
+        key = (batch_signature(args, kwargs), tuple(module.training for module in self._model.modules()))
+        if key not in self._checkpoints:
+            costs = measure(self._model, lambda: call(*args, **kwargs))
+            gradients = sum(p.nbytes for p in self._model.parameters() if p.requires_grad)
+            names = choose(costs, self.session.room_bytes() - gradients)
+            self.session.check(
+                costs.estimate(names) + gradients, self.session.room_bytes(), "nothing more to checkpoint"
+            )
+            self._checkpoints[key] = names
+        with checkpointed(self._model, self._checkpoints[key]):
+            return call(*args, **kwargs)
+
+
+class _Compilation:
+    """Compiles one graph that torch.compile found: the functions that AOTAutograd asks for, in the order it does."""
+
+    def __init__(self, session: WrapSession) -> None:
+        self._session = session
+        self._runner: GraphRunner | None = None
+
+    def __call__(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        from torch._dynamo.backends.common import aot_autograd
+
+        compiler = aot_autograd(
+            fw_compiler=self._forward,
+            bw_compiler=self._backward,
+            inference_compiler=self._inference,
+            partition_fn=self._partition,
+        )
+        with eager_recurrent_layers():
+            return compiler(module, inputs)
+
+    def _partition(
+        self, joint: fx.GraphModule, inputs: Any, *, num_fwd_outputs: int, **options: Any
+    ) -> tuple[fx.GraphModule, fx.GraphModule]:
+        from torch._functorch.partitioners import default_partition
+
+        try:
+            with _real_tensors():
+                piece, forward, backward = partition(joint, num_fwd_outputs)
+        except CaptureError as error:
+            self._session.add_note(f"a graph runs without a plan: {error}")
+            return default_partition(joint, inputs, num_fwd_outputs=num_fwd_outputs, **options)
+        self._runner = self._session.new_runner(piece)
+        return forward, backward
+
+    def _forward(self, module: fx.GraphModule, inputs: Any) -> Callable[..., Any]:
+        return _interpreted(module) if self._runner is None else boxed(self._runner.forward)
+
+    def _backward(self, module: fx.GraphModule, inputs: Any) -> Callable[..., Any]:
+        return _interpreted(module) if self._runner is None else boxed(self._runner.backward)
+
+    def _inference(self, module: fx.GraphModule, inputs: Any) -> Callable[..., Any]:
+        try:
+            with _real_tensors():
+                piece: GraphPiece = inference_piece(module)
+        except CaptureError as error:
+            self._session.add_note(f"a graph runs without a plan: {error}")
+            return _interpreted(module)
+        return boxed(self._session.new_inference_runner(piece).inference)
+
+
+def _interpreted(module: fx.GraphModule) -> Callable[..., Any]:
+    return boxed(lambda args: module(*args))
+
+
+def _real_tensors() -> Any:
+    from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+    return unset_fake_temporarily()
+
+
+def _dynamo_settings() -> Any:
+    import torch._dynamo
+
+    return torch._dynamo.config.patch(
+        recompile_limit=_RECOMPILE_LIMIT,
+        accumulated_recompile_limit=16 * _RECOMPILE_LIMIT,
+        fail_on_recompile_limit_hit=True,
+        allow_rnn=True,
+    )
+
+
+def _note_graph_break(session: WrapSession, module: fx.GraphModule) -> None:
+    """Enters into the plan why torch.compile ended a graph before the model's end."""
+    reason = getattr(module, "compile_subgraph_reason", None)
+    if reason is None or not reason.graph_break:
+        return
+    text = next((line for line in str(reason.reason).splitlines() if line.strip()), "unknown")
+    if reason.user_stack:
+        frame = reason.user_stack[-1]
+        text = f"{text.strip()} ({Path(frame.filename).name}, line {frame.lineno}: {frame.line})"
+    if text not in session.plan.graph_breaks:
+        session.plan.graph_breaks.append(text)
+
+
+def _first_line(error: Exception) -> str:
+    text = next((line for line in str(error).splitlines() if line.strip()), "")
+    return f"{type(error).__name__}: {text.strip()}"

@@ -1,0 +1,417 @@
+"""The memory of a wrapped model: which graphs make up a step, what is left of the budget, which schedule runs.
+
+A step is the sequence of graph calls up to a backward pass. The first time, every graph runs its schedule of the
+fewest bytes; when the sequence is known, its graphs are planned together, and each call runs its part of that plan.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from bisect import bisect_left
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from torch_odt import memory
+from torch_odt._extensions import memory_module
+from torch_odt.cache import Cache
+from torch_odt.capture.concatenate import Concatenation, concatenate
+from torch_odt.capture.costs import Costs
+from torch_odt.capture.graph import TrainingGraph
+from torch_odt.capture.profile import profile
+from torch_odt.errors import InfeasibleBudget
+from torch_odt.execute.accounting import allow
+from torch_odt.execute.executor import Executor
+from torch_odt.execute.graph_calls import Calls, GraphRunner
+from torch_odt.execute.optimizer_reserve import OptimizerReserve
+from torch_odt.execute.smallest_plans import remembered_smallest
+from torch_odt.execute.wrap_plan import WrapPlan
+from torch_odt.planning.auto import auto
+from torch_odt.planning.pool import pack
+from torch_odt.planning.registry import get_planner
+from torch_odt.planning.schedule import Deliver, Free, Instruction, Run, Schedule
+from torch_odt.planning.simulate import simulate
+from torch_odt.runtime.budget import Budget, ResolvedBudget
+
+# Longer sequences (forward passes that nobody differentiates) run the schedules of the fewest bytes.
+_LONGEST_SEQUENCE = 32
+_MOST_PLANS = 8
+# A plan that recomputes is made anew when this share of the room was unknown to it.
+_NEWS = 0.1
+# What tracing leaves for each op and value of a graph, generously, and how much its measurement varies.
+_BYTES_PER_ENTRY = 16 * 1024
+_NOISE_BYTES = 32 << 20
+# An optimizer that has not been found by then is none of torch's.
+_STEPS_WITHOUT_OPTIMIZER = 3
+# The loss and its gradient, as multiples of the results, until a step has been seen.
+_LOSS_RESULTS = 4
+
+
+@dataclass(eq=False)
+class StepPlan:
+    """A plan of a sequence: an executor for each of its calls.
+
+    Attributes:
+        peak_bytes: the planned peak above the level before the step.
+        boundary_bytes: what the plan holds between forward and backward.
+        made_for_bytes: the room for which it was made.
+    """
+
+    executors: list[Executor]
+    peak_bytes: int
+    boundary_bytes: int
+    made_for_bytes: int
+    seconds: float
+    recompute_seconds: float
+
+
+@dataclass(eq=False)
+class Sequence:
+    """The calls of a step, and its plans."""
+
+    runners: tuple[GraphRunner, ...]
+    plans: list[StepPlan] = field(default_factory=list)
+    whole: Concatenation | None = None
+
+
+class WrapSession:
+    """Keeps one wrapped model inside its budget.
+
+    Args:
+        model: the wrapped model.
+        budget: what the process, or the training, may hold.
+        planner: a planner's name.
+        cache: where measurements of ops are kept.
+    """
+
+    def __init__(self, model: nn.Module, budget: Budget, planner: str, cache: Cache) -> None:
+        memory.install()
+        memory.tune_malloc()
+        self.calls = Calls()
+        self.level_bytes = memory.process_bytes()
+        self.budget: ResolvedBudget = budget.resolve(self.level_bytes)
+        self.plan = WrapPlan(self.budget.text, planner, self.budget.growth_bytes)
+        self.runner_count = 0
+        self.run_count = 0
+        self._level_allocated = memory.stats().allocated_bytes
+        self._planner = planner
+        self._cache = cache
+        self._model = model
+        self._optimizer: OptimizerReserve | None = None
+        self._steps = 0
+        self._costs: dict[str, Costs] = {}
+        self._frugal: dict[GraphRunner, StepPlan] = {}
+        self._sequences: dict[tuple[GraphRunner, ...], Sequence] = {}
+        self._expected: dict[GraphRunner, Sequence] = {}
+        self._current: list[GraphRunner] = []
+        self._running: StepPlan | None = None
+        self._follows: Sequence | None = None
+        self._backward_began = True
+        self._level_of_step = 0
+        self._measured_reserve: int | None = None
+        self._counted_runners = 0
+        self._usual_tracing_bytes = 0
+        self._arena: Any = None
+
+    def set_budget(self, budget: Budget) -> None:
+        """Use another budget from the next step on; nothing is compiled again."""
+        self.budget = budget.resolve(self.level_bytes)
+        self.plan.budget, self.plan.growth_bytes = self.budget.text, self.budget.growth_bytes
+
+    def forget(self) -> None:
+        """Drop all plans; compiled graphs that come later are planned anew."""
+        self._frugal.clear()
+        self._sequences.clear()
+        self._expected.clear()
+
+    # What is held, and what is left.
+
+    def used_bytes(self) -> int:
+        """What is held above the level at which the model was wrapped, idle pages of the arena not counted."""
+        if self._level_allocated is None:
+            return memory.process_bytes() - self.level_bytes
+        return self._tensor_bytes() + self.plan.tracing_bytes
+
+    def _tensor_bytes(self) -> int:
+        return (memory.stats().allocated_bytes or 0) - (self._level_allocated or 0)
+
+    def room_bytes(self) -> int:
+        return self.budget.growth_bytes - self.used_bytes()
+
+    def check(self, needed_bytes: int, room_bytes: int, what: str) -> None:
+        """Raises InfeasibleBudget when something needs more than there is room."""
+        if needed_bytes <= room_bytes:
+            return
+        given = self.budget.total_bytes if self.budget.of == "process" else self.budget.growth_bytes
+        # What a capture leaves in the process differs from start to start; the named budget must be accepted each time.
+        given += max(0, self._usual_tracing_bytes - self.plan.tracing_bytes) + _NOISE_BYTES
+        hints = ("a smaller batch", "TrainStep, which sees the loss and can cut the batch")
+        raise InfeasibleBudget(self.budget.text, given + needed_bytes - room_bytes, hints, what)
+
+    def _take_stock(self, graph: TrainingGraph) -> None:
+        """After a capture: what tracing and the math libraries hold besides tensors."""
+        if self._counted_runners == self.runner_count:
+            return
+        self._counted_runners = self.runner_count
+        allowance = allow(self.budget, None, graph)
+        idle = 0 if self._arena is None else max(0, self._arena.resident_bytes - self._arena.live_bytes)
+        grown = allowance.spent_bytes - self._tensor_bytes() - idle
+        usual = _BYTES_PER_ENTRY * (len(graph.ops) + len(graph.values)) + allowance.reserve_bytes
+        self._usual_tracing_bytes = max(self._usual_tracing_bytes, usual)
+        self.plan.tracing_bytes = max(self.plan.tracing_bytes, grown + allowance.reserve_bytes)
+
+    # The calls of a step.
+
+    def new_runner(self, piece: Any) -> GraphRunner:
+        self.runner_count += 1
+        return GraphRunner(piece, self.calls, self._executor_for, self._on_backward)
+
+    def new_inference_runner(self, piece: Any) -> GraphRunner:
+        self.runner_count += 1
+        return GraphRunner(piece, self.calls, self._inference_executor_for, self._on_backward)
+
+    def _executor_for(self, runner: GraphRunner) -> Executor:
+        self.run_count += 1
+        if self._backward_began or not self.calls.waiting:
+            self._begin_step(runner)
+        position = len(self._current)
+        self._current.append(runner)
+        follows = self._follows
+        if follows is None or position >= len(follows.runners) or follows.runners[position] is not runner:
+            self._follows = None
+            return self._frugal_executor(runner)
+        assert self._running is not None
+        return self._running.executors[position]
+
+    def _begin_step(self, runner: GraphRunner) -> None:
+        self._steps += self._backward_began
+        self._note_sequence()
+        self._current = []
+        self._backward_began = False
+        self._level_of_step = self.used_bytes()
+        self._follows = self._expected.get(runner)
+        self._running = None if self._follows is None else self._plan_for(self._follows)
+        if self._running is None:
+            self._follows = None
+
+    def _note_sequence(self) -> None:
+        key = tuple(self._current)
+        if not key or len(key) > _LONGEST_SEQUENCE:
+            return
+        sequence = self._sequences.setdefault(key, Sequence(key))
+        self._expected[key[0]] = sequence
+
+    def _on_backward(self) -> None:
+        if not self._backward_began:
+            self._backward_began = True
+            self._measure_reserve()
+
+    def _measure_reserve(self) -> None:
+        """What has been allocated between the graphs of this step besides what they hold."""
+        if self._follows is None or self._running is None or memory.stats().allocated_bytes is None:
+            return
+        unseen = self.used_bytes() - self._level_of_step - self._running.boundary_bytes
+        results = _result_bytes([runner.piece.graph for runner in self._current])
+        reserve = max(0, unseen) + 2 * results
+        self._measured_reserve = max(self._measured_reserve or 0, reserve)
+        self.plan.reserved_bytes, self.plan.is_reserve_measured = self._measured_reserve, True
+
+    def _optimizer_bytes(self) -> int:
+        """For the optimizer's state, until it exists."""
+        if self._optimizer is None or (not self._optimizer.is_known and self._steps < _STEPS_WITHOUT_OPTIMIZER):
+            self._optimizer = OptimizerReserve(self._model.parameters())
+            self.plan.is_optimizer_known = self._optimizer.is_known
+        # Whatever makes the steps must have made its state by then, and that is counted.
+        is_waited_for = self._optimizer.is_known or self._steps < _STEPS_WITHOUT_OPTIMIZER
+        self.plan.optimizer_bytes = self._optimizer.missing_state_bytes if is_waited_for else 0
+        return self.plan.optimizer_bytes
+
+    def _reserve_for(self, graphs: list[TrainingGraph]) -> int:
+        return self._optimizer_bytes() + self._loss_reserve_for(graphs)
+
+    def _loss_reserve_for(self, graphs: list[TrainingGraph]) -> int:
+        if self._measured_reserve is not None:
+            return self._measured_reserve
+        self.plan.reserved_bytes = _LOSS_RESULTS * _result_bytes(graphs)
+        return self.plan.reserved_bytes
+
+    # Schedules.
+
+    def _plan_for(self, sequence: Sequence) -> StepPlan:
+        """The fastest plan of a sequence that fits now."""
+        graphs = [runner.piece.graph for runner in sequence.runners]
+        room = self.room_bytes() - self._reserve_for(graphs)
+        fitting = [plan for plan in sequence.plans if plan.peak_bytes <= room]
+        best = min(fitting, key=lambda plan: plan.seconds, default=None)
+        if best is None or (best.recompute_seconds > 0 and best.made_for_bytes < (1 - _NEWS) * room):
+            best = self._make_plan(sequence, room)
+            sequence.plans = [*sequence.plans[-_MOST_PLANS + 1 :], best]
+        self._describe(best, graphs)
+        return best
+
+    def _make_plan(self, sequence: Sequence, room: int) -> StepPlan:
+        if sequence.whole is None:
+            sequence.whole = concatenate([runner.piece.graph for runner in sequence.runners])
+        graphs = [runner.piece.graph for runner in sequence.runners]
+        graph, costs = sequence.whole.graph, self._costs_of(sequence.whole.graph)
+        plan = self._place(sequence.whole, graphs, self._schedule(graph, costs, room), room)
+        if plan.peak_bytes > room:
+            plan = self._place(sequence.whole, graphs, remembered_smallest(self._cache, graph, costs), room)
+            self.check(plan.peak_bytes, room, "not even the schedule of the fewest bytes fits")
+        return plan
+
+    def _optimizer_step_bytes(self) -> int:
+        """Gradients and temporaries of an optimizer step, when nothing else of the step is left."""
+        return 0 if self._optimizer is None else self._optimizer.gradient_bytes + self._optimizer.workspace_bytes
+
+    def _schedule(self, graph: TrainingGraph, costs: Costs, room: int) -> Schedule:
+        if self._planner == "auto":
+            return auto(graph, costs, room, footprint=lambda schedule: _footprint(graph, costs, schedule))
+        return get_planner(self._planner)(graph, costs, room)
+
+    def _place(self, whole: Concatenation, graphs: list[TrainingGraph], schedule: Schedule, room: int) -> StepPlan:
+        """A schedule as executors, with addresses in the arena where there is one."""
+        graph, costs = whole.graph, self._costs_of(whole.graph)
+        simulation = simulate(graph, costs, schedule)
+        layout = None if memory_module is None else pack(graph, costs, schedule)
+        if layout is not None and (layout.total_bytes > room or not self._reserve_arena(layout.address_peak_bytes)):
+            # Ordinary allocations have no gaps between them.
+            layout = None
+        needed = simulation.peak_bytes if layout is None else layout.total_bytes
+        plan = StepPlan(
+            executors=[],
+            peak_bytes=needed,
+            boundary_bytes=simulation.boundary_bytes,
+            made_for_bytes=room,
+            seconds=simulation.seconds,
+            recompute_seconds=simulation.recompute_seconds,
+        )
+        parts = split(schedule, whole)
+        if layout is not None:
+            tables = [[layout.table[position] for position in part.positions] for part in parts]
+            loaded = [self._arena.load(table) for table in tables]
+            weakref.finalize(plan, _unload, self._arena, loaded)
+        else:
+            loaded = [-1] * len(parts)
+        for part_graph, part, table in zip(graphs, parts, loaded, strict=True):
+            arena = None if table == -1 else self._arena
+            plan.executors.append(Executor(part_graph, part.schedule, arena=arena, arena_table=table))
+        return plan
+
+    def _reserve_arena(self, nbytes: int) -> bool:
+        """An arena of at least so many bytes; False without one, or when a larger one is needed while it is in use."""
+        if memory_module is None or nbytes == 0:
+            return False
+        if self._arena is None:
+            self._arena = memory_module.Arena(nbytes)
+        elif self._arena.reserve_bytes < nbytes:
+            if self._arena.live_blocks:
+                return False
+            self._arena.resize(nbytes)
+        outside = memory.stats().outside_bytes or 0
+        self._arena.set_yield_limit(outside + max(0, self.room_bytes()))
+        return True
+
+    def _frugal_executor(self, runner: GraphRunner) -> Executor:
+        """The schedule of the fewest bytes of one graph, whose later calls are not known."""
+        graph = runner.piece.graph
+        plan = self._frugal.get(runner)
+        if plan is None:
+            costs = self._costs_of(graph)
+            self._take_stock(graph)
+            # "keep-all" promises every bit, so nothing is recomputed in the first step either.
+            keeps_all = self._planner == "keep-all"
+            schedule = (
+                get_planner("keep-all")(graph, costs, 0)
+                if keeps_all
+                else remembered_smallest(self._cache, graph, costs)
+            )
+            plan = self._place(concatenate([graph]), [graph], schedule, self.room_bytes())
+            self._frugal[runner] = plan
+        room = self.room_bytes() - self._reserve_for([graph])
+        is_first = len(self._current) == 1
+        needed = max(plan.peak_bytes, self._optimizer_step_bytes()) if is_first else plan.peak_bytes
+        self.check(needed, room, "not even the schedule of the fewest bytes fits")
+        self._describe(plan, [called.piece.graph for called in self._current])
+        return plan.executors[0]
+
+    def _inference_executor_for(self, runner: GraphRunner) -> Executor:
+        self.run_count += 1
+        plan = self._frugal.get(runner)
+        if plan is None:
+            graph = runner.piece.graph
+            costs = Costs({})
+            schedule = get_planner("keep-all")(graph, costs, 0)
+            simulation = simulate(graph, costs, schedule)
+            plan = StepPlan([Executor(graph, schedule)], simulation.peak_bytes, 0, 0, simulation.seconds, 0.0)
+            self._frugal[runner] = plan
+        self.check(plan.peak_bytes, self.room_bytes(), "a forward pass that keeps nothing does not fit")
+        return plan.executors[0]
+
+    def _costs_of(self, graph: TrainingGraph) -> Costs:
+        key = graph.fingerprint
+        if key not in self._costs:
+            self._costs[key] = profile(graph, cache=self._cache)
+        return self._costs[key]
+
+    def _describe(self, plan: StepPlan, graphs: list[TrainingGraph]) -> None:
+        self.plan.graphs = [(g.boundary, g.program_length - g.boundary) for g in graphs]
+        self.plan.predicted_bytes = plan.peak_bytes
+        self.plan.recompute_seconds = plan.recompute_seconds
+        for note in (note for graph in graphs for note in graph.notes):
+            self.add_note(note)
+
+    def add_note(self, note: str) -> None:
+        if note not in self.plan.notes:
+            self.plan.notes.append(note)
+
+
+@dataclass
+class SchedulePart:
+    """The instructions of one part of a concatenation, and their positions in the schedule of the whole."""
+
+    schedule: Schedule
+    positions: list[int]
+
+
+def split(schedule: Schedule, whole: Concatenation) -> list[SchedulePart]:
+    """The schedule of each part of a concatenation, from the schedule of the whole."""
+    count = 1 + max((part for part, _ in whole.values), default=0)
+    instructions: list[list[Instruction]] = [[] for _ in range(count)]
+    positions: list[list[int]] = [[] for _ in range(count)]
+    for position, instruction in enumerate(schedule.instructions):
+        match instruction:
+            case Run(op):
+                part, index = whole.ops[op]
+                instructions[part].append(Run(index))
+            case Free(value):
+                part, index = whole.values[value]
+                instructions[part].append(Free(index))
+            case Deliver(output):
+                part, index = whole.outputs[output]
+                instructions[part].append(Deliver(index))
+        positions[part].append(position)
+    return [
+        SchedulePart(Schedule(tuple(own), bisect_left(at, schedule.boundary), schedule.planner), at)
+        for own, at in zip(instructions, positions, strict=True)
+    ]
+
+
+def _footprint(graph: TrainingGraph, costs: Costs, schedule: Schedule) -> int:
+    """What a schedule takes: in an arena a little more than its live bytes."""
+    if memory_module is None:
+        return simulate(graph, costs, schedule).peak_bytes
+    return pack(graph, costs, schedule).total_bytes
+
+
+def _unload(arena: Any, tables: list[int]) -> None:
+    for table in tables:
+        # A table that is selected stays until another one is.
+        with contextlib.suppress(RuntimeError):
+            arena.unload(table)
+
+
+def _result_bytes(graphs: list[TrainingGraph]) -> int:
+    return sum(graph.values[o.value].nbytes for graph in graphs for o in graph.outputs_of("result"))

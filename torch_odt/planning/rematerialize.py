@@ -1,0 +1,302 @@
+"""The schedule builder that planners share: walk the program, bring back what is missing, drop what does not fit.
+
+`build` runs the steps of a problem in program order. Whatever a step reads and is not in memory is recomputed just
+before it, with everything that this needs in turn. Storages leave memory after their last use, when the caller said
+so in advance (`dropped`), or when the next op does not fit into the budget: then the storage with the highest score
+goes, and the score is taken anew at every eviction, because each one changes what the others would cost to bring
+back.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
+
+from torch_odt.errors import PlanError
+from torch_odt.planning.lowering import lower
+from torch_odt.planning.problem import BOUNDARY, Problem
+from torch_odt.planning.schedule import Schedule
+
+Score = Callable[["Walk", int], float]
+"""How gladly a storage is given up: (walk, storage) -> larger goes first."""
+
+
+@dataclass(frozen=True)
+class Built:
+    """A sequence of steps and what its builder counted.
+
+    Attributes:
+        runs: ops in the order in which they run, with `BOUNDARY` among them.
+        peak_bytes: the builder's own count; never below the simulator's, which frees what was evicted at its last
+            use.
+        recompute_seconds: of the ops that run again.
+        was_cut: recomputation reached its limit, and from there on the budget was ignored.
+        crossing: the storages in memory where the forward pass ends.
+    """
+
+    runs: list[int]
+    peak_bytes: int
+    recompute_seconds: float
+    was_cut: bool
+    crossing: frozenset[int]
+
+    def schedule(self, problem: Problem, planner: str) -> Schedule:
+        return lower(problem, self.runs, planner)
+
+
+def build(
+    problem: Problem,
+    *,
+    budget_bytes: int | None = None,
+    score: Score | None = None,
+    dropped: Collection[int] = (),
+    uses: Sequence[list[int]] | None = None,
+    max_recompute_seconds: float = float("inf"),
+) -> Built:
+    """Run the program of a problem with recomputation on demand.
+
+    Args:
+        problem: what to run.
+        budget_bytes: evict before an op that would exceed it; None never evicts.
+        score: which storage to evict first; needed with a budget.
+        dropped: storages that leave after their last use in the forward pass although the backward pass needs them.
+        uses: for each storage, the positions until which it stays, when it is to serve recomputations as well.
+        max_recompute_seconds: the budget is ignored once recomputation has cost that much.
+    """
+    walk = Walk(problem, budget_bytes, score, dropped, uses or problem.uses, max_recompute_seconds)
+    for position, op in enumerate(problem.steps):
+        walk.step(position, op)
+    return Built(walk.runs, walk.peak_bytes, walk.recompute_seconds, walk.was_cut, walk.crossing)
+
+
+class Walk:
+    """The state of a build, which scores look at.
+
+    Attributes:
+        problem: what is run.
+        position: of the step that is being prepared or run.
+        resident: the storages in memory.
+        live_bytes: of all of them.
+    """
+
+    def __init__(
+        self,
+        problem: Problem,
+        budget_bytes: int | None,
+        score: Score | None,
+        dropped: Collection[int],
+        uses: Sequence[list[int]],
+        max_recompute_seconds: float,
+    ) -> None:
+        self.problem = problem
+        self.position = 0
+        self.resident: dict[int, None] = {}
+        self.live_bytes = 0
+        self.runs: list[int] = []
+        self.peak_bytes = 0
+        self.recompute_seconds = 0.0
+        self.was_cut = False
+        self.crossing: frozenset[int] = frozenset()
+        self._budget_bytes = float("inf") if budget_bytes is None or score is None else budget_bytes
+        self._score = score
+        self._dropped = frozenset(dropped)
+        self._uses = uses
+        self._cursor = [0] * len(uses)
+        self._max_recompute_seconds = max_recompute_seconds
+        self._max_runs = 12 * len(problem.steps) + 1000
+        self._evicted: set[int] = set()
+        self._fragile_here = 0
+        self._holds = [0] * len(problem.fragile_storages)
+        self._pending: dict[int, int] = {}
+        self._fresh: set[int] = set()
+        self._missing_seconds: dict[int, float] = {}
+
+    def next_use(self, storage: int) -> int:
+        """The position of the step that needs a storage next; the end of the program if none does."""
+        uses, cursor = self._uses[storage], self._cursor[storage]
+        while cursor < len(uses) and uses[cursor] < self.position:
+            cursor += 1
+        self._cursor[storage] = cursor
+        return uses[cursor] if cursor < len(uses) else len(self.problem.steps)
+
+    def missing_seconds(self, storage: int) -> float:
+        """The time to bring a storage back if it were evicted now: its op and all ancestors that are not in memory."""
+        known = self._missing_seconds.get(storage)
+        if known is None:
+            known = sum(self.problem.seconds[op] for op in self._closure((storage,)))
+            self._missing_seconds[storage] = known
+        return known
+
+    def can_evict(self, storage: int) -> bool:
+        """Whether a storage in memory may leave it now and can be brought back later."""
+        problem = self.problem
+        return (
+            problem.rerun[storage] >= 0
+            and not problem.is_sticky[storage]
+            and not problem.fragile[storage] & ~self._fragile_here
+        )
+
+    def step(self, position: int, op: int) -> None:
+        """Run one step of the program, with everything that it takes to have its inputs in memory."""
+        self.position = position
+        needs = self.problem.reads[op]
+        self._pending = dict.fromkeys(needs, 1)
+        missing = [s for s in needs if s not in self.resident]
+        held = frozenset(needs)
+        if missing:
+            self._bring_back(missing, held)
+        if op == BOUNDARY:
+            self.runs.append(op)
+            self.crossing = frozenset(self.resident)
+        else:
+            self._run(op, held)
+        self._pending = {}
+        self._fresh.clear()
+        self._let_go(needs)
+        self._let_go(self.problem.results.get(op, ()))
+
+    def _bring_back(self, missing: Collection[int], held: frozenset[int]) -> None:
+        """Recompute what is missing; afterwards all of it is in memory.
+
+        What the recomputation itself needs may be evicted again where the budget leaves no other way; then it is
+        brought back in turn, while `held` stays. Each nesting is for an ancestor of the one before, so it ends.
+        """
+        problem, pending = self.problem, self._pending
+        order = sorted(self._closure(missing), key=problem.rank.__getitem__)
+        for op in order:
+            for storage in problem.reads[op]:
+                pending[storage] = pending.get(storage, 0) + 1
+        targets = frozenset(missing)
+        for op in order:
+            reads = problem.reads[op]
+            held_now = held | targets.intersection(self.resident)
+            absent = [s for s in reads if s not in self.resident]
+            if absent:
+                self._bring_back(absent, held_now.union(s for s in reads if s in self.resident))
+            self._run(op, held_now.union(reads))
+            self.recompute_seconds += problem.seconds[op]
+            self._fresh.update(problem.results[op])
+            for storage in reads:
+                pending[storage] -= 1
+                if not pending[storage]:
+                    del pending[storage]
+                    self._drop_if_useless(storage)
+            for storage in problem.results[op]:
+                if storage not in pending:
+                    self._drop_if_useless(storage)
+        self._missing_seconds.clear()
+        if self.recompute_seconds > self._max_recompute_seconds or len(self.runs) > self._max_runs:
+            self._budget_bytes, self.was_cut = float("inf"), True
+
+    def _closure(self, storages: Iterable[int]) -> set[int]:
+        """The ops that bring storages back, given what is in memory."""
+        problem, resident = self.problem, self.resident
+        ops: set[int] = set()
+        stack = list(storages)
+        while stack:
+            storage = stack.pop()
+            op = problem.rerun[storage]
+            if op < 0:
+                raise PlanError(
+                    f"value {storage} ({problem.graph.values[storage].name}) is needed and cannot be recomputed"
+                )
+            if op not in ops:
+                ops.add(op)
+                stack.extend(s for s in problem.reads[op] if s not in resident)
+        return ops
+
+    def _run(self, op: int, held: frozenset[int]) -> None:
+        problem = self.problem
+        for storage in problem.results[op]:
+            if storage in self.resident and not problem.is_sticky[storage]:
+                self._remove(storage)
+        transient = problem.transient_bytes[op]
+        if self.live_bytes + transient > self._budget_bytes:
+            self._make_room(transient, held)
+        self.runs.append(op)
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes + transient)
+        for storage in problem.results[op]:
+            if storage not in self.resident:
+                self._add(storage)
+
+    def _make_room(self, transient: int, held: frozenset[int]) -> None:
+        """Evict until the next op fits, the highest score first; what a recomputation in progress needs comes last.
+
+        What that recomputation has made itself stays: it is about to be read together with what is being made.
+        """
+        pending = self._pending
+        limit = self._budget_bytes - transient
+        self._evict_down_to(limit, [s for s in self.resident if s not in pending])
+        if self.live_bytes > limit:
+            self._evict_down_to(
+                limit, [s for s in self.resident if s in pending and s not in held and s not in self._fresh]
+            )
+
+    def _evict_down_to(self, limit: float, candidates: Iterable[int]) -> None:
+        score, nbytes = self._score, self.problem.nbytes
+        assert score is not None
+        heap = [(-score(self, s), s) for s in candidates if nbytes[s] and self.can_evict(s)]
+        heapq.heapify(heap)
+        while heap and self.live_bytes > limit:
+            _, storage = heapq.heappop(heap)
+            # Evictions only ever lower the scores of others, so the best one is the best if its own still stands.
+            self._missing_seconds.pop(storage, None)
+            current = -score(self, storage)
+            if heap and current > heap[0][0]:
+                heapq.heappush(heap, (current, storage))
+            elif self.can_evict(storage):
+                self._evict(storage)
+
+    def _let_go(self, storages: Iterable[int]) -> None:
+        """After a step: drop what nobody uses any more, and what was to leave before the backward pass."""
+        boundary = self.problem.boundary
+        for storage in storages:
+            if storage not in self.resident:
+                continue
+            following = self._following_use(storage)
+            if following is None:
+                self._drop_if_useless(storage)
+            elif storage in self._dropped and self.position < boundary < following and self.can_evict(storage):
+                self._evict(storage)
+
+    def _following_use(self, storage: int) -> int | None:
+        uses, cursor = self._uses[storage], self._cursor[storage]
+        while cursor < len(uses) and uses[cursor] <= self.position:
+            cursor += 1
+        self._cursor[storage] = cursor
+        return uses[cursor] if cursor < len(uses) else None
+
+    def _drop_if_useless(self, storage: int) -> None:
+        problem = self.problem
+        if storage not in self.resident or problem.is_sticky[storage] or storage in self._pending:
+            return
+        if self._following_use(storage) is not None:
+            return
+        bit = problem.fragile_bit[storage]
+        if bit and self._holds[bit.bit_length() - 1]:
+            return
+        self._remove(storage)
+
+    def _evict(self, storage: int) -> None:
+        self._remove(storage)
+        self._evicted.add(storage)
+        for position in self.problem.holds[storage]:
+            self._holds[position] += 1
+
+    def _remove(self, storage: int) -> None:
+        del self.resident[storage]
+        self.live_bytes -= self.problem.nbytes[storage]
+        self._fragile_here &= ~self.problem.fragile_bit[storage]
+
+    def _add(self, storage: int) -> None:
+        problem = self.problem
+        self.resident[storage] = None
+        self.live_bytes += problem.nbytes[storage]
+        self._fragile_here |= problem.fragile_bit[storage]
+        if storage in self._evicted:
+            self._evicted.discard(storage)
+            for position in problem.holds[storage]:
+                self._holds[position] -= 1
+                if not self._holds[position]:
+                    self._drop_if_useless(problem.fragile_storages[position])
