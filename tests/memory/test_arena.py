@@ -206,6 +206,8 @@ def test_tensors_outlive_the_arena(tracker: ModuleType) -> None:
 
 
 def test_an_arena_can_be_dropped_while_it_is_active(tracker: ModuleType) -> None:
+    gc.collect()
+    others = tracker.stats()["arena"]["reserved_bytes"]
     arena = tracker.Arena(64 * KIB)
     arena.select(arena.load([[(0, 1000)]]))
     arena.begin(0)
@@ -215,7 +217,7 @@ def test_an_arena_can_be_dropped_while_it_is_active(tracker: ModuleType) -> None
     gc.collect()
     assert bytes_tensor(5000).numel() == 5000
     del block
-    assert tracker.stats()["arena"]["reserved_bytes"] == 0
+    assert tracker.stats()["arena"]["reserved_bytes"] == others
 
 
 def test_uninstalling_waits_for_the_last_arena_block(tracker: ModuleType) -> None:
