@@ -225,6 +225,20 @@ class _NumpySoftSign(torch.autograd.Function):
         return torch.from_numpy(gradient.numpy() / np.square(1 + np.abs(x.detach().numpy())))
 
 
+class Clamp(torch.autograd.Function):
+    """max(x, 0) by a Function of torch's own operators."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        return x.clamp(min=0)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        (x,) = ctx.saved_tensors
+        return gradient * (x > 0)
+
+
 class WithCustomFunction(nn.Module):
     """An autograd.Function whose two directions are written outside torch."""
 

@@ -133,6 +133,8 @@ def make_bert_small(vocabulary: int = VOCABULARY, **options: Any) -> nn.Module:
         intermediate_size=2048,
         max_position_embeddings=128,
         num_labels=CLASSES,
+        # Otherwise the first forward pass notes it in the config, and every step after the first is another program.
+        problem_type="single_label_classification",
         **options,
     )
     return BertForSequenceClassification(config)

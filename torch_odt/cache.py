@@ -1,4 +1,4 @@
-"""What is worth keeping from one process to the next: measurements of ops, and plans.
+"""What is worth keeping from one process to the next: traced steps, measurements of ops, and plans.
 
 Everything is JSON in one folder, so that it can be looked at, copied to a device and deleted at any time. Nothing
 depends on it: a folder that cannot be used costs time, and a warning.
@@ -38,7 +38,7 @@ CacheOption = Union[str, Path, "Cache", Literal[False], None]
 
 
 class Cache:
-    """A folder of measurements and plans. Any number of processes may use it at once.
+    """A folder of traces, measurements and plans. Any number of processes may use it at once.
 
     When to choose it: always; it is on by default. Turn it off to measure anew, or where nothing may be written.
 
@@ -81,20 +81,31 @@ class Cache:
 
     def save_plan(self, key: str, data: Any) -> None:
         """Store plain data (see `Plan.to_state`) under a key from `plan_key`."""
-        path = self._path("plans", key)
-        with self._writing(path) as may_write:
-            if may_write:
-                self._write(path, key, data)
+        self._save("plans", key, data)
+
+    def load_trace(self, key: str) -> Any | None:
+        """The trace that was stored under a key (see `torch_odt.capture.trace_cache`); None when there is none."""
+        return self._load(self._path("traces", key), key)
+
+    def save_trace(self, key: str, data: Any) -> None:
+        """Store a trace as plain data."""
+        self._save("traces", key, data)
 
     def clear(self) -> None:
         """Forget everything."""
-        for kind in ("profiles", "plans"):
+        for kind in ("profiles", "plans", "traces"):
             for path in (self.folder / kind).glob("*.json"):
                 with suppress(OSError):
                     path.unlink()
 
     def _path(self, kind: str, key: str) -> Path:
         return self.folder / kind / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.json"
+
+    def _save(self, kind: str, key: str, data: Any) -> None:
+        path = self._path(kind, key)
+        with self._writing(path) as may_write:
+            if may_write:
+                self._write(path, key, data)
 
     def _load(self, path: Path, key: str) -> Any | None:
         if not self.enabled:
@@ -156,8 +167,8 @@ class Cache:
         self._has_warned = True
         reason = error.strerror or str(error)
         warnings.warn(
-            f"the cache folder {self.folder} cannot be used ({reason}); measurements and plans are made anew in every "
-            f"process. Set {FOLDER_VARIABLE} to a folder that can be written.",
+            f"the cache folder {self.folder} cannot be used ({reason}); traces, measurements and plans are made anew "
+            f"in every process. Set {FOLDER_VARIABLE} to a folder that can be written.",
             OdtWarning,
             stacklevel=4,
         )

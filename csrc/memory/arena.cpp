@@ -51,6 +51,7 @@ ArenaStats& ArenaStats::operator+=(const ArenaStats& other) {
   live_blocks += other.live_blocks;
   resident_bytes += other.resident_bytes;
   hits += other.hits;
+  smaller += other.smaller;
   occupied += other.occupied;
   size_mismatch += other.size_mismatch;
   past_record += other.past_record;
@@ -273,7 +274,7 @@ void* ArenaCore::serve_planned(int64_t bytes) {
     return nullptr;
   }
   const Place& place = here.places[ordinal];
-  if (place.bytes != bytes) {
+  if (place.bytes < bytes) {
     note_miss({here.instruction, ordinal, place.bytes, bytes, MissReason::size_mismatch});
     return nullptr;
   }
@@ -285,6 +286,7 @@ void* ArenaCore::serve_planned(int64_t bytes) {
     return nullptr;
   }
   ++stats_.hits;
+  stats_.smaller += bytes < place.bytes ? 1 : 0;
   return claim(place.offset, bytes);
 }
 
@@ -398,7 +400,7 @@ std::vector<Miss> ArenaCore::misses() const {
 void ArenaCore::reset_misses() {
   const std::lock_guard<std::mutex> guard(mutex_);
   misses_.clear();
-  stats_.hits = stats_.occupied = stats_.size_mismatch = stats_.past_record = 0;
+  stats_.hits = stats_.smaller = stats_.occupied = stats_.size_mismatch = stats_.past_record = 0;
   stats_.dynamic_hits = stats_.dynamic_misses = 0;
 }
 

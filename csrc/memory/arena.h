@@ -1,8 +1,9 @@
 // The arena: one mapping out of which a plan's blocks are served, each at the address the plan gave it.
 //
-// A plan is a table of (offset, bytes) per instruction, in the order in which that instruction allocates. What does not
-// match its plan is never served from the arena: it becomes an ordinary allocation and is counted as a miss, so that a
-// wrong plan costs memory and never correctness.
+// A plan is a table of (offset, bytes) per instruction, in the order in which that instruction allocates. What the plan
+// has no room for is never served from the arena: it becomes an ordinary allocation and is counted as a miss, so that a
+// wrong plan costs memory and never correctness. An allocation may take less than its place, because what some operators
+// allocate depends on the data (an index by a mask), and the plan has room for the most.
 #pragma once
 
 #include <atomic>
@@ -45,6 +46,7 @@ struct ArenaStats {
   int64_t live_blocks = 0;
   int64_t resident_bytes = 0;
   int64_t hits = 0;
+  int64_t smaller = 0; // hits that took less than their place
   int64_t occupied = 0;
   int64_t size_mismatch = 0;
   int64_t past_record = 0;

@@ -44,6 +44,7 @@ py::dict as_dict(const ArenaStats& stats) {
   result["live_blocks"] = stats.live_blocks;
   result["resident_bytes"] = stats.resident_bytes;
   result["hits"] = stats.hits;
+  result["smaller"] = stats.smaller;
   result["misses"] = misses;
   result["dynamic_hits"] = stats.dynamic_hits;
   result["dynamic_misses"] = stats.dynamic_misses;

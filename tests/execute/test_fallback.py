@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from awkward import Clamp
 from torch import nn
 from torch.nn import functional as F
 
@@ -62,18 +63,6 @@ class DataDependent(ConvNet):
         for block in self.blocks:
             x = block(x) if x.sum().item() > 0 else block(block(x))
         return self.head(x.mean((2, 3)))
-
-
-class Clamp(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(x)
-        return x.clamp(min=0)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-        (x,) = ctx.saved_tensors
-        return grad * (x > 0)
 
 
 class Clamping(nn.Module):

@@ -135,6 +135,16 @@ def test_every_reason_for_a_miss_is_counted_and_harmless(tracker: ModuleType) ->
     assert arena.stats()["misses"] == {"occupied": 0, "size_mismatch": 0, "past_record": 0}
 
 
+def test_less_than_planned_lies_in_its_place(tracker: ModuleType) -> None:
+    arena = tracker.Arena(64 * KIB)
+    with planned(arena, [[(0, 1000), (1024, 1000)]]):
+        smaller, whole = bytes_tensor(300), bytes_tensor(1000)
+    assert whole.data_ptr() - smaller.data_ptr() == 1024
+    assert arena.live_bytes == 1300
+    assert (arena.stats()["hits"], arena.stats()["smaller"]) == (2, 1)
+    assert arena.misses() == []
+
+
 def test_the_sample_of_misses_is_bounded(tracker: ModuleType) -> None:
     arena = tracker.Arena(KIB)
     with planned(arena, [[]]):

@@ -11,12 +11,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch_odt.capture.costs import Costs, OpCost
+import torch
+
+from torch_odt.capture.costs import Costs, OpCost, ResultLayout
 from torch_odt.capture.graph import Op, Ref, TrainingGraph
 from torch_odt.capture.layouts import RealLayouts
 from torch_odt.errors import PlanError
 
-FORMAT = 1
+FORMAT = 2
 _BYTES_PER_SECOND = 5e9
 
 
@@ -128,8 +130,8 @@ def estimated_cost(graph: TrainingGraph, op: Op) -> OpCost:
 def cost_to_list(cost: OpCost) -> list[Any]:
     """As plain data, compact: a table has hundreds of entries."""
     events = [number for event in cost.events for number in event]
-    surprises = [[position, list(shape), list(stride)] for position, shape, stride in cost.surprises]
-    return [cost.seconds, events, list(cost.result_ordinals), surprises]
+    layouts = [None if layout is None else list(layout) for layout in cost.layouts]
+    return [cost.seconds, events, list(cost.result_ordinals), layouts]
 
 
 def cost_from_list(entry: Any) -> OpCost:
@@ -138,7 +140,7 @@ def cost_from_list(entry: Any) -> OpCost:
     Raises:
         ValueError, TypeError: the entry is damaged.
     """
-    seconds, numbers, ordinals, surprises = entry
+    seconds, numbers, ordinals, layouts = entry
     events = tuple((int(o), int(n)) for o, n in zip(numbers[::2], numbers[1::2], strict=True))
     known = {ordinal for ordinal, size in events if size > 0}
     results = tuple(None if o is None else int(o) for o in ordinals)
@@ -146,8 +148,16 @@ def cost_from_list(entry: Any) -> OpCost:
         raise ValueError("a cost contradicts itself")
     if not known.issuperset(ordinal for ordinal, _ in events):
         raise ValueError("a cost frees what it never allocated")
-    unlike_traced = tuple((int(p), tuple(map(int, shape)), tuple(map(int, stride))) for p, shape, stride in surprises)
-    return OpCost(float(seconds), events, results, surprises=unlike_traced)
+    return OpCost(float(seconds), events, results, layouts=tuple(map(_layout_from_list, layouts)))
+
+
+def _layout_from_list(entry: Any) -> ResultLayout | None:
+    if entry is None:
+        return None
+    shape, stride, dtype = entry
+    if len(shape) != len(stride) or not isinstance(getattr(torch, str(dtype), None), torch.dtype):
+        raise ValueError("a result is no tensor")
+    return ResultLayout(tuple(map(int, shape)), tuple(map(int, stride)), str(dtype))
 
 
 def costs_from_entries(entries: Mapping[str, Any]) -> tuple[dict[str, OpCost], int]:

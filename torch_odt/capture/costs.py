@@ -4,6 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
+
+
+class ResultLayout(NamedTuple):
+    """What an operator really returned; `dtype` is torch's name, as in `Value.dtype`."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,14 +26,15 @@ class OpCost:
         result_ordinals: for each of the op's results, the ordinal of the block it lives in; None when the result
             allocates nothing (a view, an empty tensor).
         source: "measured", or "estimated" from the shapes where nothing could be measured.
-        surprises: (position, shape, strides) of the results whose real layout is not the one that tracing predicted.
+        layouts: for each of the op's results, what it really was; None where the operator returned nothing. Empty
+            where nothing was run.
     """
 
     seconds: float
     events: tuple[tuple[int, int], ...]
     result_ordinals: tuple[int | None, ...]
     source: str = "measured"
-    surprises: tuple[tuple[int, tuple[int, ...], tuple[int, ...]], ...] = ()
+    layouts: tuple[ResultLayout | None, ...] = ()
 
     @property
     def block_bytes(self) -> dict[int, int]:

@@ -1,8 +1,9 @@
-"""Shapes and strides as they are when the graph runs, where these differ from the trace.
+"""Shapes, strides and types as they are when the graph runs, where these differ from the trace.
 
 Tracing predicts them without running anything, and now and then it is wrong: some operators choose other strides for
-their results (hardtanh_backward with a contiguous gradient and a channels_last input), oneDNN's recurrent layers
-return workspaces that tracing takes for empty. What an op costs depends on what it really gets.
+their results (hardtanh_backward with a contiguous gradient and a channels_last input), BatchNorm saves the statistics
+of bfloat16 inputs in float32, oneDNN's recurrent layers return workspaces that tracing takes for empty. What an op
+costs depends on what it really gets.
 """
 
 from __future__ import annotations
@@ -11,8 +12,8 @@ from dataclasses import dataclass
 
 import torch
 
-from torch_odt.capture.costs import OpCost
-from torch_odt.capture.graph import Op, TrainingGraph, map_refs
+from torch_odt.capture.costs import OpCost, ResultLayout
+from torch_odt.capture.graph import Op, TrainingGraph, Value, map_refs
 from torch_odt.capture.operators import resolve
 
 
@@ -55,10 +56,9 @@ class RealLayouts:
         if op.is_view:
             self._learn_views(op)
             return
-        for position, shape, stride in cost.surprises:
-            value = op.writes[position]
-            if value is not None:
-                self._corrected[value] = TensorLayout(shape, stride, self.traced(value).dtype)
+        for value, layout in zip(op.writes, cost.layouts, strict=False):
+            if value is not None and layout is not None and not _is_as_traced(self._graph.values[value], layout):
+                self._corrected[value] = TensorLayout(layout.shape, layout.stride, getattr(torch, layout.dtype))
 
     def _learn_views(self, op: Op) -> None:
         if op.reads[0] not in self._corrected:
@@ -77,20 +77,15 @@ class RealLayouts:
         return torch.empty_strided(layout.shape, layout.stride, dtype=layout.dtype, device="meta")
 
 
-def surprises(
-    graph: TrainingGraph, op: Op, results: list[torch.Tensor | None]
-) -> tuple[tuple[int, tuple[int, ...], tuple[int, ...]], ...]:
-    """Position, shape and strides of the results that are not what tracing predicted; see `OpCost.surprises`."""
-    found = []
-    for position, (value, tensor) in enumerate(zip(op.writes, results, strict=True)):
-        if value is None or tensor is None:
-            continue
-        traced = graph.values[value]
-        shape, stride = tuple(tensor.shape), tensor.stride()
-        # Strides of dimensions of size 1 mean nothing.
-        same = shape == traced.shape and all(
-            size <= 1 or ours == theirs for size, ours, theirs in zip(shape, stride, traced.stride, strict=True)
-        )
-        if not same:
-            found.append((position, shape, stride))
-    return tuple(found)
+def layout_of(tensor: torch.Tensor | None) -> ResultLayout | None:
+    """What an operator returned."""
+    if tensor is None:
+        return None
+    return ResultLayout(tuple(tensor.shape), tensor.stride(), str(tensor.dtype).removeprefix("torch."))
+
+
+def _is_as_traced(value: Value, layout: ResultLayout) -> bool:
+    # Strides of dimensions of size 1 mean nothing.
+    return (layout.shape, layout.dtype) == (value.shape, value.dtype) and all(
+        size <= 1 or ours == theirs for size, ours, theirs in zip(value.shape, layout.stride, value.stride, strict=True)
+    )

@@ -45,7 +45,7 @@ class TracedStep:
             TypeError: they hold an object whose tensors were not followed.
         """
         for _, constant in self.result_leaves:
-            if isinstance(constant, _Opaque):
+            if isinstance(constant, Opaque):
                 raise TypeError(
                     f"the model returns a {constant.type_name}, whose tensors cannot be returned; return a tensor, "
                     "tuple or dict, or register the type with torch.utils._pytree"
@@ -55,7 +55,7 @@ class TracedStep:
 
 
 @dataclass(frozen=True)
-class _Opaque:
+class Opaque:
     """Stands for an output that is neither a tensor nor a plain value: what is in it was not followed."""
 
     type_name: str
@@ -88,7 +88,7 @@ class _Step(nn.Module):
                 self.result_leaves.append((len(tensors), None))
                 tensors.append(leaf.detach().clone())
             else:
-                self.result_leaves.append((None, leaf if isinstance(leaf, _PLAIN) else _Opaque(type(leaf).__name__)))
+                self.result_leaves.append((None, leaf if isinstance(leaf, _PLAIN) else Opaque(type(leaf).__name__)))
         return (loss, *tensors)
 
 

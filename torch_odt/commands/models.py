@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import difflib
 import importlib.util
 import inspect
@@ -14,6 +15,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from torch_odt.commands import options
 from torch_odt.commands.errors import UserError
 
 if TYPE_CHECKING:
@@ -71,6 +73,17 @@ def load_task(name: str, *, shape: tuple[int, ...], classes: int, channels_last:
         model = model.to(memory_format=torch.channels_last)
         batch = (_channels_last(batch[0]), batch[1])
     return Task(name, model, loss_fn, batch)
+
+
+def task_of(arguments: argparse.Namespace) -> Task:
+    """The task that the options of `options.add_model` and `options.add_input` describe."""
+    return load_task(
+        arguments.model,
+        shape=arguments.input or options.shape(options.DEFAULT_INPUT),
+        classes=arguments.classes,
+        channels_last=arguments.channels_last,
+        seed=arguments.seed,
+    )
 
 
 def torchvision_names() -> list[str]:

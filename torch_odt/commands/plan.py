@@ -10,7 +10,7 @@ import torch_odt as odt
 from torch_odt.capture.cost_table import CostTable, costs_from_json
 from torch_odt.commands import options
 from torch_odt.commands.errors import UserError, as_user_errors
-from torch_odt.commands.models import Task, load_task
+from torch_odt.commands.models import Task, task_of
 from torch_odt.commands.optimizers import NAMES, make_optimizer
 from torch_odt.commands.table import bytes_text, render, seconds_text
 from torch_odt.errors import InfeasibleBudget, PlanError
@@ -42,13 +42,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Plan, print, draw."""
     options.check_planner(arguments.planner)
     costs = _read_costs(arguments.costs)
-    task = load_task(
-        arguments.model,
-        shape=arguments.input or options.shape(options.DEFAULT_INPUT),
-        classes=arguments.classes,
-        channels_last=arguments.channels_last,
-        seed=arguments.seed,
-    )
+    task = task_of(arguments)
     if arguments.budget is None:
         return _show_range(arguments, task, costs)
     budget = options.make_budget(arguments.budget, arguments.budget_of)

@@ -15,7 +15,7 @@ from torch_odt.capture.rewrite import rewrite
 from torch_odt.capture.trace import trace_step
 from torch_odt.commands import options
 from torch_odt.commands.errors import UserError
-from torch_odt.commands.models import Task, load_task
+from torch_odt.commands.models import Task, task_of
 from torch_odt.commands.progress import Progress
 from torch_odt.commands.table import bytes_text, render, seconds_text
 
@@ -54,13 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Capture, measure, show, write."""
-    task = load_task(
-        arguments.model,
-        shape=arguments.input or options.shape(options.DEFAULT_INPUT),
-        classes=arguments.classes,
-        channels_last=arguments.channels_last,
-        seed=arguments.seed,
-    )
+    task = task_of(arguments)
     graph = _capture(task)
     costs = _measure(graph, fresh=arguments.fresh, quiet=arguments.json)
     totals = sum_up(graph, costs)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +21,8 @@ _BASE_RESERVE_BYTES = 2 * _MIB
 # A graph with its costs, schedules and addresses, for each op and value.
 _BYTES_PER_ENTRY = 4 * 1024
 _NOISE_BYTES = 2 * _MIB
+# A plan that was made for this share of what is allowed is hardly slower than one that would take seconds to make.
+_GOOD_ENOUGH = 0.97
 
 
 @dataclass(frozen=True)
@@ -117,19 +120,36 @@ def allow(
     Args:
         held_bytes: gradients that exist already; the plan counts them.
     """
-    # What capture and profiling left in reference cycles may hold hundreds of MiB until the collector comes by.
-    gc.collect()
-    memory.trim()
+    held = held_by_process()
     kinds = 0 if graph is None else len(_calls(graph))
     return Allowance(
         budget=budget,
         optimizer=optimizer,
         gradient_bytes=0 if graph is None else gradient_bytes_of(graph),
-        spent_bytes=max(0, memory.process_bytes() - budget.level_bytes - held_bytes),
+        spent_bytes=max(0, held - budget.level_bytes - held_bytes),
         reserve_bytes=_BASE_RESERVE_BYTES + kinds * _BYTES_PER_KIND,
         usual_spent_bytes=0 if graph is None else (len(graph.ops) + len(graph.values)) * _BYTES_PER_ENTRY,
         held_bytes=held_bytes,
     )
+
+
+def held_by_process() -> int:
+    """What the process holds once everything that can be given back has been.
+
+    What models and captures left in reference cycles may hold hundreds of MiB until the collector comes by.
+    """
+    gc.collect()
+    memory.trim()
+    return memory.process_bytes()
+
+
+def make_room(arena: Any, budget_bytes: int) -> None:
+    """Before a step: what other code has freed since the last one must not stand in the arena's way.
+
+    malloc keeps freed pages for itself; they are returned when the step would not fit beside them.
+    """
+    if arena is not None and memory.process_bytes() + arena.reserve_bytes - arena.resident_bytes > budget_bytes:
+        memory.trim()
 
 
 def _calls(graph: TrainingGraph) -> set[Any]:
@@ -141,3 +161,12 @@ def rounded(nbytes: int) -> int:
     """Down to about one percent, so that two starts of the same program look for the same plan."""
     unit = 1 << max(0, nbytes.bit_length() - 8)
     return nbytes // unit * unit
+
+
+def nearby(nbytes: int) -> Iterator[int]:
+    """The rounded bytes whose plans serve as well, the best first: what capture leaves differs from start to start."""
+    yield rounded(nbytes)
+    lower = rounded(rounded(nbytes) - 1)
+    while lower > 0 and lower >= _GOOD_ENOUGH * nbytes:
+        yield lower
+        lower = rounded(lower - 1)

@@ -44,6 +44,11 @@ class OptimizerReserve:
             self.workspace_bytes = max(self.workspace_bytes, cost.workspace_bytes)
 
     @property
+    def is_current(self) -> bool:
+        """Whether the optimizers that were found still exist."""
+        return self.is_known and all(reference() is not None for reference in self._optimizers)
+
+    @property
     def missing_state_bytes(self) -> int:
         """The part of the optimizers' state that does not exist yet."""
         return max(0, self._state_bytes - sum(_existing_bytes(reference()) for reference in self._optimizers))

@@ -16,14 +16,14 @@ import torch.utils._pytree as pytree
 from torch import nn
 
 from torch_odt.cache import plan_key
-from torch_odt.capture.child import ChildFailed, run_in_child
 from torch_odt.capture.costs import Costs
 from torch_odt.capture.graph import OutputKind, TrainingGraph
 from torch_odt.capture.profile import apply_costs, costs_to_json, machine_name, profile, settings_name
 from torch_odt.capture.rewrite import rewrite
-from torch_odt.capture.trace import TracedStep, trace_step
+from torch_odt.capture.trace import TracedStep
+from torch_odt.capture.trace_cache import remembered_trace
 from torch_odt.errors import CaptureError, InfeasibleBudget, PlanError
-from torch_odt.execute.accounting import Allowance, allow, rounded
+from torch_odt.execute.accounting import Allowance, allow, nearby, rounded
 from torch_odt.execute.candidates import Candidate, Candidates, PlannedPart, candidate_to_data
 from torch_odt.execute.executor import Executor
 from torch_odt.execute.gradients import StepReceiver
@@ -98,22 +98,16 @@ def slice_batch(args: tuple[Any, ...], kwargs: dict[str, Any], samples: int, siz
 def capture_sizes(
     request: StepRequest, args: tuple[Any, ...], kwargs: dict[str, Any], samples: int, sizes: Sequence[int]
 ) -> dict[int, TracedStep]:
-    """Trace the step at several batch sizes, in a child process where that is possible.
+    """Trace the step at several batch sizes, or find what an earlier process has traced.
 
     Raises:
         CaptureError: the step has no graph.
     """
-
-    def trace_all() -> dict[int, TracedStep]:
-        return {
-            size: trace_step(request.model, request.loss_fn, request.compute, slice_batch(args, kwargs, samples, size))
-            for size in sizes
-        }
-
-    try:
-        return run_in_child(trace_all)
-    except ChildFailed:
-        return trace_all()
+    batches = {size: slice_batch(args, kwargs, samples, size) for size in sizes}
+    return {
+        size: remembered_trace(request.cache, request.model, request.loss_fn, request.compute, batch)
+        for size, batch in batches.items()
+    }
 
 
 @dataclass
@@ -171,35 +165,46 @@ def prepare(
 
 def _choose(request: StepRequest, candidates: Candidates, allowance: Allowance) -> Candidate:
     limit = allowance.step_bytes
+    # The next start may be left with a little less, and the plan must fit there too.
+    candidate = _fastest(request, candidates, allowance, rounded(limit)) or _fastest(
+        request, candidates, allowance, limit
+    )
+    if candidate is None:
+        raise infeasible(request, candidates, allowance)
+    request.cache.save_plan(_plan_key(request, candidates, rounded(limit)), candidate_to_data(candidate))
+    return candidate
+
+
+def _fastest(request: StepRequest, candidates: Candidates, allowance: Allowance, limit: int) -> Candidate | None:
     candidate = candidates.fastest(limit, request.micro_batch)
     if candidate is not None and allowance.total_with(candidate) > allowance.growth_bytes:
         # The optimizer's temporaries do not fit into this arena: leave them room.
         limit -= allowance.total_with(candidate) - allowance.growth_bytes
         candidate = candidates.fastest(limit, request.micro_batch)
-    if candidate is None:
-        raise infeasible(request, candidates, allowance)
-    request.cache.save_plan(_plan_key(request, candidates, allowance), candidate_to_data(candidate))
     return candidate
 
 
 def _load(request: StepRequest, candidates: Candidates, allowance: Allowance) -> Candidate | None:
-    """The plan of an earlier process, if it is still what would be made."""
-    data = request.cache.load_plan(_plan_key(request, candidates, allowance))
-    if data is None:
-        return None
-    try:
-        candidate = candidates.restore(data)
-    except (PlanError, CaptureError, ValueError, KeyError, TypeError, IndexError):
-        return None
-    return candidate if allowance.total_with(candidate) <= allowance.growth_bytes else None
+    """The plan of an earlier process, if it is still about what would be made."""
+    for nbytes in nearby(allowance.step_bytes):
+        data = request.cache.load_plan(_plan_key(request, candidates, nbytes))
+        if data is None:
+            continue
+        try:
+            candidate = candidates.restore(data)
+        except (PlanError, CaptureError, ValueError, KeyError, TypeError, IndexError):
+            continue
+        if allowance.total_with(candidate) <= allowance.growth_bytes:
+            return candidate
+    return None
 
 
-def _plan_key(request: StepRequest, candidates: Candidates, allowance: Allowance) -> str:
+def _plan_key(request: StepRequest, candidates: Candidates, rounded_bytes: int) -> str:
     return plan_key(
         candidates.sized(candidates.batch).graph.fingerprint,
         machine_name(),
         settings_name(),
-        rounded(allowance.step_bytes),
+        rounded_bytes,
         request.planner,
         request.micro_batch,
         request.accumulates,

@@ -11,7 +11,6 @@ from typing import Any, Literal
 
 from torch import nn
 
-from torch_odt import memory
 from torch_odt._extensions import memory_module
 from torch_odt.cache import Cache
 from torch_odt.capture.cost_table import CostTable
@@ -86,16 +85,6 @@ class StepRequest:
             yield
         finally:
             self.arena.dynamic(False)
-
-    def settle(self, budget_bytes: int) -> None:
-        """Before a step: what other code has freed since the last one must not stand in the arena's way.
-
-        malloc keeps freed pages for itself; they are returned when the step would not fit beside them.
-        """
-        if self.arena is not None:
-            to_touch = self.arena.reserve_bytes - self.arena.resident_bytes
-            if memory.process_bytes() + to_touch > budget_bytes:
-                memory.trim()
 
     def check_scratch(self) -> None:
         """After an optimizer step: a hook may have made a tensor in the arena that stays."""

@@ -1,6 +1,6 @@
 """The schedule of the fewest bytes, remembered from one process to the next.
 
-It takes seconds to find, it is asked for whenever a budget is refused and before the first step of `wrap`, and a budget
+It may take seconds to find, it is asked for whenever a budget is refused and before the first step of `wrap`, and a budget
 that was named once must be accepted afterwards.
 """
 

@@ -14,6 +14,7 @@ from torch import nn
 from torch_odt import memory
 from torch_odt.cache import Cache
 from torch_odt.errors import NonFiniteLossWarning, OdtWarning
+from torch_odt.execute.accounting import held_by_process, make_room
 from torch_odt.execute.gradients import has_gradient_hooks, run_gradient_hooks
 from torch_odt.execute.loss import make_compute
 from torch_odt.execute.optimizer_cost import optimizer_cost
@@ -103,7 +104,7 @@ class TrainStep:
             loss_fn=loss_fn,
             compute=make_compute(loss_fn),
             budget=Budget.of_value(budget),
-            level_bytes=memory.process_bytes(),
+            level_bytes=held_by_process(),
             optimizer_cost=optimizer_cost(optimizer),
             planner=planner,
             micro_batch=micro_batch,
@@ -166,7 +167,7 @@ class TrainStep:
             self.optimizer.zero_grad(set_to_none=True)
         prepared = self._prepare(args, kwargs, want_results)
         if prepared.plan.budget is not None:
-            self._request.settle(prepared.plan.budget.total_bytes)
+            make_room(self._request.arena, prepared.plan.budget.total_bytes)
         try:
             loss, results = self._differentiate(prepared, args, kwargs)
             self._check_finite(loss)

@@ -18,8 +18,8 @@ from torch_odt.execute.checkpointing import checkpointed
 from torch_odt.execute.fallback import batch_signature
 from torch_odt.execute.graph_calls import GraphRunner, boxed
 from torch_odt.execute.module_costs import choose, measure
-from torch_odt.execute.wrap_plan import WrapPlan
 from torch_odt.execute.wrap_session import WrapSession
+from torch_odt.planning.plan import Plan
 from torch_odt.runtime.budget import Budget
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -83,7 +83,7 @@ def unwrap(model: Model) -> Model:
     return model
 
 
-def plan_of(model: nn.Module) -> WrapPlan:
+def plan_of(model: nn.Module) -> Plan:
     """The plan of a wrapped model as it stands.
 
     Raises:
@@ -123,7 +123,7 @@ class _WrappedCall:
         self._checkpoints: dict[Any, list[str]] = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self.session.plan.fallback:
+        if self.session.ledger.fallback:
             return self._call_checkpointed(args, kwargs)
         from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 
@@ -139,7 +139,7 @@ class _WrappedCall:
             reason = _first_line(error)
         else:
             if not session.runner_count and torch.is_grad_enabled():
-                session.plan.fallback = "torch.compile found no graph in it"
+                session.ledger.fallback = "torch.compile found no graph in it"
                 self._warn_uncaptured()
             return outputs
         return self._call_uncaptured(reason, args, kwargs)
@@ -150,17 +150,17 @@ class _WrappedCall:
 
     def _call_uncaptured(self, reason: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The first call after a failed capture: an error of the model's own surfaces here as it is."""
-        self.session.plan.fallback = reason
+        self.session.ledger.fallback = reason
         try:
             outputs = self._call_checkpointed(args, kwargs)
         except BaseException:
-            self.session.plan.fallback = ""
+            self.session.ledger.fallback = ""
             raise
         self._warn_uncaptured()
         return outputs
 
     def _warn_uncaptured(self) -> None:
-        reason = self.session.plan.fallback
+        reason = self.session.ledger.fallback
         text = f"the model cannot be captured ({reason}); from now on submodules of it are checkpointed instead"
         warnings.warn(text, OdtWarning, stacklevel=5)
 
@@ -209,7 +209,7 @@ class _Compilation:
             with _real_tensors():
                 piece, forward, backward = partition(joint, num_fwd_outputs)
         except CaptureError as error:
-            self._session.add_note(f"a graph runs without a plan: {error}")
+            self._session.ledger.note(f"a graph runs without a plan: {error}")
             return default_partition(joint, inputs, num_fwd_outputs=num_fwd_outputs, **options)
         self._runner = self._session.new_runner(piece)
         return forward, backward
@@ -225,7 +225,7 @@ class _Compilation:
             with _real_tensors():
                 piece: GraphPiece = inference_piece(module)
         except CaptureError as error:
-            self._session.add_note(f"a graph runs without a plan: {error}")
+            self._session.ledger.note(f"a graph runs without a plan: {error}")
             return _interpreted(module)
         return boxed(self._session.new_inference_runner(piece).inference)
 
@@ -260,8 +260,8 @@ def _note_graph_break(session: WrapSession, module: fx.GraphModule) -> None:
     if reason.user_stack:
         frame = reason.user_stack[-1]
         text = f"{text.strip()} ({Path(frame.filename).name}, line {frame.lineno}: {frame.line})"
-    if text not in session.plan.graph_breaks:
-        session.plan.graph_breaks.append(text)
+    if text not in session.ledger.graph_breaks:
+        session.ledger.graph_breaks.append(text)
 
 
 def _first_line(error: Exception) -> str:

@@ -1,63 +1,135 @@
-"""What `wrap` decided, for people: the budget, the graphs, and what was not possible and why."""
+"""What `wrap` knows and decides about a model's memory, and the plan that people see of it."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from torch_odt.runtime.budget import format_bytes
+from torch_odt.capture.costs import Costs
+from torch_odt.capture.graph import TrainingGraph
+from torch_odt.execute.executor import Executor
+from torch_odt.planning.plan import Plan, PlanLine, eager_seconds, recomputed_in
+from torch_odt.planning.pool import Layout
+from torch_odt.planning.schedule import Schedule
+from torch_odt.planning.timeline import timeline_of
+from torch_odt.runtime.budget import ResolvedBudget
+
+
+@dataclass(eq=False)
+class StepPlan:
+    """A plan for a sequence of graphs.
+
+    Attributes:
+        graph: all graphs of the sequence as one; `costs` and `schedule` are of it.
+        executors: one for each graph.
+        layout: the schedule's addresses; None without an arena.
+        peak_bytes: the planned peak above the level before the step.
+        boundary_bytes: what the plan holds between forward and backward.
+        made_for_bytes: the room for which it was made.
+        seconds: predicted, recomputation included.
+    """
+
+    graph: TrainingGraph
+    costs: Costs
+    schedule: Schedule
+    executors: list[Executor]
+    layout: Layout | None
+    peak_bytes: int
+    boundary_bytes: int
+    made_for_bytes: int
+    seconds: float
+    recompute_seconds: float
 
 
 @dataclass
-class WrapPlan:
-    """The plan of a wrapped model; it changes as steps are seen.
+class Ledger:
+    """What has been seen of a wrapped model so far; it changes as steps run.
 
     Attributes:
-        budget: the budget in words.
-        planner: the planner's name.
-        growth_bytes: what the budget leaves above the level at which the model was wrapped.
         tracing_bytes: what tracing left behind.
+        held_bytes: what was held when the last step began, above the level when the model was wrapped: what tracing
+            left, and the optimizer's state.
         reserved_bytes: kept free for what `wrap` cannot see (the loss, operators outside of the graphs).
+        is_reserve_measured: whether that comes from a step that ran, or from the size of the model's results.
         optimizer_bytes: kept free for the optimizer's state until it exists.
         is_optimizer_known: the optimizer was found among the objects of the process; otherwise it is taken for Adam.
-        is_reserve_measured: whether that comes from a step that ran, or from the size of the model's results.
-        graphs: for each graph of the last planned step, its number of forward and backward ops.
-        predicted_bytes: the planned peak of the graphs together, above the level before a step.
-        recompute_seconds: predicted time of what runs twice.
         graph_breaks: why the model is in more than one graph; operators between them run plainly.
         notes: what the captures and the rewrites did, and what was not possible.
         fallback: why the model could not be captured at all, so that checkpointed submodules run instead.
+        step: the plan of the last step.
     """
 
-    budget: str
-    planner: str
-    growth_bytes: int
     tracing_bytes: int = 0
+    held_bytes: int = 0
     reserved_bytes: int = 0
     is_reserve_measured: bool = False
     optimizer_bytes: int = 0
     is_optimizer_known: bool = False
-    graphs: list[tuple[int, int]] = field(default_factory=list)
-    predicted_bytes: int = 0
-    recompute_seconds: float = 0.0
     graph_breaks: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     fallback: str = ""
+    step: StepPlan | None = None
 
-    def __str__(self) -> str:
-        lines = [
-            f"budget            {self.budget}, {format_bytes(max(0, self.growth_bytes))} above the level when wrapped",
-            f"predicted peak    {format_bytes(self.predicted_bytes)} in {len(self.graphs)} graphs, by {self.planner!r}",
-            f"recomputation     {self.recompute_seconds * 1e3:.1f} ms per step",
-            f"tracing           {format_bytes(self.tracing_bytes)}",
-            f"reserved          {format_bytes(self.reserved_bytes)} for the loss and what lies outside of the graphs, "
-            + ("measured" if self.is_reserve_measured else "estimated from the results"),
-            f"optimizer         {format_bytes(self.optimizer_bytes)} for state that does not exist yet, "
-            + ("of the optimizer that was found" if self.is_optimizer_known else "as for Adam: no optimizer was found"),
-        ]
-        lines += [
-            f"graph             {forward} forward ops, {backward} backward ops" for forward, backward in self.graphs
-        ]
-        lines += [f"graph break       {reason}" for reason in self.graph_breaks]
-        lines += [f"not captured      {self.fallback}"] if self.fallback else []
-        lines += [f"note              {note}" for note in self.notes]
-        return "\n".join(lines)
+    def note(self, text: str) -> None:
+        if text not in self.notes:
+            self.notes.append(text)
+
+
+def summarize_wrap(ledger: Ledger, budget: ResolvedBudget, planner: str) -> Plan:
+    """The plan of a wrapped model as it stands."""
+    step = None if ledger.fallback else ledger.step
+    lines = tuple(line for line in (*_step_lines(step), *_other_lines(ledger)) if line.nbytes)
+    notes = tuple(_notes(ledger))
+    if step is None:
+        name = "checkpointing" if ledger.fallback else planner
+        return Plan(
+            planner=name,
+            lines=lines,
+            step_seconds=0.0,
+            eager_seconds=0.0,
+            budget=budget,
+            notes=notes,
+            captured=not ledger.fallback,
+        )
+    return Plan(
+        planner=step.schedule.planner,
+        lines=lines,
+        step_seconds=step.seconds,
+        eager_seconds=eager_seconds(step.graph, step.costs),
+        budget=budget,
+        recomputed=recomputed_in(step.graph, step.costs, step.schedule),
+        notes=notes,
+        schedule=step.schedule,
+        layout=step.layout,
+        timeline=timeline_of(step.graph, step.costs, step.schedule),
+    )
+
+
+def _step_lines(step: StepPlan | None) -> list[PlanLine]:
+    if step is None:
+        return []
+    if step.layout is None:
+        return [PlanLine("activations, temporaries and gradients", step.peak_bytes, "ordinary allocations")]
+    arena_bytes = step.layout.address_peak_bytes
+    return [
+        PlanLine("activations and temporaries", arena_bytes, "one arena, mapped once"),
+        PlanLine("gradients and outputs", step.peak_bytes - arena_bytes, ""),
+    ]
+
+
+def _other_lines(ledger: Ledger) -> list[PlanLine]:
+    seen = "measured" if ledger.is_reserve_measured else "estimated from the outputs"
+    found = "" if ledger.is_optimizer_known else "as for Adam: no optimizer was found; "
+    return [
+        PlanLine("loss", ledger.reserved_bytes, f"and what else lies outside of the graphs, {seen}"),
+        PlanLine("optimizer state", ledger.optimizer_bytes, f"{found}made by its first step"),
+        PlanLine("held when a step begins", max(0, ledger.held_bytes - ledger.tracing_bytes), "tensors"),
+        PlanLine("capture and planning", ledger.tracing_bytes, "counted in the process"),
+    ]
+
+
+def _notes(ledger: Ledger) -> list[str]:
+    notes = [f"not captured: {ledger.fallback}"] if ledger.fallback else []
+    notes += [f"graph break: {reason}" for reason in ledger.graph_breaks]
+    if ledger.step is not None and len(ledger.step.executors) > 1:
+        notes.append(f"{len(ledger.step.executors)} graphs, planned together")
+    return notes + ledger.notes

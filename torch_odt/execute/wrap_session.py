@@ -22,13 +22,14 @@ from torch_odt.capture.costs import Costs
 from torch_odt.capture.graph import TrainingGraph
 from torch_odt.capture.profile import profile
 from torch_odt.errors import InfeasibleBudget
-from torch_odt.execute.accounting import allow
+from torch_odt.execute.accounting import allow, held_by_process, make_room
 from torch_odt.execute.executor import Executor
 from torch_odt.execute.graph_calls import Calls, GraphRunner
 from torch_odt.execute.optimizer_reserve import OptimizerReserve
 from torch_odt.execute.smallest_plans import remembered_smallest
-from torch_odt.execute.wrap_plan import WrapPlan
+from torch_odt.execute.wrap_plan import Ledger, StepPlan, summarize_wrap
 from torch_odt.planning.auto import auto
+from torch_odt.planning.plan import Plan
 from torch_odt.planning.pool import pack
 from torch_odt.planning.registry import get_planner
 from torch_odt.planning.schedule import Deliver, Free, Instruction, Run, Schedule
@@ -42,29 +43,11 @@ _MOST_PLANS = 8
 _NEWS = 0.1
 # What tracing leaves for each op and value of a graph, generously, and how much its measurement varies.
 _BYTES_PER_ENTRY = 16 * 1024
-_NOISE_BYTES = 32 << 20
+_NOISE_BYTES = 8 << 20
 # An optimizer that has not been found by then is none of torch's.
 _STEPS_WITHOUT_OPTIMIZER = 3
 # The loss and its gradient, as multiples of the results, until a step has been seen.
 _LOSS_RESULTS = 4
-
-
-@dataclass(eq=False)
-class StepPlan:
-    """A plan of a sequence: an executor for each of its calls.
-
-    Attributes:
-        peak_bytes: the planned peak above the level before the step.
-        boundary_bytes: what the plan holds between forward and backward.
-        made_for_bytes: the room for which it was made.
-    """
-
-    executors: list[Executor]
-    peak_bytes: int
-    boundary_bytes: int
-    made_for_bytes: int
-    seconds: float
-    recompute_seconds: float
 
 
 @dataclass(eq=False)
@@ -88,11 +71,10 @@ class WrapSession:
 
     def __init__(self, model: nn.Module, budget: Budget, planner: str, cache: Cache) -> None:
         memory.install()
-        memory.tune_malloc()
         self.calls = Calls()
-        self.level_bytes = memory.process_bytes()
+        self.level_bytes = held_by_process()
         self.budget: ResolvedBudget = budget.resolve(self.level_bytes)
-        self.plan = WrapPlan(self.budget.text, planner, self.budget.growth_bytes)
+        self.ledger = Ledger()
         self.runner_count = 0
         self.run_count = 0
         self._level_allocated = memory.stats().allocated_bytes
@@ -118,7 +100,11 @@ class WrapSession:
     def set_budget(self, budget: Budget) -> None:
         """Use another budget from the next step on; nothing is compiled again."""
         self.budget = budget.resolve(self.level_bytes)
-        self.plan.budget, self.plan.growth_bytes = self.budget.text, self.budget.growth_bytes
+
+    @property
+    def plan(self) -> Plan:
+        """The plan as it stands, for people."""
+        return summarize_wrap(self.ledger, self.budget, self._planner)
 
     def forget(self) -> None:
         """Drop all plans; compiled graphs that come later are planned anew."""
@@ -132,7 +118,7 @@ class WrapSession:
         """What is held above the level at which the model was wrapped, idle pages of the arena not counted."""
         if self._level_allocated is None:
             return memory.process_bytes() - self.level_bytes
-        return self._tensor_bytes() + self.plan.tracing_bytes
+        return self._tensor_bytes() + self.ledger.tracing_bytes
 
     def _tensor_bytes(self) -> int:
         return (memory.stats().allocated_bytes or 0) - (self._level_allocated or 0)
@@ -146,7 +132,7 @@ class WrapSession:
             return
         given = self.budget.total_bytes if self.budget.of == "process" else self.budget.growth_bytes
         # What a capture leaves in the process differs from start to start; the named budget must be accepted each time.
-        given += max(0, self._usual_tracing_bytes - self.plan.tracing_bytes) + _NOISE_BYTES
+        given += max(0, self._usual_tracing_bytes - self.ledger.tracing_bytes) + _NOISE_BYTES
         hints = ("a smaller batch", "TrainStep, which sees the loss and can cut the batch")
         raise InfeasibleBudget(self.budget.text, given + needed_bytes - room_bytes, hints, what)
 
@@ -160,7 +146,7 @@ class WrapSession:
         grown = allowance.spent_bytes - self._tensor_bytes() - idle
         usual = _BYTES_PER_ENTRY * (len(graph.ops) + len(graph.values)) + allowance.reserve_bytes
         self._usual_tracing_bytes = max(self._usual_tracing_bytes, usual)
-        self.plan.tracing_bytes = max(self.plan.tracing_bytes, grown + allowance.reserve_bytes)
+        self.ledger.tracing_bytes = max(self.ledger.tracing_bytes, grown + allowance.reserve_bytes)
 
     # The calls of a step.
 
@@ -190,7 +176,8 @@ class WrapSession:
         self._note_sequence()
         self._current = []
         self._backward_began = False
-        self._level_of_step = self.used_bytes()
+        make_room(self._arena, self.budget.total_bytes)
+        self._level_of_step = self.ledger.held_bytes = self.used_bytes()
         self._follows = self._expected.get(runner)
         self._running = None if self._follows is None else self._plan_for(self._follows)
         if self._running is None:
@@ -216,17 +203,20 @@ class WrapSession:
         results = _result_bytes([runner.piece.graph for runner in self._current])
         reserve = max(0, unseen) + 2 * results
         self._measured_reserve = max(self._measured_reserve or 0, reserve)
-        self.plan.reserved_bytes, self.plan.is_reserve_measured = self._measured_reserve, True
+        self.ledger.reserved_bytes, self.ledger.is_reserve_measured = self._measured_reserve, True
 
     def _optimizer_bytes(self) -> int:
         """For the optimizer's state, until it exists."""
-        if self._optimizer is None or (not self._optimizer.is_known and self._steps < _STEPS_WITHOUT_OPTIMIZER):
+        if self._optimizer is None or self._must_look_for_optimizers(self._optimizer):
             self._optimizer = OptimizerReserve(self._model.parameters())
-            self.plan.is_optimizer_known = self._optimizer.is_known
+            self.ledger.is_optimizer_known = self._optimizer.is_known
         # Whatever makes the steps must have made its state by then, and that is counted.
         is_waited_for = self._optimizer.is_known or self._steps < _STEPS_WITHOUT_OPTIMIZER
-        self.plan.optimizer_bytes = self._optimizer.missing_state_bytes if is_waited_for else 0
-        return self.plan.optimizer_bytes
+        self.ledger.optimizer_bytes = self._optimizer.missing_state_bytes if is_waited_for else 0
+        return self.ledger.optimizer_bytes
+
+    def _must_look_for_optimizers(self, found: OptimizerReserve) -> bool:
+        return not found.is_current if found.is_known else self._steps < _STEPS_WITHOUT_OPTIMIZER
 
     def _reserve_for(self, graphs: list[TrainingGraph]) -> int:
         return self._optimizer_bytes() + self._loss_reserve_for(graphs)
@@ -234,8 +224,8 @@ class WrapSession:
     def _loss_reserve_for(self, graphs: list[TrainingGraph]) -> int:
         if self._measured_reserve is not None:
             return self._measured_reserve
-        self.plan.reserved_bytes = _LOSS_RESULTS * _result_bytes(graphs)
-        return self.plan.reserved_bytes
+        self.ledger.reserved_bytes = _LOSS_RESULTS * _result_bytes(graphs)
+        return self.ledger.reserved_bytes
 
     # Schedules.
 
@@ -281,7 +271,11 @@ class WrapSession:
             layout = None
         needed = simulation.peak_bytes if layout is None else layout.total_bytes
         plan = StepPlan(
+            graph=graph,
+            costs=costs,
+            schedule=schedule,
             executors=[],
+            layout=layout,
             peak_bytes=needed,
             boundary_bytes=simulation.boundary_bytes,
             made_for_bytes=room,
@@ -317,25 +311,24 @@ class WrapSession:
     def _frugal_executor(self, runner: GraphRunner) -> Executor:
         """The schedule of the fewest bytes of one graph, whose later calls are not known."""
         graph = runner.piece.graph
-        plan = self._frugal.get(runner)
-        if plan is None:
-            costs = self._costs_of(graph)
-            self._take_stock(graph)
-            # "keep-all" promises every bit, so nothing is recomputed in the first step either.
-            keeps_all = self._planner == "keep-all"
-            schedule = (
-                get_planner("keep-all")(graph, costs, 0)
-                if keeps_all
-                else remembered_smallest(self._cache, graph, costs)
-            )
-            plan = self._place(concatenate([graph]), [graph], schedule, self.room_bytes())
-            self._frugal[runner] = plan
+        costs = self._costs_of(graph)
+        self._take_stock(graph)
         room = self.room_bytes() - self._reserve_for([graph])
+        plan = self._frugal.get(runner)
+        if plan is None or plan.peak_bytes > room:
+            schedule = self._frugal_schedule(graph, costs)
+            plan = self._frugal[runner] = self._place(concatenate([graph]), [graph], schedule, room)
         is_first = len(self._current) == 1
         needed = max(plan.peak_bytes, self._optimizer_step_bytes()) if is_first else plan.peak_bytes
         self.check(needed, room, "not even the schedule of the fewest bytes fits")
         self._describe(plan, [called.piece.graph for called in self._current])
         return plan.executors[0]
+
+    def _frugal_schedule(self, graph: TrainingGraph, costs: Costs) -> Schedule:
+        if self._planner == "keep-all":
+            # It promises that nothing is recomputed: not in the first step either.
+            return get_planner("keep-all")(graph, costs, 0)
+        return remembered_smallest(self._cache, graph, costs)
 
     def _inference_executor_for(self, runner: GraphRunner) -> Executor:
         self.run_count += 1
@@ -345,7 +338,8 @@ class WrapSession:
             costs = Costs({})
             schedule = get_planner("keep-all")(graph, costs, 0)
             simulation = simulate(graph, costs, schedule)
-            plan = StepPlan([Executor(graph, schedule)], simulation.peak_bytes, 0, 0, simulation.seconds, 0.0)
+            peak, seconds = simulation.peak_bytes, simulation.seconds
+            plan = StepPlan(graph, costs, schedule, [Executor(graph, schedule)], None, peak, 0, 0, seconds, 0.0)
             self._frugal[runner] = plan
         self.check(plan.peak_bytes, self.room_bytes(), "a forward pass that keeps nothing does not fit")
         return plan.executors[0]
@@ -357,15 +351,9 @@ class WrapSession:
         return self._costs[key]
 
     def _describe(self, plan: StepPlan, graphs: list[TrainingGraph]) -> None:
-        self.plan.graphs = [(g.boundary, g.program_length - g.boundary) for g in graphs]
-        self.plan.predicted_bytes = plan.peak_bytes
-        self.plan.recompute_seconds = plan.recompute_seconds
+        self.ledger.step = plan
         for note in (note for graph in graphs for note in graph.notes):
-            self.add_note(note)
-
-    def add_note(self, note: str) -> None:
-        if note not in self.plan.notes:
-            self.plan.notes.append(note)
+            self.ledger.note(note)
 
 
 @dataclass

@@ -1,0 +1,131 @@
+"""A step as a description that another process can make too: what a trace of it depends on."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+import platform
+import sys
+import types
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.utils._pytree as pytree
+from torch import nn
+
+import torch_odt
+from torch_odt.capture.describe import Describer, Undescribable, is_users_function
+from torch_odt.capture.effects import refuse_hooks
+from torch_odt.capture.machine import machine_name, settings_name
+
+# Of `nn.Module` itself: parameters, buffers and children are looked at by their own.
+MODULE_STRUCTURE = frozenset(vars(nn.Module())) - {"training"}
+_GLOBAL_HOOKS = ("_global_forward_hooks", "_global_forward_pre_hooks", "_global_backward_hooks",
+                 "_global_backward_pre_hooks")  # fmt: skip
+_TORCH_VARIABLES = ("TORCH", "PYTORCH", "ATEN", "AOT")
+
+
+def describe_step(model: nn.Module, loss_fn: Any, batch: tuple[tuple[Any, ...], dict[str, Any]]) -> Describer:
+    """Describe settings, model, loss and batch, but not yet the code that they are made of.
+
+    Raises:
+        Undescribable, CaptureError: the step depends on something that cannot be compared with another process.
+    """
+    describer = Describer()
+    describer.write(*_settings())
+    roots = [root for root in (model, loss_fn) if isinstance(root, nn.Module)]
+    modules = [module for root in roots for module in _describe_structure(describer, root)]
+    for module in modules:
+        describer.value(type(module))
+        describer.items((k, v) for k, v in vars(module).items() if k not in MODULE_STRUCTURE)
+    if not isinstance(loss_fn, nn.Module):
+        describer.value(loss_fn)
+    _describe_batch(describer, batch)
+    for name, function in _patches():
+        describer.write("patch", name)
+        describer.value(function)
+    return describer
+
+
+def _describe_structure(describer: Describer, root: nn.Module) -> Iterator[nn.Module]:
+    """Describe the tree of modules with their parameters and buffers; yields each module once."""
+    refuse_hooks(root)
+    if not describer.is_new(root):
+        return
+    yield root
+    for name, tensor in (*root._parameters.items(), *root._buffers.items()):
+        describer.write(name, tensor is None)
+        if tensor is not None:
+            describer.tensor(tensor)
+    for name, child in root._modules.items():
+        describer.write("module", name, child is None)
+        if child is not None:
+            yield from _describe_structure(describer, child)
+
+
+def _describe_batch(describer: Describer, batch: tuple[tuple[Any, ...], dict[str, Any]]) -> None:
+    leaves, spec = pytree.tree_flatten(batch)
+    try:
+        describer.write(pytree.treespec_dumps(spec))
+    except (TypeError, NotImplementedError) as error:
+        raise Undescribable(f"the batch's structure has no name: {error}") from error
+    for leaf in leaves:
+        if isinstance(leaf, torch.Tensor):
+            describer.tensor(leaf)
+        else:
+            describer.value(leaf)
+
+
+def _settings() -> tuple[str, ...]:
+    """What torch and Python are, and how torch is set."""
+    if torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack():
+        raise Undescribable("a mode of torch is active")
+    if any(getattr(nn.modules.module, hooks, None) for hooks in _GLOBAL_HOOKS):
+        raise Undescribable("all modules have hooks")
+    found = {
+        "versions": (sys.version, torch.__version__, torch.version.git_version, np.__version__, _own_version()),
+        "machine": (platform.platform(), machine_name(), settings_name()),
+        "autocast": (
+            torch.is_autocast_enabled("cpu"),
+            torch.get_autocast_dtype("cpu"),
+            torch.is_autocast_cache_enabled(),
+        ),
+        "dtype": torch.get_default_dtype(),
+        "modes": (torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.get_deterministic_debug_mode()),
+        "attention": tuple(
+            getattr(torch._C, f"_get_{kind}_sdp_enabled")() for kind in ("flash", "math", "mem_efficient")
+        ),
+        "fast path": torch.backends.mha.get_fastpath_enabled(),
+        "functorch": _functorch_settings(),
+        "environment": sorted((k, v) for k, v in os.environ.items() if k.startswith(_TORCH_VARIABLES)),
+    }
+    return tuple(f"{name} {value}" for name, value in found.items())
+
+
+def _functorch_settings() -> str:
+    """What somebody has set in the tracer's configuration; nobody has before it is imported."""
+    config = sys.modules.get("torch._functorch.config")
+    return "" if config is None else str(config.codegen_config())
+
+
+@functools.cache
+def _own_version() -> str:
+    """Changes with every edit of the code that traces and reads traces."""
+    digest = hashlib.sha256(torch_odt.__version__.encode())
+    for path in sorted(Path(__file__).parent.glob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def _patches() -> Iterator[tuple[str, types.FunctionType]]:
+    """Functions of the user's that stand in the place of torch's own."""
+    names = [name for name in sys.modules if name.startswith("torch.nn.modules.")]
+    places = {name: vars(sys.modules[name]) for name in ("torch", "torch.functional", "torch.nn.functional", *names)}
+    for place, namespace in {**places, "torch.Tensor": vars(torch.Tensor)}.items():
+        for name, function in list(namespace.items()):
+            if is_users_function(function):
+                yield f"{place}.{name}", function
