@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 
 from hypothesis import HealthCheck, settings
@@ -11,6 +12,10 @@ from hypothesis import HealthCheck, settings
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 # Two workers run the tests (see pyproject.toml), on machines that may have two cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# Steps are traced in forked children; what is imported here they need not import once more each.
+importlib.import_module("torch._functorch.aot_autograd")
+importlib.import_module("torch.fx.experimental.proxy_tensor")
 
 # What an example takes says nothing on a machine that runs two workers.
 settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -8,9 +9,11 @@ import pytest
 import torch
 from models import case_named
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from torch_odt import _extensions, memory
 from torch_odt.cache import Cache
+from torch_odt.capture import operators
 from torch_odt.capture import profile as profile_module
 from torch_odt.capture.cost_table import (
     CostTable,
@@ -41,12 +44,13 @@ def fast(graph: TrainingGraph, **options: Any) -> Costs:
 
 
 @cache
-def captured(name: str) -> TrainingGraph:
+def captured(name: str, autocast: bool = False) -> TrainingGraph:
     case = case_named(name)
     args, kwargs = case.batch(case.batch_size, torch.Generator().manual_seed(0))
 
     def compute(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[torch.Tensor, Any]:
-        return case.loss(model, (args, kwargs)), ()
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            return case.loss(model, (args, kwargs)), ()
 
     with torch.random.fork_rng():
         model = case.make()
@@ -124,8 +128,65 @@ def test_results_unlike_the_trace_are_passed_on_as_they_are() -> None:
     if not layers:
         pytest.skip("this build of torch runs LSTMs without oneDNN")
     for op in layers:
-        positions = [position for position, _, _ in costs.ops[op.index].surprises]
-        assert 3 in positions, "the workspace has a size that tracing does not know"
+        workspace = costs.ops[op.index].layouts[3]
+        assert workspace is not None and op.writes[3] is not None
+        assert workspace.shape != graph.values[op.writes[3]].shape, "tracing does not know the size of the workspace"
+
+
+@needs_recorder
+def test_results_of_another_type_than_the_trace_has_are_passed_on_as_they_are() -> None:
+    graph = captured("used_twice", autocast=True)
+    costs = fast(graph)
+    assert costs.notes == []
+    backward = [op for op in graph.ops if op.target == "aten.native_batch_norm_backward.default"]
+    statistics = [argument.value for op in backward for argument in op.args[5:7]]
+    assert {graph.values[value].dtype for value in statistics} == {"bfloat16"}
+    layouts = RealLayouts(graph)
+    for op in graph.ops:
+        layouts.learn(op, costs.ops[op.index])
+    assert {layouts.real(value).dtype for value in statistics} == {torch.float32}
+
+
+def test_a_cost_tells_the_layout_to_whatever_trace_it_is_given() -> None:
+    x = torch.randn(4, 6)
+    right, wrong = (graph_of("aten.clone.default", [x], [y], [Ref(0)]) for y in (x, x.t().contiguous().t()))
+    assert signature(right.ops[0], RealLayouts(right)) == signature(wrong.ops[0], RealLayouts(wrong))
+    layouts = RealLayouts(wrong)
+    layouts.learn(wrong.ops[0], fast(right).ops[0])
+    assert layouts.traced(1).stride != x.stride()
+    assert layouts.real(1).stride == x.stride()
+
+
+class PassThrough(TorchDispatchMode):
+    """As `torch.compile` has one on when it calls its backend."""
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return function(*args, **(kwargs or {}))
+
+
+@needs_recorder
+def test_a_mode_around_the_measurement_is_not_measured() -> None:
+    graph = captured("several_inputs")
+    assert any(op.target == "aten.mul.Tensor" and isinstance(op.args[1], float) for op in graph.ops)
+    plain = fast(graph)
+    with PassThrough():
+        inside = fast(graph)
+    assert {op: cost.events for op, cost in inside.ops.items()} == {op: cost.events for op, cost in plain.ops.items()}
+
+
+@needs_recorder
+def test_the_most_is_planned_for_where_calls_differ(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = itertools.cycle([1000, 3000])
+
+    def moody(x: torch.Tensor) -> torch.Tensor:
+        torch.empty(next(sizes), dtype=torch.uint8)
+        return x.clone()
+
+    monkeypatch.setitem(operators._OWN, "odt.moody", moody)
+    x = torch.randn(4)
+    costs = profile(graph_of("odt.moody", [x], [x], [Ref(0)]), repeats=4, min_seconds=0.0)
+    assert costs.ops[0].peak_bytes == 3000
+    assert costs.notes == ["the allocations of odt.moody vary from call to call; the most are planned for"]
 
 
 def test_the_random_stream_is_left_alone() -> None:
@@ -245,7 +306,7 @@ def test_costs_survive_json_and_fit_another_graph() -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "[]", "{}", '{"format": 1}', '{"format": 1, "machine": "", "settings": "", "ops": {"a": [1]}}']
+    "text", ["", "[]", "{}", '{"format": 2}', '{"format": 2, "machine": "", "settings": "", "ops": {"a": [1]}}']
 )
 def test_what_is_no_table_is_refused(text: str) -> None:
     with pytest.raises(PlanError, match="no table of costs"):
@@ -265,6 +326,8 @@ def test_a_table_of_the_future_is_refused() -> None:
         [1.0, [0, -8], [], []],
         [1.0, [0], [], []],
         [1.0, [], []],
+        [1.0, [], [None], [[[2], [1, 1], "float32"]]],
+        [1.0, [], [None], [[[2], [1], "Tensor"]]],
         None,
     ],
 )

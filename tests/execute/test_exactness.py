@@ -8,8 +8,9 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -31,12 +32,13 @@ UNPLANNED_BYTES = 1 << 20
 
 @dataclass
 class Planned:
-    """What both doors' plans say."""
+    """What both doors' plans say, and the allocations that no plan had room for, by reason."""
 
     captured: bool
     peak_bytes: int
     micro_batch: int | None
     notes: list[str]
+    departures: Counter[str] = field(default_factory=Counter)
 
 
 class Trials:
@@ -89,13 +91,16 @@ class Door:
         self.model.load_state_dict(self._start)
         torch.manual_seed(exactness.SEED)
         step = self._ready(budget)
-        level = _allocated()
+        level, departed = _allocated(), _departed()
 
         def call(batch: Batch) -> torch.Tensor:
             with torch.autocast("cpu", torch.bfloat16, enabled=self._autocast):
                 return step(batch)
 
-        return exactness.train(self.model, self.batches, call, lambda: _counted(level)), self._planned()
+        outcome = exactness.train(self.model, self.batches, call, lambda: _counted(level))
+        planned = self._planned()
+        planned.departures = _departed() - departed
+        return outcome, planned
 
     def _ready(self, budget: odt.Budget) -> Callable[[Batch], torch.Tensor]:
         raise NotImplementedError
@@ -163,6 +168,12 @@ def _allocated() -> int:
     return odt.memory.stats().allocated_bytes if odt.memory.is_tracking() else 0
 
 
+def _departed() -> Counter[str]:
+    """How often memory was wanted that no plan had room for, by reason."""
+    arena = odt.memory.stats().arena
+    return Counter({} if arena is None else arena.misses)
+
+
 @contextlib.contextmanager
 def _counted(level: int) -> Iterator[list[int]]:
     """Yields a list that holds the allocator's peak above `level` once the body is done; empty where nothing counts."""
@@ -185,6 +196,13 @@ def _assert_captured(plan: Planned, case: ModelCase, door: str) -> None:
         assert plan.captured == case.captured, plan.notes
 
 
+def _assert_as_planned(plan: Planned, case: ModelCase, door: str) -> None:
+    # `wrap` runs a part of a model at addresses of its own until it is known which parts make up a step. They are in
+    # each other's way where there are several, as in the models that `TrainStep` cannot capture.
+    if door == "step" or case.captured:
+        assert not plan.departures, plan.departures
+
+
 def _marks(case: ModelCase) -> list[pytest.MarkDecorator]:
     # One worker runs all tests of a case, so that they share its plain runs.
     group = pytest.mark.xdist_group(case.name)
@@ -205,11 +223,14 @@ def test_with_plenty(trials: Trials, door: str) -> None:
     outcome, plan = trials.plenty(door)
     assert_identical(outcome, trials.plain)
     _assert_captured(plan, trials.case, door)
+    _assert_as_planned(plan, trials.case, door)
 
 
 @_through_both_doors()
 def test_within_what_keeping_everything_takes(trials: Trials, door: str) -> None:
-    _check(trials, door, trials.plenty(door)[1].peak_bytes)
+    # What `wrap` does not see is measured anew in every run.
+    unseen_bytes = UNPLANNED_BYTES if door == "wrap" else 0
+    _check(trials, door, trials.plenty(door)[1].peak_bytes + unseen_bytes)
 
 
 @_through_both_doors()
@@ -254,6 +275,7 @@ def _check_run(trials: Trials, door: str, run: tuple[Outcome, Planned], budget_b
         assert_as_exact(outcome, trials.plain, trials.exact)
         assert_same_random_state(outcome, trials.plain)
     _assert_captured(plan, trials.case, door)
+    _assert_as_planned(plan, trials.case, door)
     _assert_inside(outcome, budget_bytes)
     if not trials.case.micro_batchable:
         assert plan.micro_batch in (None, trials.case.batch_size), "split a batch whose samples depend on each other"
@@ -271,10 +293,12 @@ def test_under_bfloat16_autocast(trials: Trials, door: str) -> None:
     opened = trials.open(door, PLENTY, autocast=True)
     kept, plan = opened.train(PLENTY)
     assert_as_exact(kept, plain, trials.exact, exactness.BFLOAT16_ROUNDING)
+    _assert_as_planned(plan, trials.case, door)
     budget_bytes = int(0.7 * plan.peak_bytes)
     with contextlib.suppress(odt.InfeasibleBudget):
-        tight, _ = opened.train(odt.Budget(budget_bytes, of="training"))
+        tight, plan = opened.train(odt.Budget(budget_bytes, of="training"))
         assert_as_exact(tight, plain, trials.exact, exactness.BFLOAT16_ROUNDING)
+        _assert_as_planned(plan, trials.case, door)
         _assert_inside(tight, budget_bytes)
 
 

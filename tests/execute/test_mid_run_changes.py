@@ -161,6 +161,80 @@ def test_a_plain_attribute_of_the_loss_changes(make: type) -> None:
     train_both(Net(), make_batches(4), between=scale, loss_fn=loss_fn)
 
 
+def test_a_module_that_the_loss_function_reaches_changes() -> None:
+    head = nn.Linear(3, 3)
+
+    def change(index: int, model: nn.Module) -> None:
+        nn.init.constant_(head.weight, 0.1 * index)
+
+    def loss_fn(outputs: Tensor, target: Tensor) -> Tensor:
+        return F.cross_entropy(outputs + head(outputs), target)
+
+    step = train_both(Net(), make_batches(3), between=change, loss_fn=loss_fn)
+    assert step.plan.captured
+
+
+def test_class_weights_that_the_loss_function_reaches_change() -> None:
+    criterion = nn.CrossEntropyLoss(weight=torch.ones(3))
+
+    def change(index: int, model: nn.Module) -> None:
+        criterion.weight.copy_(torch.arange(3) + 1.0 + index)
+
+    step = train_both(
+        Net(), make_batches(3), between=change, loss_fn=lambda outputs, target: criterion(outputs, target)
+    )
+    assert step.plan.captured
+
+
+class WithPlainTensor(Net):
+    """A tensor that is no buffer; used, and in one variant changed, by the forward pass."""
+
+    def __init__(self, changes: bool) -> None:
+        super().__init__()
+        self.plain = torch.full((6,), 2.0)
+        self.changes = changes
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.changes:
+            self.plain += 1
+        return super().forward(x * self.plain)
+
+
+@pytest.mark.parametrize("changes", [False, True])
+def test_a_tensor_that_is_no_buffer(changes: bool) -> None:
+    def change(index: int, model: nn.Module) -> None:
+        if index == 2:
+            model.plain.mul_(0.5)
+
+    step = train_both(WithPlainTensor(changes), make_batches(4), between=change)
+    assert step.plan.captured is not changes
+
+
+class Convolution(nn.Module):
+    """Its kernel is another one without oneDNN, and allocates otherwise."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolution = nn.Conv2d(3, 8, 3, padding=1)
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(F.relu(self.convolution(x)).mean((2, 3)))
+
+
+@pytest.mark.filterwarnings("ignore:TF32 acceleration")  # of the context manager that turns oneDNN off
+def test_torch_settings_change() -> None:
+    step = make_step(Convolution())
+    batch = torch.randn(4, 3, 8, 8), torch.randint(3, (4,))
+    step(*batch)
+    with torch.backends.mkldnn.flags(enabled=False):
+        step(*batch)
+    step(*batch)
+    assert len(step._prepared) == 2
+    if step._request.arena is not None:
+        assert set(step._request.arena.stats()["misses"].values()) == {0}
+
+
 def test_the_model_changes_its_dtype() -> None:
     model = Net()
     step = make_step(model)

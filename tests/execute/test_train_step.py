@@ -325,6 +325,24 @@ def test_tied_weights() -> None:
     train_both(Tied(), make_batches(3), OPTIMIZERS["adamw"], clip_grad_norm=0.1)
 
 
+class Masked(Net):
+    """Writes into the rows that a mask picks: how much that allocates depends on the data."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.clone()
+        x[x[:, 0] < 0] = torch.ones(6)
+        return super().forward(x)
+
+
+def test_an_index_by_a_mask_stays_within_the_plan() -> None:
+    model = Masked()
+    step = train_both(model, make_batches(6))
+    arena = step._request.arena
+    if arena is not None:
+        assert arena.stats()["smaller"] > 0, "some mask leaves a row out"
+        assert set(arena.stats()["misses"].values()) == {0}
+
+
 @pytest.mark.parametrize("planner", ["keep-all", "chen", "melon", "min-cut", "auto"])
 def test_planners_give_equal_bits(planner: str) -> None:
     train_both(Net(norm=True), make_batches(3), planner=planner)

@@ -52,9 +52,9 @@ def test_a_recorded_operator_replays_at_its_planned_addresses(tracker: ModuleTyp
     first = convolution()
     addresses = tracker.record_addresses()
     events = tracker.record_end()
-    assert [first[0].data_ptr(), first[1].data_ptr()] == [
-        a for a in addresses if a in {t.data_ptr() for t in first[:2]}
-    ]
+    # A temporary may have lain where a result lies now, so an address may stand there twice: the last one counts.
+    ordinals = {address: ordinal for ordinal, address in enumerate(addresses)}
+    assert ordinals[first[0].data_ptr()] < ordinals[first[1].data_ptr()]
 
     places, end = [], 0
     for kind, ordinal, nbytes in events:

@@ -20,7 +20,14 @@ import numpy as np
 import torch
 from torch import nn
 
-from torch_odt.capture.library import is_generated, is_library_class, is_library_code, is_library_module, is_pure
+from torch_odt.capture.library import (
+    is_generated,
+    is_importable,
+    is_library_class,
+    is_library_code,
+    is_library_module,
+    is_pure,
+)
 from torch_odt.capture.recorder import code_name
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), type(...), type(NotImplemented), range)
@@ -35,7 +42,7 @@ _DERIVED = frozenset(
      "__annotate_func__", "__annotations_cache__", "__static_attributes__", "__firstlineno__", "__slotnames__",
      "__orig_bases__", "__parameters__", "__type_params__", "_abc_impl", "__abstractmethods__")
 )  # fmt: skip
-_MOST_OBJECTS = 200_000
+_MOST_OBJECTS = 100_000
 _MOST_BYTES = 1 << 20
 
 
@@ -66,7 +73,7 @@ class Describer:
         """Add plain values."""
         self._left -= 1
         if self._left < 0:
-            raise Undescribable(f"the step holds more than {_MOST_OBJECTS} objects")
+            raise Undescribable(f"the step holds more than {_MOST_OBJECTS} values")
         self._target.update(repr(tokens).encode("utf-8", "surrogatepass"))
 
     def is_new(self, value: object, identity: object = None) -> bool:
@@ -88,7 +95,7 @@ class Describer:
         kind = type(value)
         if kind in _PLAIN:
             self.write(kind.__name__, repr(value))
-        elif isinstance(value, _BY_NAME):
+        elif issubclass(kind, _BY_NAME):
             self.write(kind.__name__, str(value))
         elif kind is tuple or kind is torch.Size:
             self._values(value)
@@ -206,7 +213,8 @@ class Describer:
         else:
             if not is_generated(function.__code__):
                 self._refuse_impure(_namespace(function), function.__qualname__)
-            self._values([cell for cell in cells if type(cell) in _FUNCTIONS])
+            # What a decorator of torch's has made of the user's function is not torch's alone.
+            self._values(() if is_importable(function, _namespace(function)) else cells)
 
     def _builtin(self, function: Any) -> None:
         """A function in C: one that belongs to no object, or a method with the object or class that it belongs to."""
@@ -260,7 +268,7 @@ def _is_annotation(kind: type) -> bool:
 
 def is_users_function(value: object) -> bool:
     """Whether this is a Python function that is neither torch's nor Python's."""
-    return isinstance(value, types.FunctionType) and not is_library_code(value.__code__, _namespace(value))
+    return type(value) is types.FunctionType and not is_library_code(value.__code__, _namespace(value))
 
 
 def function_name(function: types.FunctionType) -> str:
@@ -312,8 +320,6 @@ def _hides_state(kind: type, content: type) -> bool:
         kind.__basicsize__ > content.__basicsize__ + own * _POINTER_BYTES or kind.__itemsize__ != content.__itemsize__
     )
 
-
-_FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
 
 _READERS: dict[type, Callable[[Describer, Any], None]] = {
     list: Describer._values,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import functools
 import hashlib
 import os
@@ -38,6 +39,8 @@ def describe_step(model: nn.Module, loss_fn: Any, batch: tuple[tuple[Any, ...], 
     describer = Describer()
     describer.write(*_settings())
     roots = [root for root in (model, loss_fn) if isinstance(root, nn.Module)]
+    for root in roots:
+        refuse_hooks(root)
     modules = [module for root in roots for module in _describe_structure(describer, root)]
     for module in modules:
         describer.value(type(module))
@@ -53,7 +56,6 @@ def describe_step(model: nn.Module, loss_fn: Any, batch: tuple[tuple[Any, ...], 
 
 def _describe_structure(describer: Describer, root: nn.Module) -> Iterator[nn.Module]:
     """Describe the tree of modules with their parameters and buffers; yields each module once."""
-    refuse_hooks(root)
     if not describer.is_new(root):
         return
     yield root
@@ -86,24 +88,30 @@ def _settings() -> tuple[str, ...]:
         raise Undescribable("a mode of torch is active")
     if any(getattr(nn.modules.module, hooks, None) for hooks in _GLOBAL_HOOKS):
         raise Undescribable("all modules have hooks")
+    attention = (
+        torch._C._get_flash_sdp_enabled,
+        torch._C._get_math_sdp_enabled,
+        torch._C._get_mem_efficient_sdp_enabled,
+    )
+    einsum = torch.backends.opt_einsum
     found = {
         "versions": (sys.version, torch.__version__, torch.version.git_version, np.__version__, _own_version()),
         "machine": (platform.platform(), machine_name(), settings_name()),
-        "autocast": (
-            torch.is_autocast_enabled("cpu"),
-            torch.get_autocast_dtype("cpu"),
-            torch.is_autocast_cache_enabled(),
-        ),
+        "autocast": [(torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in ("cpu", "cuda")],
+        "autocast cache": torch.is_autocast_cache_enabled(),
         "dtype": torch.get_default_dtype(),
         "modes": (torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.get_deterministic_debug_mode()),
-        "attention": tuple(
-            getattr(torch._C, f"_get_{kind}_sdp_enabled")() for kind in ("flash", "math", "mem_efficient")
-        ),
-        "fast path": torch.backends.mha.get_fastpath_enabled(),
+        "attention": ([is_enabled() for is_enabled in attention], torch.backends.mha.get_fastpath_enabled()),
+        "einsum": (einsum.is_available(), einsum.enabled, einsum.strategy),
         "functorch": _functorch_settings(),
-        "environment": sorted((k, v) for k, v in os.environ.items() if k.startswith(_TORCH_VARIABLES)),
+        "environment": sorted((k, v) for k, v in os.environ.items() if _is_torch_variable(k)),
     }
     return tuple(f"{name} {value}" for name, value in found.items())
+
+
+def _is_torch_variable(name: str) -> bool:
+    # To import Inductor, which nothing here needs, sets a variable.
+    return name.startswith(_TORCH_VARIABLES) and not name.startswith(("TORCH_ODT_", "TORCHINDUCTOR_"))
 
 
 def _functorch_settings() -> str:
@@ -114,18 +122,18 @@ def _functorch_settings() -> str:
 
 @functools.cache
 def _own_version() -> str:
-    """Changes with every edit of the code that traces and reads traces."""
+    """Changes with every edit of this package."""
     digest = hashlib.sha256(torch_odt.__version__.encode())
-    for path in sorted(Path(__file__).parent.glob("*.py")):
+    for path in sorted(Path(torch_odt.__path__[0]).rglob("*.py")):
         digest.update(path.read_bytes())
     return digest.hexdigest()
 
 
 def _patches() -> Iterator[tuple[str, types.FunctionType]]:
-    """Functions of the user's that stand in the place of torch's own."""
+    """Functions of the user's that stand in the place of torch's or Python's own."""
     names = [name for name in sys.modules if name.startswith("torch.nn.modules.")]
     places = {name: vars(sys.modules[name]) for name in ("torch", "torch.functional", "torch.nn.functional", *names)}
-    for place, namespace in {**places, "torch.Tensor": vars(torch.Tensor)}.items():
+    for place, namespace in {**places, "builtins": vars(builtins), "torch.Tensor": vars(torch.Tensor)}.items():
         for name, function in list(namespace.items()):
             if is_users_function(function):
                 yield f"{place}.{name}", function

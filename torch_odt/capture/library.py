@@ -19,7 +19,7 @@ import torch
 # torch and what it imports: this code runs while a step is traced.
 _NAMES = frozenset(
     ("torch", "torch_odt", "torchgen", "functorch", "numpy", "sympy", "mpmath", "networkx", "typing_extensions",
-     "jinja2", "markupsafe", "fsspec", "filelock", "optree", "setuptools", "_distutils_hack")
+     "opt_einsum", "jinja2", "markupsafe", "fsspec", "filelock", "optree", "setuptools", "_distutils_hack")
 )  # fmt: skip
 _PACKAGES = tuple(f"{folder}{os.sep}" for folder in (Path(torch.__file__).parent, Path(__file__).parents[1]))
 _PYTHON = tuple(f"{folder}{os.sep}" for folder in (sysconfig.get_path("stdlib"), Path(os.__file__).parent))
@@ -78,14 +78,15 @@ def is_library_class(cls: type) -> bool:
     """Whether a class is torch's, Python's or ours: written there, not made there at run time."""
     if not cls.__flags__ & _HEAP_TYPE:
         return True
-    return is_library_module(cls.__module__) and _find(cls.__module__, cls.__qualname__) is cls
+    return is_library_module(cls.__module__) and is_importable(cls, cls.__module__)
 
 
-def _find(module: str, qualname: str) -> Any:
+def is_importable(value: Any, module: str) -> bool:
+    """Whether a class or function stands in a module under its own name."""
     found: Any = sys.modules.get(module)
-    for name in qualname.split("."):
+    for name in value.__qualname__.split("."):
         found = getattr(found, "__dict__", {}).get(name)
-    return found
+    return found is value
 
 
 def is_pure(module: str, name: str = "") -> bool:

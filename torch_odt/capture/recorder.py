@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import logging
 import sys
 import types
 from collections.abc import Callable, Iterator
@@ -71,7 +72,7 @@ class _Seen:
             return True
         module = str(frame.f_globals.get("__name__"))
         if not (is_library_code(code, module) or _defines_graph_module(code)):
-            if _is_importing(frame):
+            if _is_aside(frame):
                 return False
             self._names[id(code)] = code_name(code, module)
         self._known[id(code)] = code
@@ -86,10 +87,10 @@ def _defines_graph_module(code: types.CodeType) -> bool:
     return code.co_name == "<module>" and code.co_filename.startswith("<eval_with_key>")
 
 
-def _is_importing(frame: types.FrameType | None) -> bool:
-    """Whether this runs for an import of torch's, which calls installed finders: code that calls for one is refused."""
+def _is_aside(frame: types.FrameType | None) -> bool:
+    """Whether this is no part of the step: torch imports and logs while it traces, by finders and handlers of others."""
     while frame is not None and frame.f_code is not run_recorded.__code__:
-        if frame.f_code.co_filename.startswith("<frozen importlib"):
+        if frame.f_code.co_filename.startswith(("<frozen importlib", logging.__file__)):
             return True
         frame = frame.f_back
     return False

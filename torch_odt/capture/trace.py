@@ -20,6 +20,7 @@ from torch import nn
 from torch_odt.capture import operators
 from torch_odt.capture.effects import Effects, refuse_hooks
 from torch_odt.capture.graph import Op, Output, OutputKind, Ref, TrainingGraph, Value, ValueKind, refs
+from torch_odt.capture.loss_modules import loss_module
 from torch_odt.errors import CaptureError, LossError
 
 Batch = tuple[tuple[Any, ...], dict[str, Any]]
@@ -70,8 +71,7 @@ class _Step(nn.Module):
     def __init__(self, model: nn.Module, loss_fn: Any, compute: Compute) -> None:
         super().__init__()
         self.model = model
-        if isinstance(loss_fn, nn.Module):
-            self.loss_fn = loss_fn
+        self.loss_fn = loss_module(model, loss_fn)
         self._compute = compute
         self.result_spec: Any = None
         self.result_leaves: list[tuple[int | None, Any]] = []
@@ -97,7 +97,7 @@ def trace_step(model: nn.Module, loss_fn: Any, compute: Compute, batch: Batch) -
 
     Args:
         model: the module to train, in the mode (training or evaluation) in which it is to run.
-        loss_fn: the loss; when it is a module, its parameters and buffers belong to the graph.
+        loss_fn: the loss; parameters and buffers of its modules belong to the graph.
         compute: called as `compute(model, args, kwargs)`; returns the scalar loss and the model's outputs.
         batch: positional and keyword arguments of a step; their data is not read.
 
@@ -123,10 +123,14 @@ def trace_step(model: nn.Module, loss_fn: Any, compute: Compute, batch: Batch) -
 @contextmanager
 def _tracing() -> Iterator[None]:
     """Models that ask `torch.compiler.is_compiling()` leave out checks that depend on data."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
     before = torch.compiler._is_compiling_flag
     torch.compiler._is_compiling_flag = True
+    # Tensors that are no parameters, buffers or inputs (a mask made once, the classes' weights) become constants.
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
     try:
-        with warnings.catch_warnings(), eager_recurrent_layers():
+        with warnings.catch_warnings(), eager_recurrent_layers(), fake:
             warnings.simplefilter("ignore")
             yield
     finally:

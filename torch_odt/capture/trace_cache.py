@@ -8,23 +8,25 @@ traced anew in every process: `describe.py` and `describe_code.py` say what.
 
 from __future__ import annotations
 
+import os
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
-import torch
 from torch import nn
 
 from torch_odt.cache import Cache
 from torch_odt.capture.child import ChildFailed, run_in_child
-from torch_odt.capture.describe import Describer, Undescribable
+from torch_odt.capture.describe import Describer
 from torch_odt.capture.describe_code import describe_executed
 from torch_odt.capture.describe_step import describe_step
 from torch_odt.capture.graph_data import step_from_data, step_to_data
 from torch_odt.capture.recorder import run_recorded
 from torch_odt.capture.trace import Batch, Compute, TracedStep, trace_step
-from torch_odt.errors import CaptureError, OdtWarning
+from torch_odt.errors import OdtWarning
+
+T = TypeVar("T")
 
 
 def remembered_trace(cache: Cache, model: nn.Module, loss_fn: Any, compute: Compute, batch: Batch) -> TracedStep:
@@ -37,94 +39,91 @@ def remembered_trace(cache: Cache, model: nn.Module, loss_fn: Any, compute: Comp
     Raises:
         CaptureError: the step has no graph.
     """
-    step = _Step(model, loss_fn, batch)
-    key = step.key() if cache.enabled else None
-    found = None if key is None else step.restore(cache.load_trace(key))
+    description = describe(model, loss_fn, batch) if cache.enabled else None
+    if description is None:
+        return _trace_apart(lambda: trace_step(model, loss_fn, compute, batch))
+    key = description.data.hexdigest()
+    found = restore(cache.load_trace(key), description)
     if found is not None:
         return found
-    try:
-        recorded = run_in_child(lambda: _trace_recorded(model, loss_fn, compute, batch, key is not None))
-    except ChildFailed:
-        # What runs here may leave its marks on what would have to be described as it was before.
-        return trace_step(model, loss_fn, compute, batch)
-    entry = step.entry(recorded)
-    if key is not None and entry is not None:
+    recorded = _trace_apart(lambda: trace_recorded(model, loss_fn, compute, batch))
+    # What runs in this process may leave its marks on what has to be described as it was before.
+    is_untouched = recorded.process != os.getpid()
+    entry = make_entry(recorded, describe(model, loss_fn, batch)) if is_untouched else None
+    if entry is not None:
         cache.save_trace(key, entry)
     return recorded.step
 
 
+def _trace_apart(trace: Callable[[], T]) -> T:
+    try:
+        return run_in_child(trace)
+    except ChildFailed:
+        return trace()
+
+
 @dataclass
-class _Recorded:
-    """A new trace, and the user's code that has run for it; None when it must not be remembered."""
+class RecordedTrace:
+    """A new trace.
+
+    Attributes:
+        executed: the user's code that has run for it (see `code_name`); None when it must not be remembered.
+        process: where it was made.
+    """
 
     step: TracedStep
     executed: frozenset[str] | None
+    process: int
 
 
-def _trace_recorded(model: nn.Module, loss_fn: Any, compute: Compute, batch: Batch, is_wanted: bool) -> _Recorded:
-    if not is_wanted:
-        return _Recorded(trace_step(model, loss_fn, compute, batch), None)
+def trace_recorded(model: nn.Module, loss_fn: Any, compute: Compute, batch: Batch) -> RecordedTrace:
+    """Trace a step and note whose code runs."""
     step, executed = run_recorded(lambda: trace_step(model, loss_fn, compute, batch))
-    roots = [root for root in (model, loss_fn) if isinstance(root, nn.Module)]
-    state = [tensor for root in roots for tensor in (*root.parameters(), *root.buffers())]
-    return _Recorded(step, None if _shares_storage(step.graph.constants.values(), state) else executed)
+    return RecordedTrace(step, executed, os.getpid())
 
 
-def _shares_storage(constants: Iterable[torch.Tensor], state: Iterable[torch.Tensor]) -> bool:
-    """Whether numbers that training changes have become constants of the graph."""
-    storages = {tensor.untyped_storage()._cdata for tensor in state}
-    return any(constant.untyped_storage()._cdata in storages for constant in constants)
+def describe(model: nn.Module, loss_fn: Any, batch: Batch) -> Describer | None:
+    """The step as it is in this process; None when that cannot be told."""
+    try:
+        return describe_step(model, loss_fn, batch)
+    except Exception:
+        # Mostly `Undescribable`; but objects can be stranger than we think, and then nothing is lost but time.
+        return None
 
 
-@dataclass(frozen=True)
-class _Step:
-    """A step as it is in this process, before it is traced."""
+def make_entry(recorded: RecordedTrace, description: Describer | None) -> dict[str, Any] | None:
+    """What to keep of a new trace; None when it must not be kept.
 
-    model: nn.Module
-    loss_fn: Any
-    batch: Batch
+    Args:
+        description: the step as it was before the trace, from `describe`.
+    """
+    if description is None or recorded.executed is None:
+        return None
+    try:
+        digest = describe_executed(description, recorded.executed)
+        return {"executed": sorted(recorded.executed), "digest": digest, "step": step_to_data(recorded.step)}
+    except Exception:
+        return None
 
-    def key(self) -> str | None:
-        """What an entry is found by; None for a step that must be traced in every process."""
-        describer = self._describe()
-        return None if describer is None else describer.data.hexdigest()
 
-    def restore(self, entry: Any) -> TracedStep | None:
-        """The trace of an entry, if it is what tracing would give."""
-        if entry is None:
-            return None
-        try:
-            executed, digest = frozenset(map(str, entry["executed"])), str(entry["digest"])
-            return step_from_data(entry["step"]) if self._digest(executed) == digest else None
-        except NotImplementedError:
-            # The outputs' class is registered by a module that this process has not imported yet.
-            return None
-        except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
-            text = f"a trace in the cache is damaged ({error}); it is ignored and will be overwritten"
-            warnings.warn(text, OdtWarning, stacklevel=3)
-            return None
+def restore(entry: Any, description: Describer) -> TracedStep | None:
+    """The trace of an entry, if it is what tracing the described step would give."""
+    if entry is None:
+        return None
+    try:
+        executed, digest = frozenset(map(str, entry["executed"])), str(entry["digest"])
+        return step_from_data(entry["step"]) if _is_unchanged(description, executed, digest) else None
+    except NotImplementedError:
+        # The outputs' class is registered by a module that this process has not imported yet.
+        return None
+    except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
+        text = f"a trace in the cache is damaged ({error}); it is ignored and will be overwritten"
+        warnings.warn(text, OdtWarning, stacklevel=3)
+        return None
 
-    def entry(self, recorded: _Recorded) -> dict[str, Any] | None:
-        """What to keep of a new trace; None when it must not be kept."""
-        digest = None if recorded.executed is None else self._digest(recorded.executed)
-        if recorded.executed is None or digest is None:
-            return None
-        try:
-            data = step_to_data(recorded.step)
-        except (TypeError, NotImplementedError):
-            return None
-        return {"executed": sorted(recorded.executed), "digest": digest, "step": data}
 
-    def _digest(self, executed: frozenset[str]) -> str | None:
-        """A digest of this code and of all that it reads besides the step; None when that cannot be told."""
-        describer = self._describe()
-        try:
-            return None if describer is None else describe_executed(describer, executed)
-        except (Undescribable, RecursionError):
-            return None
-
-    def _describe(self) -> Describer | None:
-        try:
-            return describe_step(self.model, self.loss_fn, self.batch)
-        except (Undescribable, CaptureError, RecursionError):
-            return None
+def _is_unchanged(description: Describer, executed: frozenset[str], digest: str) -> bool:
+    try:
+        return describe_executed(description, executed) == digest
+    except Exception:
+        return False

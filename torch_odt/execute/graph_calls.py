@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from torch_odt.capture.graph import Output
 from torch_odt.capture.partition import Constant, GraphPiece
@@ -78,6 +79,9 @@ class Calls:
 class GraphRunner:
     """Runs a captured piece of a model as AOTAutograd calls it.
 
+    AOTAutograd's first call of a graph stands inside a mode that looks for custom operators which return their inputs.
+    A Python scalar that passes through a mode becomes a tensor, which no plan has room for, so modes are left.
+
     Args:
         piece: the graph and how its inputs and outputs are numbered.
         calls: where calls wait for their backward pass.
@@ -127,7 +131,8 @@ class GraphRunner:
                 table[index] = tensor
         tangents.clear()
         collector = Collector()
-        call.executor.run_backward(table, collector)
+        with _disable_current_modes():
+            call.executor.run_backward(table, collector)
         return [collector.tensors.get(i) for i in range(self.piece.gradient_count)]
 
     def _run_forward(self, executor: Executor, args: list[Any]) -> tuple[Table, list[Any]]:
@@ -137,7 +142,8 @@ class GraphRunner:
                 table[index] = argument
         args.clear()
         collector = Collector()
-        executor.run_forward(table, collector)
+        with _disable_current_modes():
+            executor.run_forward(table, collector)
         return table, self._results(collector)
 
     def _results(self, collector: Collector) -> list[Any]:

@@ -1,8 +1,8 @@
 """What a captured step depends on besides the numbers in its tensors.
 
 A capture is right as long as its signature is: shapes, strides and dtypes of the batch, which modules train, which
-parameters want gradients, autocast, the number of threads, hooks, and the plain Python values that models and losses
-compute with.
+parameters want gradients, autocast, hooks, and the plain Python values that models and losses compute with. Torch's
+settings (threads, oneDNN, ...) belong to it because kernels are chosen by them, and allocations with the kernels.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ import torch.utils._pytree as pytree
 from torch import nn
 
 from torch_odt.capture.effects import hook_identities, tensor_identity
+from torch_odt.capture.loss_modules import loss_module
+from torch_odt.capture.machine import settings_name
 
 _PLAIN = (bool, int, float, str, bytes, type(None))
 # Of `nn.Module` itself: parameters, buffers and children are looked at by their own.
@@ -39,9 +41,9 @@ def step_signature(model: nn.Module, loss_fn: Any, args: tuple[Any, ...], kwargs
         reader.modules(model),
         reader.parameters(model),
         hook_identities(model),
-        reader.loss(loss_fn),
+        reader.loss(model, loss_fn),
         torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu"),
-        torch.get_num_threads(),
+        settings_name(),
         torch.get_default_dtype(),
     )
 
@@ -70,10 +72,10 @@ class _Reader:
     def parameters(self, root: nn.Module) -> Hashable:
         return tuple((p.requires_grad, p.dtype, p.shape, p.stride()) for p in root.parameters())
 
-    def loss(self, loss_fn: Any) -> Hashable:
-        if isinstance(loss_fn, nn.Module):
-            return self.modules(loss_fn), self.parameters(loss_fn)
-        return self.value(loss_fn, 0)
+    def loss(self, model: nn.Module, loss_fn: Any) -> Hashable:
+        own = loss_module(model, loss_fn)
+        of_modules = None if own is None else (self.modules(own), self.parameters(own))
+        return of_modules if own is loss_fn else (self.value(loss_fn, 0), of_modules)
 
     def value(self, value: Any, depth: int) -> Hashable:
         if isinstance(value, float) and value != value:

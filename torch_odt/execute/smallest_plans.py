@@ -1,7 +1,7 @@
 """The schedule of the fewest bytes, remembered from one process to the next.
 
-It may take seconds to find, it is asked for whenever a budget is refused and before the first step of `wrap`, and a budget
-that was named once must be accepted afterwards.
+It may take seconds to find, it is asked for whenever a budget is refused and before the first step of `wrap`, and a
+budget that was named once must be accepted afterwards.
 """
 
 from __future__ import annotations

@@ -13,6 +13,7 @@ from torch import nn
 
 from torch_odt import memory
 from torch_odt.cache import Cache
+from torch_odt.capture.loss_modules import loss_module
 from torch_odt.errors import NonFiniteLossWarning, OdtWarning
 from torch_odt.execute.accounting import held_by_process, make_room
 from torch_odt.execute.gradients import has_gradient_hooks, run_gradient_hooks
@@ -276,14 +277,16 @@ def check_trainable(model: nn.Module) -> None:
 def named_parameters(model: nn.Module, loss_fn: Any) -> dict[str, nn.Parameter]:
     """All parameters under the names that the graph uses, tied ones under each of theirs."""
     found = dict(model.named_parameters(remove_duplicate=False))
-    if isinstance(loss_fn, nn.Module):
-        found |= {f"loss_fn:{n}": p for n, p in loss_fn.named_parameters(remove_duplicate=False)}
+    own = loss_module(model, loss_fn)
+    if own is not None:
+        found |= {f"loss_fn:{n}": p for n, p in own.named_parameters(remove_duplicate=False)}
     return found
 
 
 def named_buffers(model: nn.Module, loss_fn: Any) -> dict[str, torch.Tensor]:
     """All buffers under the names that the graph uses."""
     found = dict(model.named_buffers(remove_duplicate=False))
-    if isinstance(loss_fn, nn.Module):
-        found |= {f"loss_fn:{n}": b for n, b in loss_fn.named_buffers(remove_duplicate=False)}
+    own = loss_module(model, loss_fn)
+    if own is not None:
+        found |= {f"loss_fn:{n}": b for n, b in own.named_buffers(remove_duplicate=False)}
     return found

@@ -36,7 +36,8 @@ class ArenaStats:
         live_bytes, live_blocks: what is in use in it.
         resident_bytes: memory behind it: the high water mark since it was last released.
         hits: allocations served at the address that the plan gave them.
-        misses: allocations that did not match their plan and became ordinary ones, by reason.
+        smaller: those of them that took less than the plan had room for.
+        misses: allocations that the plan had no room for and that became ordinary ones, by reason.
         dynamic_hits, dynamic_misses: the same for allocations without a plan.
         yields: how often an idle arena gave its pages back to make room.
     """
@@ -46,6 +47,7 @@ class ArenaStats:
     live_blocks: int
     resident_bytes: int
     hits: int
+    smaller: int
     misses: Mapping[str, int]
     dynamic_hits: int
     dynamic_misses: int
