@@ -32,6 +32,13 @@ def test_plans_are_found_by_their_whole_key(tmp_path: Path) -> None:
     assert cache.load_plan(plan_key("fingerprint", "machine", 124, "auto")) is None
 
 
+def test_traces_are_no_plans(tmp_path: Path) -> None:
+    cache = Cache(tmp_path)
+    cache.save_trace("key", {"step": 1})
+    assert cache.load_trace("key") == {"step": 1}
+    assert cache.load_plan("key") is None
+
+
 def test_keys_keep_their_parts_apart() -> None:
     assert plan_key("a", "b; c") != plan_key("a; b", "c")
     assert plan_key(1) != plan_key("1")
@@ -165,8 +172,10 @@ def test_clear_forgets_everything(tmp_path: Path) -> None:
     cache = Cache(tmp_path)
     cache.save_plan("key", 1)
     cache.save_profile("here", {"a": [1]})
+    cache.save_trace("key", 1)
     cache.clear()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert cache.load_plan("key") is None
         assert cache.load_profile("here") == {}
+        assert cache.load_trace("key") is None

@@ -1,4 +1,4 @@
-"""Traces from earlier processes: found while nothing has changed, traced anew after any change, and never kept in doubt.
+"""Traces of earlier processes: found while nothing has changed, traced anew after any change, never kept in doubt.
 
 Most tests play the other process in this one: they make an entry, change something, and look for it again.
 """
@@ -108,6 +108,9 @@ class Step:
     def record(self) -> RecordedTrace:
         return trace_recorded(self.model, self.loss_fn, make_compute(self.loss_fn), (self.batch, {}))
 
+    def key(self) -> str:
+        return describe_step(self.model, self.loss_fn, (self.batch, {})).data.hexdigest()
+
     def remember(self) -> tuple[str, Any] | None:
         """Key and entry as a later process reads them; None when the step is not kept."""
         description = describe(self.model, self.loss_fn, (self.batch, {}))
@@ -214,8 +217,9 @@ def test_a_step_is_not_found_after_a_change_of(
 def test_a_step_is_not_found_under_other_settings(
     settings: AbstractContextManager[Any], remembered: tuple[str, Any]
 ) -> None:
+    step = Step()
     with settings:
-        assert Step().find(remembered) is None
+        assert step.find(remembered) is None
 
 
 class Clamp(torch.autograd.Function):
@@ -295,22 +299,44 @@ def test_what_is_reached_on_another_way_is_noticed(
     assert Step(model=Habit(make())).find(remembered) is None
 
 
+def test_the_modules_of_a_loss_belong_to_the_step() -> None:
+    project = nn.Linear(4, 4)
+    step = Step(loss_fn=lambda outputs, target: F.mse_loss(project(outputs), target))
+    remembered = remember(step)
+    assert step.find(remembered) is not None
+    project.weight.requires_grad_(False)
+    assert step.find(remembered) is None
+
+
 MODEL = """
     from torch import nn
     import {name}_helper as helper
     from {name}_helper import plus
 
+    class Used(nn.Module):
+        def forward(self, x):
+            return x + 5
+
+    class Idle(nn.Module):
+        def forward(self, x):
+            return x + 6
+
     class Net(nn.Module):
         def __init__(self):
             super().__init__()
+            self.idle, self.used = Idle(), Used()
             self.layer = nn.Linear(4, 4)
 
         def forward(self, x):
+            x = self.used(x)
             return helper.scaled(plus(self.layer(x))) * 1.0
 """
 HELPER = """
     FACTOR = 2.0
     UNUSED = 1
+
+    def unused(x):
+        return x
 
     def plus(x):
         return x + 1
@@ -370,13 +396,22 @@ def test_an_edit_is_noticed(sources: Sources, part: str, old: str, new: str) -> 
     assert sources.step().find(remembered) is not None
     sources.edit(part, old, new)
     assert sources.step().find(remembered) is None
+    assert sources.step().key() == remembered[0], "the old entry would not be overwritten"
 
 
 def test_an_edit_of_what_did_not_run_is_none(sources: Sources) -> None:
     remembered = remember(sources.step())
     sources.edit("_helper", "UNUSED = 1", "UNUSED = 2")
+    sources.edit("_helper", "return x\n", "return -x\n")
     sources.edit("", "def forward", "# the step\n    def forward")
     assert sources.step().find(remembered) is not None
+
+
+def test_code_that_runs_in_another_place_is_noticed(sources: Sources) -> None:
+    remembered = remember(sources.step())
+    for old, new in (("x + 5", "x + 7"), ("x + 6", "x + 5"), ("x + 7", "x + 6")):
+        sources.edit("", old, new)
+    assert sources.step().find(remembered) is None
 
 
 LOCK = threading.Lock()
@@ -402,8 +437,7 @@ def read_clock(x: Tensor) -> Tensor:
 
 
 def read_file(x: Tensor) -> Tensor:
-    with open(__file__) as file:
-        return x * len(file.read(1))
+    return x * len(open(__file__).readline())  # noqa: PTH123
 
 
 def read_seed(x: Tensor) -> Tensor:
@@ -481,7 +515,7 @@ class PatchedFunctions:
 def test_code_that_runs_without_being_found_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.nn.modules.linear.F", PatchedFunctions())
     step = Step(model=Habit(negate))
-    with pytest.raises(Undescribable, match="code ran that .* test_trace_cache:linear"):
+    with pytest.raises(Undescribable, match=r"code ran that .*test_trace_cache:linear"):
         describe_executed(describe_step(step.model, step.loss_fn, (step.batch, {})), step.record().executed)
     assert step.remember() is None
 
@@ -504,11 +538,10 @@ class Constants(nn.Module):
     def __init__(self, size: int) -> None:
         super().__init__()
         self.layer = nn.Linear(4, 4)
-        self.size = size
+        self.table = torch.tensor([[0.1, -0.0, math.inf]] * size, dtype=torch.bfloat16)
 
     def forward(self, x: Tensor) -> Tensor:
-        table = torch.tensor([[0.1, -0.0, math.inf]] * self.size, dtype=torch.bfloat16)
-        return self.layer(x) * table.sum().to(x.dtype) + torch.tensor(True) + torch.tensor([1.0, 2.0, 3.0, 4.0])
+        return self.layer(x) * self.table.sum().to(x.dtype) + torch.tensor(True) + torch.tensor([1.0, 2.0, 3.0, 4.0])
 
 
 def test_small_constants_come_back_bit_by_bit() -> None:
@@ -524,6 +557,24 @@ def test_small_constants_come_back_bit_by_bit() -> None:
 
 def test_large_constants_are_not_kept() -> None:
     assert Step(model=Constants(1 << 14)).remember() is None
+
+
+class Listed(nn.Module):
+    """Uses a parameter behind the tracer's back: its numbers become a constant of the graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.weights = [self.layer.weight]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) * self.weights[0].detach().sum()
+
+
+def test_trained_numbers_are_not_kept() -> None:
+    step = Step(model=Listed())
+    assert step.trace().graph.constants
+    assert step.remember() is None
 
 
 class Structured(nn.Module):
@@ -558,6 +609,17 @@ def test_an_entry_with_another_operator_in_it_is_damaged(remembered: tuple[str, 
     entry["step"]["graph"]["ops"][3] = entry["step"]["graph"]["ops"][2]
     with pytest.warns(OdtWarning, match="fingerprint"):
         assert Step().find((key, entry)) is None
+
+
+def test_a_damaged_file_is_traced_anew_with_a_warning(tmp_path: Path, remembered: tuple[str, Any]) -> None:
+    cache = Cache(tmp_path)
+    cache.save_trace(*remembered)
+    (path,) = (tmp_path / "traces").glob("*.json")
+    path.write_text(path.read_text()[:-100])
+    step = Step()
+    with pytest.warns(OdtWarning, match="is damaged"):
+        traced = remembered_trace(cache, step.model, step.loss_fn, make_compute(step.loss_fn), (step.batch, {}))
+    assert traced.graph.fingerprint == remembered[1]["step"]["fingerprint"]
 
 
 TRAINING = """
@@ -632,7 +694,6 @@ def test_a_fresh_process_trains_from_the_cache_until_the_source_is_edited(tmp_pa
     source.write_text(source.read_text().replace("* 2.0", "* 3.0"))
     edited = run_training(tmp_path)
     assert edited["forks"] == 1 and edited["exact"]
-    assert len(list((tmp_path / "cache" / "traces").glob("*.json"))) == 1
 
 
 def test_a_cache_that_is_off_keeps_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -91,7 +91,7 @@ def test_costs_travel_from_profile_to_plan(terminal: Terminal, model: tuple[str,
 
 def test_file_that_holds_no_costs(terminal: Terminal, model: tuple[str, ...], tmp_path: Path) -> None:
     path = tmp_path / "costs.json"
-    path.write_text('{"format": 1}')
+    path.write_text("{}")
     outcome = terminal("plan", *model, "--costs", path)
     assert outcome.code == 2
     assert "no table of costs" in outcome.err

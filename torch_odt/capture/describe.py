@@ -40,7 +40,8 @@ _POINTER_BYTES = 8 if object.__basicsize__ == 16 else 4
 _DERIVED = frozenset(
     ("__dict__", "__weakref__", "__doc__", "__module__", "__qualname__", "__annotations__", "__annotate__",
      "__annotate_func__", "__annotations_cache__", "__static_attributes__", "__firstlineno__", "__slotnames__",
-     "__orig_bases__", "__parameters__", "__type_params__", "_abc_impl", "__abstractmethods__")
+     "__orig_bases__", "__parameters__", "__type_params__", "_abc_impl", "__abstractmethods__",
+     "_autograd_function_id")
 )  # fmt: skip
 _MOST_OBJECTS = 100_000
 _MOST_BYTES = 1 << 20
@@ -55,7 +56,7 @@ class Describer:
 
     Attributes:
         data: the digest of what the objects hold.
-        code: the digest of what their functions and classes are made of.
+        code: the digest of what their classes hold, and of what is added after `describe_classes`.
         functions: the user's functions among them, in the order in which they were met.
     """
 
@@ -207,7 +208,8 @@ class Describer:
         cells = [cell.cell_contents for cell in function.__closure__ or () if has_contents(cell)]
         if is_users_function(function):
             self.functions.append(function)
-            self.code.update(function_name(function).encode())
+            code = function.__code__
+            self.write(code.co_flags, code.co_varnames[: code.co_argcount + code.co_kwonlyargcount])
             self._values((function.__defaults__, function.__kwdefaults__, *cells))
             self.items(function.__dict__.items())
         else:
@@ -220,7 +222,7 @@ class Describer:
         """A function in C: one that belongs to no object, or a method with the object or class that it belongs to."""
         owner = getattr(function, "__objclass__", None) or function.__self__
         is_method = owner is not None and not isinstance(owner, types.ModuleType)
-        module = type_of(owner).__module__ if is_method else function.__module__
+        module = _definer(owner, function.__name__).__module__ if is_method else function.__module__
         self.write(module, function.__qualname__)
         self._refuse_impure(str(module), function.__qualname__)
         if is_method:
@@ -257,9 +259,10 @@ class Describer:
         self.items((name, slot.__get__(value)) for name, slot in _slots(kind) if _is_set(slot, value))
 
 
-def type_of(owner: object) -> type:
-    """The class to which a method belongs: of it, or of its objects."""
-    return owner if isinstance(owner, type) else type(owner)
+def _definer(owner: object, name: str) -> type:
+    """The class in which a method stands that belongs to a class or an object."""
+    kind = owner if isinstance(owner, type) else type(owner)
+    return next((base for base in kind.__mro__ if name in vars(base)), kind)
 
 
 def _is_annotation(kind: type) -> bool:
@@ -269,11 +272,6 @@ def _is_annotation(kind: type) -> bool:
 def is_users_function(value: object) -> bool:
     """Whether this is a Python function that is neither torch's nor Python's."""
     return type(value) is types.FunctionType and not is_library_code(value.__code__, _namespace(value))
-
-
-def function_name(function: types.FunctionType) -> str:
-    """Tells a function's code apart from all other."""
-    return code_name(function.__code__, _namespace(function))
 
 
 def _namespace(function: types.FunctionType) -> str:

@@ -42,6 +42,7 @@ def describe_executed(describer: Describer, executed: frozenset[str]) -> str:
     describer.describe_classes()
     while position < len(describer.functions):
         function = describer.functions[position]
+        describer.write("function", position)
         position += 1
         _Reading(describer, function.__globals__, executed, found).code(function.__code__)
         describer.describe_classes()

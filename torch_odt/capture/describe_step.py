@@ -21,6 +21,7 @@ from torch import nn
 import torch_odt
 from torch_odt.capture.describe import Describer, Undescribable, is_users_function
 from torch_odt.capture.effects import refuse_hooks
+from torch_odt.capture.loss_modules import loss_module
 from torch_odt.capture.machine import machine_name, settings_name
 
 # Of `nn.Module` itself: parameters, buffers and children are looked at by their own.
@@ -38,7 +39,7 @@ def describe_step(model: nn.Module, loss_fn: Any, batch: tuple[tuple[Any, ...], 
     """
     describer = Describer()
     describer.write(*_settings())
-    roots = [root for root in (model, loss_fn) if isinstance(root, nn.Module)]
+    roots = step_modules(model, loss_fn)
     for root in roots:
         refuse_hooks(root)
     modules = [module for root in roots for module in _describe_structure(describer, root)]
@@ -52,6 +53,11 @@ def describe_step(model: nn.Module, loss_fn: Any, batch: tuple[tuple[Any, ...], 
         describer.write("patch", name)
         describer.value(function)
     return describer
+
+
+def step_modules(model: nn.Module, loss_fn: Any) -> list[nn.Module]:
+    """The model, and what the loss brings along."""
+    return [module for module in (model, loss_module(model, loss_fn)) if module is not None]
 
 
 def _describe_structure(describer: Describer, root: nn.Module) -> Iterator[nn.Module]:

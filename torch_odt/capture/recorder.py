@@ -88,7 +88,7 @@ def _defines_graph_module(code: types.CodeType) -> bool:
 
 
 def _is_aside(frame: types.FrameType | None) -> bool:
-    """Whether this is no part of the step: torch imports and logs while it traces, by finders and handlers of others."""
+    """Whether this is no part of the step: torch imports and logs while it traces, by others' finders and handlers."""
     while frame is not None and frame.f_code is not run_recorded.__code__:
         if frame.f_code.co_filename.startswith(("<frozen importlib", logging.__file__)):
             return True

@@ -10,17 +10,18 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+import torch
 from torch import nn
 
 from torch_odt.cache import Cache
 from torch_odt.capture.child import ChildFailed, run_in_child
 from torch_odt.capture.describe import Describer
 from torch_odt.capture.describe_code import describe_executed
-from torch_odt.capture.describe_step import describe_step
+from torch_odt.capture.describe_step import describe_step, step_modules
 from torch_odt.capture.graph_data import step_from_data, step_to_data
 from torch_odt.capture.recorder import run_recorded
 from torch_odt.capture.trace import Batch, Compute, TracedStep, trace_step
@@ -79,7 +80,16 @@ class RecordedTrace:
 def trace_recorded(model: nn.Module, loss_fn: Any, compute: Compute, batch: Batch) -> RecordedTrace:
     """Trace a step and note whose code runs."""
     step, executed = run_recorded(lambda: trace_step(model, loss_fn, compute, batch))
+    state = [t for module in step_modules(model, loss_fn) for t in (*module.parameters(), *module.buffers())]
+    if _shares_storage(step.graph.constants.values(), state):
+        executed = None
     return RecordedTrace(step, executed, os.getpid())
+
+
+def _shares_storage(constants: Iterable[torch.Tensor], state: Iterable[torch.Tensor]) -> bool:
+    """Whether numbers that training changes have become constants of the graph."""
+    storages = {tensor.untyped_storage()._cdata for tensor in state}
+    return any(constant.untyped_storage()._cdata in storages for constant in constants)
 
 
 def describe(model: nn.Module, loss_fn: Any, batch: Batch) -> Describer | None:

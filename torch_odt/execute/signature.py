@@ -16,13 +16,13 @@ import torch
 import torch.utils._pytree as pytree
 from torch import nn
 
+from torch_odt.capture.describe import has_contents
+from torch_odt.capture.describe_step import MODULE_STRUCTURE
 from torch_odt.capture.effects import hook_identities, tensor_identity
 from torch_odt.capture.loss_modules import loss_module
 from torch_odt.capture.machine import settings_name
 
 _PLAIN = (bool, int, float, str, bytes, type(None))
-# Of `nn.Module` itself: parameters, buffers and children are looked at by their own.
-_STRUCTURE = frozenset(vars(nn.Module())) - {"training"}
 _DEEPEST = 4
 _LONGEST = 256
 
@@ -67,7 +67,7 @@ class _Reader:
         self._known: dict[int, Hashable] = {}
 
     def modules(self, root: nn.Module) -> Hashable:
-        return tuple((type(m), self._items(vars(m), _STRUCTURE, 0)) for m in root.modules())
+        return tuple((type(m), self._items(vars(m), MODULE_STRUCTURE, 0)) for m in root.modules())
 
     def parameters(self, root: nn.Module) -> Hashable:
         return tuple((p.requires_grad, p.dtype, p.shape, p.stride()) for p in root.parameters())
@@ -107,7 +107,7 @@ class _Reader:
         return (type(value), id(value) if attributes is None else self._items(attributes, frozenset(), depth))
 
     def _function(self, function: types.FunctionType, depth: int) -> Hashable:
-        cells = [c.cell_contents for c in function.__closure__ or () if _has_contents(c)]
+        cells = [c.cell_contents for c in function.__closure__ or () if has_contents(c)]
         found = [function.__globals__.get(name) for name in function.__code__.co_names]
         seen = [value for value in found if isinstance(value, (*_PLAIN, dict, list))]
         return (id(function.__code__), self._all((*cells, *(function.__defaults__ or ()), *seen), depth))
@@ -118,11 +118,3 @@ class _Reader:
     def _items(self, items: dict[Any, Any], without: frozenset[str], depth: int) -> Hashable:
         kept = [(k, v) for k, v in items.items() if k not in without][:_LONGEST]
         return tuple((str(k), self.value(v, depth + 1)) for k, v in kept)
-
-
-def _has_contents(cell: types.CellType) -> bool:
-    try:
-        _ = cell.cell_contents
-    except ValueError:
-        return False
-    return True

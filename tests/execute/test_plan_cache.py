@@ -1,0 +1,50 @@
+"""Plans of earlier starts: what a start is left with differs a little each time, and the plan is found all the same."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from small_steps import Net, make_batches, make_step
+
+import torch_odt as odt
+from torch_odt.execute.accounting import nearby, rounded
+from torch_odt.execute.candidates import Candidate, Candidates
+
+GIB = 2**30
+
+
+@given(st.integers(1, 2**45))
+def test_nearby_bytes_are_rounded_and_a_little_less(nbytes: int) -> None:
+    found = list(nearby(nbytes))
+    assert found[0] == rounded(nbytes) <= nbytes
+    assert found == sorted(set(found), reverse=True)
+    assert all(n == rounded(n) for n in found)
+    assert all(n >= 0.97 * nbytes for n in found[1:])
+    assert len(found) < 10
+
+
+@given(st.integers(2**20, 2**45), st.floats(0.98, 1))
+def test_a_plan_for_a_little_less_is_looked_for(nbytes: int, share: float) -> None:
+    assert rounded(int(nbytes * share)) in nearby(nbytes)
+
+
+@pytest.mark.parametrize(("first", "second", "plans_made"), [(1, 1, 1), (1, 1.015, 1), (1, 1.2, 2), (1.2, 1, 2)])
+def test_a_second_start_takes_the_plan_of_the_first(
+    first: float, second: float, plans_made: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[int] = []
+    fastest = Candidates.fastest
+
+    def count(self: Candidates, limit: int, *options: Any) -> Candidate | None:
+        made.append(limit)
+        return fastest(self, limit, *options)
+
+    monkeypatch.setattr(Candidates, "fastest", count)
+    for share in (first, second):
+        step = make_step(Net(), budget=odt.Budget(int(share * GIB), of="training"), cache=tmp_path)
+        step(*make_batches(1)[0])
+    assert len(made) == plans_made
