@@ -6,7 +6,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -21,41 +21,51 @@ def die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def assert_no_children() -> None:
-    with pytest.raises(ChildProcessError):
-        os.waitpid(-1, os.WNOHANG)
+@pytest.fixture
+def children(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """The children that a test makes; all of them must be gone, and waited for, when it ends."""
+    pids: list[int] = []
+    fork = os.fork
+
+    def remember() -> int:
+        pid = fork()
+        pids.append(pid)
+        return pid
+
+    monkeypatch.setattr(os, "fork", remember)
+    yield pids
+    assert pids
+    for pid in pids:
+        with pytest.raises(ChildProcessError):
+            os.waitpid(pid, os.WNOHANG)
 
 
-def test_a_result_comes_back_whole() -> None:
+def test_a_result_comes_back_whole(children: list[int]) -> None:
     content = bytes(range(256)) * (1 << 14)
     assert run_in_child(lambda: (content, os.getpid())) != (content, os.getpid())
     assert run_in_child(lambda: content) == content
-    assert_no_children()
 
 
 @pytest.mark.parametrize(
     ("function", "reason"),
     [(die, "without a result \\(killed by SIGKILL\\)"), (lambda: os._exit(3), "\\(exit code 3\\)")],
 )
-def test_a_child_that_dies_is_named(function: Callable[[], None], reason: str) -> None:
+def test_a_child_that_dies_is_named(function: Callable[[], None], reason: str, children: list[int]) -> None:
     with pytest.raises(ChildFailed, match=reason):
         run_in_child(function)
-    assert_no_children()
 
 
-def test_a_child_that_does_not_answer_is_given_up() -> None:
+def test_a_child_that_does_not_answer_is_given_up(children: list[int]) -> None:
     started = time.monotonic()
     with pytest.raises(ChildFailed, match=r"no result after 0\.2 s"):
         run_in_child(sleep, deadline_seconds=0.2)
     assert time.monotonic() - started < 10
-    assert_no_children()
 
 
-def test_an_interrupt_takes_the_child_along() -> None:
+def test_an_interrupt_takes_the_child_along(children: list[int]) -> None:
     threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
     with pytest.raises(KeyboardInterrupt):
         run_in_child(sleep)
-    assert_no_children()
 
 
 def test_where_no_process_can_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
