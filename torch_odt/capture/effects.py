@@ -7,12 +7,15 @@ from Python's or NumPy's random numbers, or is watched by hooks must run as Pyth
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 
+from torch_odt.capture.loss_modules import reached
 from torch_odt.errors import CaptureError
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -30,6 +33,20 @@ def refuse_hooks(model: nn.Module) -> None:
     for name, module in model.named_modules():
         if any(getattr(module, hooks, None) for hooks in _HOOKS):
             raise CaptureError(f"{name or 'the model'} has hooks, which run as Python at every step")
+
+
+@contextmanager
+def plain_tensors_kept(model: nn.Module, loss_fn: Any) -> Iterator[None]:
+    """Undo what happens inside to tensors that are no parameters and no buffers: in-place changes of them are real."""
+    owners = [dict(reached(loss_fn)), *(vars(module) for module in model.modules())]
+    plain = {id(t): t for owner in owners for t in owner.values() if type(t) is torch.Tensor}
+    before = [(tensor, tensor._version, tensor.detach().clone()) for tensor in plain.values()]
+    try:
+        yield
+    finally:
+        for tensor, version, content in before:
+            if tensor._version != version:
+                tensor.detach().copy_(content)
 
 
 class Effects:

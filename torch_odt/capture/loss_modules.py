@@ -28,7 +28,7 @@ def loss_module(model: nn.Module, loss_fn: Any) -> nn.Module | None:
     known = {id(tensor) for tensor in _tensors(model)}
     found = {
         name: module
-        for name, module in _reached(loss_fn)
+        for name, module in reached(loss_fn)
         if isinstance(module, nn.Module) and any(id(tensor) not in known for tensor in _tensors(module))
     }
     if not found:
@@ -45,15 +45,16 @@ def _tensors(module: nn.Module) -> Iterator[Any]:
     yield from module.buffers()
 
 
-def _reached(function: Any) -> Iterator[tuple[str, Any]]:
+def reached(function: Any) -> Iterator[tuple[str, Any]]:
+    """What a function can reach by name: its closure, its defaults, arguments bound to it, the globals it names."""
     if isinstance(function, functools.partial):
         yield from ((f"argument {position}", value) for position, value in enumerate(function.args))
         yield from function.keywords.items()
-        yield from _reached(function.func)
+        yield from reached(function.func)
     elif isinstance(function, types.MethodType):
         yield "self", function.__self__
         yield from getattr(function.__self__, "__dict__", {}).items()
-        yield from _reached(function.__func__)
+        yield from reached(function.__func__)
     elif isinstance(function, types.FunctionType):
         yield from _reached_by_code(function)
     else:

@@ -18,7 +18,7 @@ import torch.utils._pytree as pytree
 from torch import nn
 
 from torch_odt.capture import operators
-from torch_odt.capture.effects import Effects, refuse_hooks
+from torch_odt.capture.effects import Effects, plain_tensors_kept, refuse_hooks
 from torch_odt.capture.graph import Op, Output, OutputKind, Ref, TrainingGraph, Value, ValueKind, refs
 from torch_odt.capture.loss_modules import loss_module
 from torch_odt.errors import CaptureError, LossError
@@ -107,7 +107,7 @@ def trace_step(model: nn.Module, loss_fn: Any, compute: Compute, batch: Batch) -
     step = _Step(model, loss_fn, compute)
     refuse_hooks(step)
     try:
-        with ExitStack() as stack, _tracing():
+        with plain_tensors_kept(model, loss_fn), ExitStack() as stack, _tracing():
             from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 
             joint = aot_export_joint_with_descriptors(stack, step, batch)
