@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import hashlib
 import logging
 import sys
@@ -25,10 +26,22 @@ def run_recorded(function: Callable[[], T]) -> tuple[T, frozenset[str] | None]:
     The names are None when somebody else watches this process, a debugger or coverage, and must not be disturbed.
     """
     seen = _Seen()
-    with _watch(seen) as is_watching:
+    with _no_collection(), _watch(seen) as is_watching:
         result = function()
         is_complete = is_watching()
     return result, seen.names() if is_complete else None
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """The collector comes by when it likes, and runs finalizers and callbacks that have nothing to do with the trace."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def code_name(code: types.CodeType, module: str) -> str:
