@@ -34,7 +34,7 @@ def run_recorded(function: Callable[[], T]) -> tuple[T, frozenset[str] | None]:
 
 @contextmanager
 def _no_collection() -> Iterator[None]:
-    """The collector comes by when it likes, and runs finalizers and callbacks that have nothing to do with the trace."""
+    """The collector comes by when it likes, and runs callbacks that have nothing to do with the trace."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
