@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import copy
 from collections.abc import Iterator
 
@@ -184,6 +185,42 @@ def test_class_weights_that_the_loss_function_reaches_change() -> None:
         Net(), make_batches(3), between=change, loss_fn=lambda outputs, target: criterion(outputs, target)
     )
     assert step.plan.captured
+
+
+SETTINGS = argparse.Namespace(scale=1.0)
+
+
+def scaled_loss(outputs: Tensor, target: Tensor) -> Tensor:
+    return F.cross_entropy(outputs, target) * SETTINGS.scale
+
+
+class ScaledByGlobal(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * SETTINGS.scale
+
+
+@pytest.mark.parametrize("in_loss", [True, False])
+def test_an_attribute_of_a_global_object_changes(in_loss: bool) -> None:
+    def change(index: int, model: nn.Module) -> None:
+        SETTINGS.scale = 1.0 / (index + 1)
+
+    model, loss_fn = (Net(), scaled_loss) if in_loss else (ScaledByGlobal(), F.cross_entropy)
+    step = train_both(model, make_batches(3), between=change, loss_fn=loss_fn)
+    assert step.plan.captured
+
+
+def test_a_loss_that_counts_its_calls_is_not_captured() -> None:
+    count = 0
+
+    def loss_fn(outputs: Tensor, target: Tensor) -> Tensor:
+        nonlocal count
+        count += 1
+        return F.cross_entropy(outputs, target)
+
+    step = make_step(Net(), loss_fn)
+    step(*make_batches(1)[0])
+    assert not step.plan.captured
+    assert "count" in step.plan.notes[0]
 
 
 class WithPlainTensor(Net):

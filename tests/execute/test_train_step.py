@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from small_steps import PLENTY, Net, assert_equal_models, make_batches, plain_step, train_both
+from small_steps import PLENTY, Net, assert_equal_models, make_batches, make_step, plain_step, train_both
 from torch import Tensor, nn
 
 import torch_odt as odt
+from torch_odt.capture.batch_state import NotSeparable
 
 
 @pytest.fixture(autouse=True)
@@ -389,3 +390,15 @@ def test_a_forced_micro_batch_is_refused_where_samples_influence_each_other() ->
         step(*make_batches(1)[0])
     assert isinstance(refusal.value, (odt.PlanError, ValueError, RuntimeError))
     assert all(torch.equal(before[k], v) for k, v in model.state_dict().items())
+
+
+def test_a_batch_is_not_cut_when_an_output_over_all_of_it_is_wanted() -> None:
+    x, labels = make_batches(1, size=8)[0]
+    step = make_step(OwnLoss(), None, micro_batch=4)
+    step(x=x, labels=labels)
+    assert step.plan.micro_batch == 4
+    with pytest.raises(NotSeparable, match="over the whole batch"):
+        step.with_outputs(x=x, labels=labels)
+    step = make_step(OwnLoss(), None)
+    loss, outputs = step.with_outputs(x=x, labels=labels)
+    assert torch.equal(outputs["loss"], loss)

@@ -149,6 +149,7 @@ class _Analysis:
             self._propagate(full_op, micro_op)
         loss_kind, unit = self._loss()
         self._check_gradients(((unit, 1),) if loss_kind == "mean" else ())
+        self._check_results()
         return Separation(
             batch=self.batch,
             micro_batch=self.micro_batch,
@@ -333,6 +334,13 @@ class _Analysis:
     def _axis(self, value: int) -> int | None:
         state = self.states[value]
         return state.dim if state.kind == "slice" else None
+
+    def _check_results(self) -> None:
+        for output in self.micro.outputs_of("result"):
+            state = self.states[output.value]
+            if self._result_axis(output.value) is None and (state.kind != "same" or state.scale):
+                shape = self.micro.values[output.value].shape
+                raise NotSeparable(f"an output of the model, of shape {shape}, is over the whole batch")
 
     def _result_axis(self, value: int) -> int | None:
         state = self.states[value]

@@ -7,6 +7,7 @@ from Python's or NumPy's random numbers, or is watched by hooks must run as Pyth
 from __future__ import annotations
 
 import random
+import types
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -25,6 +26,8 @@ _STRUCTURE = frozenset(vars(nn.Module())) - {"_buffers", "training"}
 _OWN_LISTS = frozenset({"_flat_weights", "_flat_weight_refs"})
 
 
+# Functions of theirs keep wrappers and counts as attributes.
+_LIBRARIES = frozenset({"builtins", "functools"})
 _IGNORED = _STRUCTURE | _OWN_LISTS | {"_buffers"}
 
 
@@ -52,8 +55,10 @@ def plain_tensors_kept(model: nn.Module, loss_fn: Any) -> Iterator[None]:
 class Effects:
     """The state of a model's Python side at one moment."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, loss_fn: Any = None) -> None:
         self._model = model
+        self._loss_fn = loss_fn
+        self._reached = _reached_marks(loss_fn)
         self._attributes = {name: _attributes(module) for name, module in model.named_modules()}
         self._bindings = {name: dict(vars(module)) for name, module in model.named_modules()}
         self._buffers = {name: dict(module._buffers) for name, module in model.named_modules()}
@@ -75,6 +80,8 @@ class Effects:
         for name, module in self._model.named_modules():
             before, now = self._attributes.get(name, {}), _attributes(module)
             found += [(name, key) for key in before.keys() | now.keys() if before.get(key) != now.get(key)]
+        reached_now = _reached_marks(self._loss_fn)
+        found += [("the loss's", name) for name, mark in reached_now.items() if self._reached.get(name, mark) != mark]
         return sorted(found)
 
     def _restore(self) -> None:
@@ -88,6 +95,16 @@ class Effects:
             module._buffers.update(self._buffers.get(name, {}))
         random.setstate(self._random)
         np.random.set_state(self._numpy_random)
+
+
+def _reached_marks(function: Any) -> dict[str, Any]:
+    """What a function's variables and its objects' attributes are bound to, as values that compare."""
+    found: dict[str, Any] = {}
+    for name, value in reached(function):
+        found[name] = _mark(value)
+        if type(value).__module__ not in _LIBRARIES and not isinstance(value, (type, types.ModuleType, nn.Module)):
+            found |= {f"{name}.{key}": _mark(item) for key, item in getattr(value, "__dict__", {}).items()}
+    return found
 
 
 def _attributes(module: nn.Module) -> dict[str, Any]:

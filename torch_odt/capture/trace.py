@@ -72,12 +72,14 @@ class _Step(nn.Module):
         super().__init__()
         self.model = model
         self.loss_fn = loss_module(model, loss_fn)
+        # In a list, so that it is no submodule.
+        self._watched = [loss_fn]
         self._compute = compute
         self.result_spec: Any = None
         self.result_leaves: list[tuple[int | None, Any]] = []
 
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[torch.Tensor, ...]:
-        before = Effects(self)
+        before = Effects(self, self._watched[0])
         loss, results = self._compute(self.model, args, kwargs)
         before.refuse_changes()
         leaves, self.result_spec = pytree.tree_flatten(results)

@@ -81,8 +81,8 @@ class Prepared:
         if len(pieces) == 1:
             return pieces[0]
         axis = self.result_axes[position]
-        assert axis is not None
-        return torch.cat(pieces, axis)
+        # What does not depend on the batch is the same in every micro-batch.
+        return pieces[0] if axis is None else torch.cat(pieces, axis)
 
 
 def slice_batch(args: tuple[Any, ...], kwargs: dict[str, Any], samples: int, size: int) -> tuple[Any, Any]:

@@ -7,6 +7,8 @@ settings (threads, oneDNN, ...) belong to it because kernels are chosen by them,
 
 from __future__ import annotations
 
+import argparse
+import dataclasses
 import functools
 import types
 from collections.abc import Hashable, Iterable
@@ -48,6 +50,21 @@ def step_signature(model: nn.Module, loss_fn: Any, args: tuple[Any, ...], kwargs
     )
 
 
+def _users_forward(module: nn.Module) -> types.FunctionType | None:
+    """The code of a module that is none of torch's own."""
+    forward = type(module).forward
+    is_torchs = type(module).__module__.startswith("torch.")
+    return forward if isinstance(forward, types.FunctionType) and not is_torchs else None
+
+
+def _is_settings(value: object, function: types.FunctionType) -> bool:
+    """Whether a global object holds plain values that a function may compute with: parsed arguments, a config."""
+    if isinstance(value, (type, nn.Module, torch.Tensor, types.FunctionType)):
+        return False
+    is_namespace = isinstance(value, (argparse.Namespace, types.SimpleNamespace)) or dataclasses.is_dataclass(value)
+    return is_namespace or type(value).__module__ == function.__module__
+
+
 def _leaf_signature(leaf: Any) -> Hashable:
     if isinstance(leaf, torch.Tensor):
         if leaf.device.type != "cpu":
@@ -67,7 +84,9 @@ class _Reader:
         self._known: dict[int, Hashable] = {}
 
     def modules(self, root: nn.Module) -> Hashable:
-        return tuple((type(m), self._items(vars(m), MODULE_STRUCTURE, 0)) for m in root.modules())
+        found = list(root.modules())
+        code = tuple(self.value(forward, 0) for forward in dict.fromkeys(map(_users_forward, found)))
+        return tuple((type(m), self._items(vars(m), MODULE_STRUCTURE, 0)) for m in found), code
 
     def parameters(self, root: nn.Module) -> Hashable:
         return tuple((p.requires_grad, p.dtype, p.shape, p.stride()) for p in root.parameters())
@@ -109,7 +128,7 @@ class _Reader:
     def _function(self, function: types.FunctionType, depth: int) -> Hashable:
         cells = [c.cell_contents for c in function.__closure__ or () if has_contents(c)]
         found = [function.__globals__.get(name) for name in function.__code__.co_names]
-        seen = [value for value in found if isinstance(value, (*_PLAIN, dict, list))]
+        seen = [value for value in found if isinstance(value, (*_PLAIN, dict, list)) or _is_settings(value, function)]
         return (id(function.__code__), self._all((*cells, *(function.__defaults__ or ()), *seen), depth))
 
     def _all(self, values: Iterable[Any], depth: int) -> Hashable:
