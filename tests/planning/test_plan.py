@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import builtins
 import json
-import time
 from pathlib import Path
 from typing import Any
 
@@ -176,14 +175,12 @@ def test_what_is_no_plan_is_refused(tmp_path: Path, text: str) -> None:
         Plan.load(tmp_path / "plan.json")
 
 
-def test_a_large_plan_loads_fast(tmp_path: Path) -> None:
+def test_a_large_plan_comes_back_from_the_cache(tmp_path: Path) -> None:
     step, schedule = recomputing_step(depth=500)
     plan = plan_of(step.graph(), step.costs(), schedule)
     cache = Cache(tmp_path)
     cache.save_plan("key", plan.to_state())
-    start = time.perf_counter()
     loaded = Plan.from_state(cache.load_plan("key"))
-    assert time.perf_counter() - start < 0.3
     assert loaded == plan
 
 
