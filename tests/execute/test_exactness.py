@@ -5,6 +5,7 @@ What "the same" means is said in `exactness.py`. One plain float32 and one float
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import copy
 import functools
@@ -79,7 +80,7 @@ class Trials:
         return {"step": StepDoor, "wrap": WrapDoor}[door](self.case, budget, cache=self.cache, **options)
 
 
-class Door:
+class Door(abc.ABC):
     """A model that is trained from the state, the seed and the data of the plain run, at one budget after the other."""
 
     def __init__(self, case: ModelCase, autocast: bool = False) -> None:
@@ -105,11 +106,13 @@ class Door:
         planned.departures = _departed() - departed
         return outcome, planned
 
+    @abc.abstractmethod
     def _ready(self, budget: odt.Budget) -> Callable[[Batch], torch.Tensor]:
-        raise NotImplementedError
+        """What trains on a batch within the budget."""
 
+    @abc.abstractmethod
     def _planned(self) -> Planned:
-        raise NotImplementedError
+        """What the plan of the last run says."""
 
 
 class StepDoor(Door):

@@ -113,6 +113,7 @@ def make_entry(recorded: RecordedTrace, description: Describer | None) -> dict[s
         digest = describe_executed(description, recorded.executed)
         return {"executed": sorted(recorded.executed), "digest": digest, "step": step_to_data(recorded.step)}
     except Exception:
+        # As in `describe`.
         return None
 
 
@@ -136,4 +137,5 @@ def _is_unchanged(description: Describer, executed: frozenset[str], digest: str)
     try:
         return describe_executed(description, executed) == digest
     except Exception:
+        # As in `describe`.
         return False

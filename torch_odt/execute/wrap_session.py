@@ -106,12 +106,6 @@ class WrapSession:
         """The plan as it stands, for people."""
         return summarize_wrap(self.ledger, self.budget, self._planner)
 
-    def forget(self) -> None:
-        """Drop all plans; compiled graphs that come later are planned anew."""
-        self._frugal.clear()
-        self._sequences.clear()
-        self._expected.clear()
-
     # What is held, and what is left.
 
     def used_bytes(self) -> int:
