@@ -115,6 +115,10 @@ class Frontier:
     def _measure_one(self, configuration: Configuration, request: dict[str, Any], partner: Worker) -> dict[str, Any]:
         row: dict[str, Any] = configuration.to_json()
         try:
+            if configuration.method == "torch_odt" and configuration.value == 0:
+                probe = Worker(Configuration("find smallest"), request)
+                probe.stop()
+                request |= probe.description
             worker = Worker(configuration, request)
             try:
                 rounds = self.options.rounds if configuration.headline else max(2, self.options.rounds // 2)
@@ -166,6 +170,7 @@ class Frontier:
             "image_size": self.options.image_size,
             "channels_last": channels_last,
             "threads": self.options.threads,
+            "momentum": self.options.momentum,
             "data_dir": str(self.options.data_dir) if self.options.data_dir else None,
             "gradients": str(self.folder / f"{self.model}.pt"),
             "cache": str(self.folder / f"cache-{self.model}"),
@@ -201,6 +206,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--batch-size", type=int, default=16)
     parser.add_argument("--image-size", type=int, default=224)
+    parser.add_argument("--momentum", type=float, default=0.9, help="of SGD, which trains everywhere (0.9)")
     parser.add_argument("--memory-format", choices=("auto", "channels_last", "contiguous"), default="auto")
     parser.add_argument("--data-dir", type=Path, help="folder that holds FashionMNIST/; random images otherwise")
     parser.add_argument("--out", type=Path, default=Path("frontier"))

@@ -79,8 +79,11 @@ def configurations(model: str, batch_size: int, blocks: int, quick: bool = False
 
 def make_step(configuration: Configuration, workload: Workload, options: dict[str, Any]) -> Step:
     """The step of a configuration; what this call and the first steps allocate counts as the method's memory."""
-    optimizer = torch.optim.SGD(workload.model.parameters(), lr=1e-3, momentum=0.9)
-    return _METHODS[configuration.method](workload, optimizer, configuration.value, options)
+    return _METHODS[configuration.method](workload, _optimizer(workload, options), configuration.value, options)
+
+
+def _optimizer(workload: Workload, options: dict[str, Any]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(workload.model.parameters(), lr=1e-3, momentum=options["momentum"])
 
 
 def _plain(workload: Workload, optimizer: torch.optim.Optimizer, _value: Any, _options: Any) -> Step:
@@ -165,30 +168,39 @@ def _compiled(workload: Workload, optimizer: torch.optim.Optimizer, budget: floa
 
 
 def _torch_odt(workload: Workload, optimizer: torch.optim.Optimizer, share: float, options: dict[str, Any]) -> Step:
-    import torch_odt as odt
-
-    def make(budget_bytes: int) -> odt.TrainStep:
-        loss_fn = nn.functional.cross_entropy if "images" in workload.batches[0] else None
-        budget = odt.Budget(budget_bytes, of="training")
-        return odt.TrainStep(workload.model, loss_fn, optimizer, budget=budget, cache=options.get("cache"))
-
-    current = make(int(share * options["eager_bytes"]) or 4096)
+    budget_bytes = int(share * options["eager_bytes"]) if share else options["smallest_feasible_bytes"]
+    train_step = _train_step(workload, optimizer, budget_bytes, options)
 
     def step(batch: Batch) -> torch.Tensor:
-        nonlocal current
-        arguments = tuple(batch.values()) if "images" in batch else ()
-        named = {} if arguments else batch
-        if share == 0 and not step.settled:  # type: ignore[attr-defined]
-            step.settled = True  # type: ignore[attr-defined]
-            try:
-                return current(*arguments, **named)
-            except odt.InfeasibleBudget as refusal:
-                current = step.train_step = make(refusal.smallest_feasible_bytes)  # type: ignore[attr-defined]
-        return current(*arguments, **named)
+        arguments, named = _arguments(batch)
+        return train_step(*arguments, **named)
 
-    step.settled = False  # type: ignore[attr-defined]
-    step.train_step = current  # type: ignore[attr-defined]
+    step.train_step = train_step  # type: ignore[attr-defined]
     return step
+
+
+def find_smallest(workload: Workload, options: dict[str, Any]) -> int:
+    """The smallest budget that torch_odt names when it refuses one; a process of its own then trains in it."""
+    import torch_odt as odt
+
+    arguments, named = _arguments(workload.batches[0])
+    try:
+        _train_step(workload, _optimizer(workload, options), 4096, options)(*arguments, **named)
+    except odt.InfeasibleBudget as refusal:
+        return refusal.smallest_feasible_bytes
+    raise AssertionError("4096 bytes were enough")
+
+
+def _train_step(workload: Workload, optimizer: torch.optim.Optimizer, budget_bytes: int, options: Any) -> Any:
+    import torch_odt as odt
+
+    loss_fn = nn.functional.cross_entropy if "images" in workload.batches[0] else None
+    budget = odt.Budget(budget_bytes, of="training")
+    return odt.TrainStep(workload.model, loss_fn, optimizer, budget=budget, cache=options.get("cache"))
+
+
+def _arguments(batch: Batch) -> tuple[tuple[torch.Tensor, ...], Batch]:
+    return (tuple(batch.values()), {}) if "images" in batch else ((), batch)
 
 
 def _stepping(optimizer: torch.optim.Optimizer, loss_of: Callable[[Batch], torch.Tensor]) -> Step:

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from gradients import compare, write_reference
-from peers import Configuration, Step, make_step
+from peers import Configuration, Step, find_smallest, make_step
 from process_memory import Sampler, anonymous, reset_high_water_mark, settle, status
 from workloads import Workload, make_workload
 
@@ -32,6 +32,9 @@ def main() -> None:
         return
     _touch_libraries()
     settle()
+    if configuration.method == "find smallest":
+        _answer({"smallest_feasible_bytes": find_smallest(workload, request)})
+        return
     before = status()
     sampler = Sampler()
     sampler.start()

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch_odt import __version__
-from torch_odt.commands import demo, doctor, plan, profile, train
+from torch_odt.commands import demo, doctor, options, plan, profile, train
 from torch_odt.commands.errors import UserError
 from torch_odt.errors import CaptureError, InfeasibleBudget, OdtWarning
 
@@ -52,15 +52,21 @@ def _guarded(command: Callable[[argparse.Namespace], int], arguments: argparse.N
     except (UserError, InfeasibleBudget, CaptureError) as error:
         if arguments.debug:
             raise
-        return _report(str(error), USER_ERROR)
+        return _report(error, str(error), USER_ERROR, as_json=arguments.json)
     except Exception as error:
         if arguments.debug:
             raise
-        return _report(f"{type(error).__name__}: {error} (--debug shows where)", UNEXPECTED)
+        text = f"{type(error).__name__}: {error} (--debug shows where)"
+        return _report(error, text, UNEXPECTED, as_json=arguments.json)
 
 
-def _report(text: str, code: int) -> int:
+def _report(error: Exception, text: str, code: int, *, as_json: bool) -> int:
     print(f"torch-odt: error: {' '.join(text.split())}", file=sys.stderr)
+    if as_json:
+        document: dict[str, Any] = {"error": type(error).__name__, "message": str(error)}
+        if isinstance(error, InfeasibleBudget):
+            document["smallest_feasible_bytes"] = error.smallest_feasible_bytes
+        options.print_json(document)
     return code
 
 

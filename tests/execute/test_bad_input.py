@@ -132,7 +132,7 @@ def test_a_batch_of_another_shape_or_dtype() -> None:
 
 def test_a_batch_without_tensors() -> None:
     step = make_step(Net())
-    for args in ((), (1, 2), ([], {})):
+    for args in ((1, 2), ([], {})):
         with pytest.raises(ValueError, match="no tensor with a batch dimension"):
             step(*args)
 
@@ -202,6 +202,31 @@ def test_a_cache_folder_that_cannot_be_written(tmp_path: Path) -> None:
         step(*batch)
     plain_step(plain, batch, sgd(plain.parameters()))
     assert_equal_models(model, plain)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ((), "a step takes a batch"),
+        ((torch.ones(2, 6),), "there is no target"),
+        (((torch.ones(2, 6), torch.zeros(2)),), r"step\(\*batch\)"),
+        (({"x": torch.ones(2, 6)},), r"step\(\*\*batch\)"),
+    ],
+)
+def test_a_batch_that_is_laid_out_in_another_way(arguments: tuple[Any, ...], text: str) -> None:
+    with pytest.raises(TypeError, match=text):
+        make_step(Net())(*arguments)
+
+
+def test_parts_that_are_mixed_up() -> None:
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(TypeError, match="the optimizer is a function"):
+        odt.TrainStep(model, optimizer, F.cross_entropy, budget="1GiB")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="the loss_fn is a SGD"):
+        odt.TrainStep(model, optimizer, optimizer, budget="1GiB")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="holds no parameter of this model"):
+        odt.TrainStep(Net(), F.cross_entropy, optimizer, budget="1GiB")
 
 
 def test_an_optimizer_that_needs_a_closure() -> None:

@@ -24,7 +24,10 @@ from models import AWKWARD, CASES, NETWORKS, Batch, ModelCase, case_named
 import torch_odt as odt
 
 # Dynamo looks at the gradients of what crosses from one part of a model to the next.
-pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
+    pytest.mark.filterwarnings("ignore:not captured"),
+]
 
 AUTOCAST = ("resnet18", "mobilenet_v2-channels_last", "bert_small", "tied_language_model")
 PLENTY = odt.Budget("8GiB", of="training")

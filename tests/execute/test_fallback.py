@@ -29,6 +29,7 @@ def amount(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
     """How much of the model is checkpointed, whatever the budget."""
     if request.param == "everything":
         monkeypatch.setattr(fallback, "choose", lambda costs, budget: smallest(costs))
+        monkeypatch.setattr(FallbackStep, "_is_capped", lambda step: False)
     return str(request.param)
 
 
@@ -238,7 +239,8 @@ def test_measuring_changes_nothing_and_finds_what_is_saved() -> None:
     assert 0 < costs.estimate(partial) <= (costs.estimate([]) + costs.estimate(everything)) // 2
 
 
-def test_modules_whose_input_changes_in_place_are_not_checkpointed() -> None:
+def test_modules_whose_input_changes_in_place_are_not_checkpointed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FallbackStep, "_is_capped", lambda step: False)
     model = InPlaceOnInput()
     costs = measure(model, lambda: loss_of(model(torch.randn(2, 3, 8, 8))))
     assert {"second", "third"} <= set(costs.unfit)
@@ -257,7 +259,10 @@ def test_checkpointing_leaves_the_module_tree_alone() -> None:
     assert all("forward" not in vars(module) for module in model.modules())
 
 
-def test_a_changed_batch_is_measured_anew() -> None:
+@pytest.mark.parametrize("is_capped", [True, False])
+def test_a_changed_batch_is_measured_anew(is_capped: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not is_capped:
+        monkeypatch.setattr(FallbackStep, "_is_capped", lambda step: False)
     model = ConvNet()
     step = FallbackStep(model, lambda x: loss_of(model(x)), PLENTY)
     step.run((torch.randn(8, 3, 8, 8),))

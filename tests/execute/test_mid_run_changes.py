@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import argparse
 import copy
-from collections.abc import Iterator
+import itertools
+import random
+import types
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -209,6 +212,116 @@ def test_an_attribute_of_a_global_object_changes(in_loss: bool) -> None:
     assert step.plan.captured
 
 
+FACTOR = 1.0
+OFFSET = torch.zeros(3)
+MODULE = types.ModuleType("users_settings")
+MODULE.factor = 1.0  # type: ignore[attr-defined]
+
+
+def _doubled(x: Tensor) -> Tensor:
+    return x * (2 * FACTOR)
+
+
+def _by_another_function(outputs: Tensor, target: Tensor) -> Tensor:
+    return _doubled(F.cross_entropy(outputs, target))
+
+
+def _by_a_module(outputs: Tensor, target: Tensor) -> Tensor:
+    return F.cross_entropy(outputs, target) * MODULE.factor
+
+
+def _by_a_tensor(outputs: Tensor, target: Tensor) -> Tensor:
+    return F.cross_entropy(outputs + OFFSET, target)
+
+
+class ByAClass(Net):
+    factor = 1.0
+
+    def _scaled(self, x: Tensor) -> Tensor:
+        return _doubled(x) * self.factor
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self._scaled(super().forward(x))
+
+
+@pytest.mark.parametrize("loss_fn", [_by_another_function, _by_a_module, _by_a_tensor, F.cross_entropy])
+def test_what_the_code_names_changes(loss_fn: Callable[..., Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
+    def change(index: int, model: nn.Module) -> None:
+        monkeypatch.setitem(globals(), "FACTOR", 1.0 / (index + 1))
+        monkeypatch.setitem(globals(), "OFFSET", torch.full((3,), float(index)) * torch.arange(3))
+        monkeypatch.setattr(MODULE, "factor", 2.0 - index)
+        monkeypatch.setattr(ByAClass, "factor", 1.0 + index)
+
+    model = ByAClass() if loss_fn is F.cross_entropy else Net()
+    step = train_both(model, make_batches(3), between=change, loss_fn=loss_fn)
+    assert step.plan.captured
+
+
+CALLS = 0
+
+
+class Effectful(Net):
+    """Does something besides computing tensors."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.what = what
+        self.calls = 0
+        self.numbers = itertools.count(1) if what == "counts by itertools" else None
+        self.stream = iter(range(1, 100)) if what == "draws from an iterator" else None
+        self.dice = random.Random(3) if what == "rolls dice" else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        global CALLS
+        factor = 1
+        match self.what:
+            case "counts in an attribute":
+                self.calls += 1
+                factor = self.calls
+            case "counts in a global":
+                CALLS += 1
+                factor = CALLS
+            case "counts by itertools":
+                factor = next(self.numbers)  # type: ignore[arg-type]
+            case "draws from an iterator":
+                factor = next(self.stream)  # type: ignore[arg-type]
+            case "rolls dice":
+                factor = self.dice.randint(1, 6)  # type: ignore[union-attr]
+            case "prints":
+                print("forward")
+        return super().forward(x) * factor
+
+
+EFFECTS = ["counts in an attribute", "counts in a global", "counts by itertools", "draws from an iterator",
+           "rolls dice", "prints"]  # fmt: skip
+
+
+@pytest.mark.parametrize("what", EFFECTS)
+def test_code_with_effects_runs_once_a_step(what: str, capsys: pytest.CaptureFixture[str]) -> None:
+    def restart(index: int, model: nn.Module) -> None:
+        global CALLS
+        CALLS = index
+
+    model = Effectful(what)
+    plain = copy.deepcopy(model)
+    optimizer = sgd(plain.parameters())
+    step = make_step(model)
+    batches = make_batches(3)
+    with pytest.warns(odt.OdtWarning, match="not captured: the step "):
+        restart(0, model)
+        losses = [step(*batch) for batch in batches]
+    printed = capsys.readouterr().out
+    restart(0, plain)
+    assert losses == [plain_step(plain, batch, optimizer) for batch in batches]
+    assert printed == capsys.readouterr().out
+    assert_equal_models(model, plain)
+    assert model.calls == plain.calls
+    assert not step.plan.captured and len(step._prepared) == 1, "what cannot be captured is not tried again"
+    if odt.memory.is_tracking():
+        assert step.plan.lines[0].label == "plain steps" and step.plan.lines[0].nbytes < 1 << 20, "counted"
+
+
+@pytest.mark.filterwarnings("ignore:not captured")
 def test_a_loss_that_counts_its_calls_is_not_captured() -> None:
     count = 0
 
@@ -237,6 +350,7 @@ class WithPlainTensor(Net):
         return super().forward(x * self.plain)
 
 
+@pytest.mark.filterwarnings("ignore:not captured")
 @pytest.mark.parametrize("changes", [False, True])
 def test_a_tensor_that_is_no_buffer(changes: bool) -> None:
     def change(index: int, model: nn.Module) -> None:

@@ -194,6 +194,7 @@ class Branches(nn.Module):
         return self.net(x) if x.sum().item() < 1e9 else self.net(-x)
 
 
+@pytest.mark.filterwarnings("ignore:not captured")
 @pytest.mark.parametrize("make", [Net, Tied, Branches])
 @pytest.mark.parametrize("accumulation_steps", [1, 2])
 def test_gradient_hooks(make: Callable[[], nn.Module], accumulation_steps: int) -> None:

@@ -25,7 +25,7 @@ GIB = 2**30
         ("10KiB", 10_240),
         ("2TB", 2_000_000_000_000),
         ("7 B", 7),
-        ("7", 7),
+        ("7000000", 7_000_000),
         (".5 KiB", 512),
         ("0.1 GB", 100_000_000),
         (123, 123),
@@ -33,6 +33,11 @@ GIB = 2**30
 )
 def test_bytes_are_read(text: int | str, count: int) -> None:
     assert parse_bytes(text) == count
+
+
+def test_a_small_number_without_a_unit_is_asked_about() -> None:
+    with pytest.raises(ValueError, match=r"has no unit and would be 512 bytes: did you mean \"512MiB\""):
+        parse_bytes("512")
 
 
 @pytest.mark.parametrize(

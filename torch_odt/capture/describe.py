@@ -28,6 +28,7 @@ from torch_odt.capture.library import (
     is_library_module,
     is_pure,
 )
+from torch_odt.capture.reads import has_contents
 from torch_odt.capture.recorder import code_name
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), type(...), type(NotImplemented), range)
@@ -276,15 +277,6 @@ def is_users_function(value: object) -> bool:
 
 def _namespace(function: types.FunctionType) -> str:
     return str(function.__globals__.get("__name__"))
-
-
-def has_contents(cell: types.CellType) -> bool:
-    """Whether a variable of an enclosing function has been assigned."""
-    try:
-        _ = cell.cell_contents
-    except ValueError:
-        return False
-    return True
 
 
 def tensor_bytes(tensor: torch.Tensor) -> bytes:

@@ -1,15 +1,18 @@
 """What the Python code of a step does besides computing tensors.
 
 A graph repeats the tensors' part of a step and nothing else. Code that also counts its calls, rebinds a buffer, draws
-from Python's or NumPy's random numbers, or is watched by hooks must run as Python at every step, so it is not captured.
+from Python's or NumPy's random numbers, prints, or is watched by hooks must run as Python at every step, so it is not
+captured.
 """
 
 from __future__ import annotations
 
+import io
+import itertools
 import random
 import types
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from typing import Any
 
 import numpy as np
@@ -17,6 +20,7 @@ import torch
 from torch import nn
 
 from torch_odt.capture.loss_modules import reached
+from torch_odt.capture.reads import code_of_step, reads
 from torch_odt.errors import CaptureError
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -52,28 +56,53 @@ def plain_tensors_kept(model: nn.Module, loss_fn: Any) -> Iterator[None]:
                 tensor.detach().copy_(content)
 
 
-class Effects:
-    """The state of a model's Python side at one moment."""
+@contextmanager
+def effects_refused(model: nn.Module, loss_fn: Any = None) -> Iterator[None]:
+    """Undo what the code inside has changed besides tensors, and raise CaptureError if it has changed anything."""
+    before = _State(model, loss_fn)
+    printed = io.StringIO()
+    with redirect_stdout(printed):
+        yield
+    effects = list(before.effects())
+    before.restore()
+    if printed.getvalue():
+        effects.append("prints")
+    if effects:
+        raise CaptureError(f"the step {' and '.join(effects)}")
 
-    def __init__(self, model: nn.Module, loss_fn: Any = None) -> None:
+
+class _State:
+    """The Python side of a model and a loss at one moment."""
+
+    def __init__(self, model: nn.Module, loss_fn: Any) -> None:
         self._model = model
         self._loss_fn = loss_fn
         self._reached = _reached_marks(loss_fn)
         self._attributes = {name: _attributes(module) for name, module in model.named_modules()}
         self._bindings = {name: dict(vars(module)) for name, module in model.named_modules()}
         self._buffers = {name: dict(module._buffers) for name, module in model.named_modules()}
+        self._named = [(read, read.value, _mark(read.value)) for read in reads(code_of_step(model.modules(), loss_fn))]
         self._random = random.getstate()
         self._numpy_random = np.random.get_state()
 
-    def refuse_changes(self) -> None:
-        """Undo what has changed since, and raise CaptureError if anything has."""
+    def effects(self) -> Iterator[str]:
+        """What has happened since."""
         changed = [f"{name}.{key}".lstrip(".") for name, key in self._changed()]
-        draws = random.getstate() != self._random or not _same(np.random.get_state(), self._numpy_random)
-        self._restore()
+        changed += [read.label for read, _, mark in self._named if _mark(read.namespace.get(read.name)) != mark]
         if changed:
-            raise CaptureError(f"the step changes {', '.join(changed[:3])} as Python attributes")
-        if draws:
-            raise CaptureError("the step draws from Python's or NumPy's random numbers")
+            yield f"changes {', '.join(dict.fromkeys(changed[:3]))} as Python attributes"
+        iterator = next(self._iterators(), None)
+        if iterator is not None:
+            yield f"can draw from {iterator}, an iterator whose position cannot be seen"
+        if random.getstate() != self._random or not _same(np.random.get_state(), self._numpy_random):
+            yield "draws from Python's or NumPy's random numbers"
+
+    def _iterators(self) -> Iterator[str]:
+        bindings = [(f"{name}.{key}", value) for name, found in self._bindings.items() for key, value in found.items()]
+        named = [(read.label, value) for read, value, _ in self._named]
+        for label, value in (*bindings, *named, *reached(self._loss_fn)):
+            if isinstance(value, Iterator) and not isinstance(value, (nn.Module, itertools.count)):
+                yield label.lstrip(".")
 
     def _changed(self) -> list[tuple[str, str]]:
         found = []
@@ -84,7 +113,7 @@ class Effects:
         found += [("the loss's", name) for name, mark in reached_now.items() if self._reached.get(name, mark) != mark]
         return sorted(found)
 
-    def _restore(self) -> None:
+    def restore(self) -> None:
         for name, module in self._model.named_modules():
             before = self._bindings.get(name, vars(module))
             for key in (before.keys() | vars(module).keys()) - _IGNORED:
@@ -93,6 +122,9 @@ class Effects:
                 elif vars(module).get(key) is not before[key]:
                     vars(module)[key] = before[key]
             module._buffers.update(self._buffers.get(name, {}))
+        for read, value, _ in self._named:
+            if read.namespace.get(read.name) is not value:
+                read.namespace[read.name] = value
         random.setstate(self._random)
         np.random.set_state(self._numpy_random)
 
@@ -114,8 +146,12 @@ def _attributes(module: nn.Module) -> dict[str, Any]:
 
 
 def _mark(value: Any) -> Any:
-    if isinstance(value, (bool, int, float, str, bytes, type(None))):
+    if isinstance(value, (bool, int, float, str, bytes, type(None), itertools.count)):
         return (type(value), repr(value))
+    if isinstance(value, random.Random):
+        return value.getstate()
+    if isinstance(value, np.random.Generator):
+        return repr(value.bit_generator.state)
     if isinstance(value, (list, tuple)):
         return (id(value), tuple(map(id, value)))
     if isinstance(value, dict):
@@ -132,11 +168,3 @@ def hook_identities(model: nn.Module) -> tuple[int, ...]:
     return tuple(
         id(hook) for m in model.modules() for hooks in _HOOKS for hook in (getattr(m, hooks, None) or {}).values()
     )
-
-
-def tensor_identity(tensor: torch.Tensor) -> tuple[int, int]:
-    """Changes when an attribute is bound to another tensor, or its content is changed in place.
-
-    Parameters are expected to change: their content belongs to the step.
-    """
-    return id(tensor), 0 if isinstance(tensor, nn.Parameter) else tensor._version

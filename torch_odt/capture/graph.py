@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal
 
-ValueKind = Literal["parameter", "buffer", "input", "tangent", "constant", "computed"]
+ValueKind = Literal["parameter", "buffer", "gradient", "input", "tangent", "constant", "computed"]
 OutputKind = Literal["loss", "result", "gradient", "mutation"]
 
 
@@ -59,7 +59,7 @@ class Value:
             are planned: the others belong to the caller and stay where they are.
         base: index of the value that owns the storage; its own index unless it is a view.
         producer: index of the program op that computes it, None for what the caller gives.
-        target: the qualified name of a parameter or buffer, the flat position of an input.
+        target: the qualified name of a parameter or buffer (of a gradient: its parameter), the position of an input.
     """
 
     index: int

@@ -52,6 +52,11 @@ def is_library_file(path: str) -> bool:
     return path.startswith(_PYTHON) if installed is None else installed[1] in _NAMES
 
 
+def is_installed_file(path: str) -> bool:
+    """Whether a file belongs to an installed package."""
+    return _INSTALLED.search(path) is not None
+
+
 def is_library_module(name: str) -> bool:
     """Whether the module of this name is torch's, Python's or ours."""
     top = name.partition(".")[0]

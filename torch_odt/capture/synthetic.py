@@ -150,6 +150,8 @@ def _index_bound(graph: TrainingGraph, op: Op) -> tuple[int, int] | None:
         return index.value, graph.values[weight.value].shape[0]
     if op.target == "aten.embedding_dense_backward.default":
         return op.args[1].value, op.args[2]
+    if op.target == "odt.accumulate_embedding":
+        return op.args[2].value, graph.values[op.args[0].value].shape[0]
     if op.target == "aten.max_pool2d_with_indices_backward.default":
         return op.args[7].value, prod(graph.values[op.args[1].value].shape[-2:])
     return None

@@ -18,7 +18,7 @@ import torch.utils._pytree as pytree
 from torch import nn
 
 from torch_odt.capture import operators
-from torch_odt.capture.effects import Effects, plain_tensors_kept, refuse_hooks
+from torch_odt.capture.effects import effects_refused, plain_tensors_kept, refuse_hooks
 from torch_odt.capture.graph import Op, Output, OutputKind, Ref, TrainingGraph, Value, ValueKind, refs
 from torch_odt.capture.loss_modules import loss_module
 from torch_odt.errors import CaptureError, LossError
@@ -79,9 +79,8 @@ class _Step(nn.Module):
         self.result_leaves: list[tuple[int | None, Any]] = []
 
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[torch.Tensor, ...]:
-        before = Effects(self, self._watched[0])
-        loss, results = self._compute(self.model, args, kwargs)
-        before.refuse_changes()
+        with effects_refused(self, self._watched[0]):
+            loss, results = self._compute(self.model, args, kwargs)
         leaves, self.result_spec = pytree.tree_flatten(results)
         self.result_leaves = []
         tensors: list[torch.Tensor] = []

@@ -24,10 +24,18 @@ from torch_odt.commands.data import ImageData, load_digits
 from torch_odt.commands.errors import UserError
 from torch_odt.commands.gauge import MemoryGauge
 from torch_odt.commands.models import load_model
-from torch_odt.commands.training import Batch, PlainStep, Record, laid_out, memory_against, run_steps, validate
+from torch_odt.commands.training import (
+    Batch,
+    PlainStep,
+    Record,
+    beside_loop,
+    laid_out,
+    memory_against,
+    run_steps,
+    validate,
+)
 
 SMALL_BATCH = 16
-OWN_BYTES = 8 << 20
 
 
 @dataclass(frozen=True)
@@ -79,11 +87,6 @@ class Result:
     smallest_feasible_bytes: int | None = None
 
 
-def _for_training(budget_bytes: int) -> odt.Budget:
-    """What is left for the step beside the loop's own batches and progress bar."""
-    return odt.Budget(max(budget_bytes - OWN_BYTES, budget_bytes // 2), of="training")
-
-
 def work(job: Job) -> Result:
     """Train as the job says."""
     torch.manual_seed(job.seed)
@@ -99,7 +102,9 @@ def work(job: Job) -> Result:
         if job.budget_bytes is None:
             step = PlainStep(model, F.cross_entropy, optimizer)
         else:
-            step = odt.TrainStep(model, F.cross_entropy, optimizer, budget=_for_training(job.budget_bytes))
+            step = odt.TrainStep(
+                model, F.cross_entropy, optimizer, budget=beside_loop(odt.Budget(job.budget_bytes, of="training"))
+            )
         run_steps(
             step,
             batches,

@@ -128,7 +128,8 @@ def _memory() -> Iterator[Finding]:
     detail = memory.available_detail()
     smallest = min(detail, key=lambda source: detail[source])
     parts = ", ".join(f"{source.replace('_', ' ')} {format_bytes(count)}" for source, count in sorted(detail.items()))
-    yield Finding("held now", f"{format_bytes(memory.process_bytes())} that the kernel cannot take back")
+    held = format_bytes(memory.process_bytes())
+    yield Finding("held now", f"{held} that the kernel cannot take back, before a model, data and an optimizer")
     if detail[smallest] < SMALL_MEMORY_BYTES:
         advice = f"raise the limit or free memory: {smallest} leaves too little to train"
         yield Finding("available", parts, "degraded", advice)
@@ -170,4 +171,7 @@ def _print_report(findings: list[Finding], degraded: int) -> None:
         print(f"{marks[finding.state]} {finding.topic:<{width}}  {finding.what}")
         if finding.advice:
             print(f"  {'':<{width}}  -> {finding.advice}")
-    print("\nAll is fine." if not degraded else f"\n{degraded} thing{'s are' if degraded > 1 else ' is'} degraded.")
+    if degraded:
+        print(f"\n{degraded} thing{'s are' if degraded > 1 else ' is'} degraded.")
+    else:
+        print("\nNothing is degraded." if any(f.state == "note" for f in findings) else "\nAll is fine.")

@@ -25,6 +25,7 @@ WITHOUT_LIMIT = odt.Budget(1 << 50, of="training")
 SHARES = (0.75, 0.5, 0.35)
 ATTEMPTS = 3
 SLACK_BYTES = 256 << 10
+DRAWN = (".png", ".svg", ".pdf")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -41,6 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Plan, print, draw."""
     options.check_planner(arguments.planner)
+    _check_plot(arguments.plot)
     costs = _read_costs(arguments.costs)
     task = task_of(arguments)
     if arguments.budget is None:
@@ -76,6 +78,7 @@ def _show_plan(arguments: argparse.Namespace, plan: Plan) -> int:
 def _show_range(arguments: argparse.Namespace, task: Task, costs: CostTable | None) -> int:
     """Plans from everything kept down to the smallest feasible budget."""
     keep_all = _plan(arguments, task, WITHOUT_LIMIT, costs)
+    keep_all.budget = None
     if keep_all.smallest_feasible_bytes is None:
         return _show_plan(arguments, keep_all)
     smallest, last = _smallest(arguments, task, costs, keep_all.smallest_feasible_bytes)
@@ -127,6 +130,16 @@ def _read_costs(path: Path | None) -> CostTable | None:
         return costs_from_json(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, PlanError) as error:
         raise UserError(f"--costs {path}: {error}") from error
+
+
+def _check_plot(path: Path | None) -> None:
+    """Before the work, not after."""
+    if path is None:
+        return
+    if path.suffix.lower() not in DRAWN:
+        raise UserError(f"--plot {path}: the name must end in {', '.join(DRAWN)}")
+    if not path.parent.is_dir():
+        raise UserError(f"--plot {path}: there is no folder {path.parent}")
 
 
 def _draw(plan: Plan, path: Path | None) -> None:

@@ -22,7 +22,7 @@ from torch_odt.commands.models import load_model
 from torch_odt.commands.optimizers import add_arguments as add_optimizer
 from torch_odt.commands.optimizers import make_optimizer
 from torch_odt.commands.table import bytes_text, format_bytes, render, seconds_text
-from torch_odt.commands.training import Record, laid_out, memory_against, run_steps, validate
+from torch_odt.commands.training import Record, beside_loop, laid_out, memory_against, run_steps, validate
 
 NAME = "train"
 SUMMARY = "train a classifier on images inside a budget"
@@ -96,7 +96,9 @@ def run(arguments: argparse.Namespace) -> int:
     optimizer = make_optimizer(arguments.optimizer, model, arguments.lr)
     with MemoryGauge() as gauge:
         with as_user_errors(ValueError):
-            step = odt.TrainStep(model, F.cross_entropy, optimizer, budget=budget, planner=arguments.planner)
+            step = odt.TrainStep(
+                model, F.cross_entropy, optimizer, budget=beside_loop(budget), planner=arguments.planner
+            )
         report = _train(arguments, step, model, data, budget, gauge)
     if arguments.save is not None:
         save(model, arguments.save)

@@ -16,9 +16,11 @@ from torch.nn import functional as F
 from torch_odt.commands.gauge import MemoryGauge
 from torch_odt.commands.progress import Progress
 from torch_odt.commands.table import format_bytes
+from torch_odt.runtime.budget import Budget, parse_bytes
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 _SMOOTHING = 0.9
+_OWN_BYTES = 8 << 20
 
 
 class Step(Protocol):
@@ -65,6 +67,14 @@ class Record:
     def step_seconds(self) -> float | None:
         """A typical step; the first ones, which capture and warm up, do not count where there are others."""
         return median(self.seconds[2:] or self.seconds) if self.seconds else None
+
+
+def beside_loop(budget: Budget) -> Budget:
+    """What a budget for training leaves for the steps: batches and progress bar of the loop are not theirs to plan."""
+    if budget.of == "process" or budget.share is not None:
+        return budget
+    amount_bytes = parse_bytes(budget.amount)
+    return Budget(max(amount_bytes - _OWN_BYTES, amount_bytes // 2), of="training")
 
 
 def run_steps(

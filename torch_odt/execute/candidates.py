@@ -7,11 +7,13 @@ fits without recomputation: cutting further only costs time.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch_odt.cache import Cache
+from torch_odt.capture.accumulate import accumulating
 from torch_odt.capture.batch_axis import Separation, analyse
 from torch_odt.capture.costs import Costs
 from torch_odt.capture.graph import TrainingGraph
@@ -21,11 +23,20 @@ from torch_odt.execute.smallest_plans import remembered_smallest
 from torch_odt.planning.auto import auto
 from torch_odt.planning.pool import Layout, pack
 from torch_odt.planning.registry import get_planner
-from torch_odt.planning.schedule import Schedule, schedule_from_data, schedule_to_data
+from torch_odt.planning.schedule import Run, Schedule, schedule_from_data, schedule_to_data
 from torch_odt.planning.simulate import Simulation, simulate
 
 CaptureSizes = Callable[[Sequence[int]], Mapping[int, TrainingGraph]]
 ProfileGraph = Callable[[TrainingGraph], Costs]
+
+
+@dataclass
+class LaterPart:
+    """The same schedule for when gradients exist already."""
+
+    graph: TrainingGraph
+    simulation: Simulation
+    layout: Layout
 
 
 @dataclass
@@ -34,7 +45,7 @@ class PlannedPart:
 
     Attributes:
         first: addresses while `.grad` is empty: gradients leave the arena.
-        later: addresses when gradients are added to what is there; None where that never happens.
+        later: what runs, and where, when gradients are added to those that are there; None where that never happens.
     """
 
     graph: TrainingGraph
@@ -42,7 +53,7 @@ class PlannedPart:
     schedule: Schedule
     simulation: Simulation
     first: Layout
-    later: Layout | None
+    later: LaterPart | None
     separation: Separation | None = None
     draws: Sequence[Draw] = ()
 
@@ -78,8 +89,7 @@ class Candidate:
         for part in self.parts.values():
             peaks.append(part.simulation.peak_bytes)
             if part.later is not None:
-                later = simulate(part.graph, part.costs, part.schedule, gradients="accumulate")
-                peaks.append(gradient_bytes_of(part.graph) + later.peak_bytes)
+                peaks.append(gradient_bytes_of(part.graph) + part.later.simulation.peak_bytes)
         return self.mask_bytes + max(peaks)
 
     @property
@@ -89,12 +99,32 @@ class Candidate:
 
 @dataclass(frozen=True)
 class SizedGraph:
-    """The step at one micro-batch size; `separation` is None for the whole batch."""
+    """The step at one micro-batch size; `separation` is None for the whole batch.
+
+    `adding` is what may run once gradients exist, with its costs: the batch is cut, so the order of sums is free.
+    """
 
     graph: TrainingGraph
     costs: Costs
     separation: Separation | None = None
     draws: Sequence[Draw] = ()
+    adding: tuple[TrainingGraph, Costs] | None = None
+
+    def later(self, schedule: Schedule) -> tuple[TrainingGraph, Costs]:
+        """What a schedule of `graph` executes when gradients exist."""
+        if self.adding is None:
+            return self.graph, self.costs
+        graph, costs = self.adding
+        runs = Counter(instruction.op for instruction in schedule.instructions if isinstance(instruction, Run))
+        changed = {op.index for op, own in zip(graph.ops, self.graph.ops, strict=True) if op is not own}
+        again = {op for op in changed if runs[op] > 1}
+        if not again:
+            return graph, costs
+        partial = accumulating(self.graph, without=again)
+        if partial is None:
+            return self.graph, self.costs
+        kept = {op.index for op, own in zip(partial.ops, self.graph.ops, strict=True) if op is not own}
+        return partial, replace(costs, ops={**costs.ops, **{op: self.costs.ops[op] for op in changed - kept}})
 
 
 @dataclass
@@ -193,18 +223,19 @@ class Candidates:
     def _assemble(self, sizes: tuple[int, ...], schedules: Mapping[int, Schedule]) -> Candidate:
         several = len(sizes) > 1 or self.gradients_exist
         parts = {size: self._place(self.sized(size), schedule, several) for size, schedule in schedules.items()}
-        layouts = [layout for part in parts.values() for layout in (part.first, part.later) if layout is not None]
+        later = [part.later.layout for part in parts.values() if part.later is not None]
+        layouts = [*(part.first for part in parts.values()), *later]
         outside = max(layout.outside_peak_bytes for layout in layouts)
         if several:
             gradients = gradient_bytes_of(parts[sizes[0]].graph)
-            outside = max(outside, gradients + max(p.later.outside_peak_bytes for p in parts.values() if p.later))
+            outside = max(outside, gradients + max(layout.outside_peak_bytes for layout in later))
         return Candidate(
             sizes=sizes,
             parts=parts,
             arena_bytes=max(layout.address_peak_bytes for layout in layouts),
             outside_bytes=outside,
             mask_bytes=sum(draw.nbytes for draw in parts[sizes[0]].draws),
-            seconds=sum(parts[size].simulation.seconds for size in sizes),
+            seconds=sum(_seconds(parts[size], is_first=position == 0) for position, size in enumerate(sizes)),
         )
 
     def _schedule(self, sized: SizedGraph, room: int | None, several: bool) -> Schedule:
@@ -214,11 +245,11 @@ class Candidates:
             first = pack(graph, costs, schedule).total_bytes
             if not several:
                 return first
-            later = pack(graph, costs, schedule, gradients="accumulate").total_bytes
+            later = pack(*sized.later(schedule), schedule, gradients="accumulate").total_bytes
             return max(first, gradient_bytes_of(graph) + later)
 
         if room is None:
-            kind = "accumulates" if several else "whole"
+            kind = "whole" if not several else "accumulates" if sized.adding is None else "adds"
             return remembered_smallest(self.cache, graph, costs, kind=kind, footprint=footprint)
         if self.planner == "auto":
             return auto(graph, costs, room, footprint=footprint)
@@ -226,13 +257,19 @@ class Candidates:
 
     def _place(self, sized: SizedGraph, schedule: Schedule, several: bool) -> PlannedPart:
         graph, costs = sized.graph, sized.costs
+        later_graph, later_costs = sized.later(schedule)
+        later = LaterPart(
+            graph=later_graph,
+            simulation=simulate(later_graph, later_costs, schedule, gradients="accumulate"),
+            layout=pack(later_graph, later_costs, schedule, gradients="accumulate"),
+        )
         return PlannedPart(
             graph=graph,
             costs=costs,
             schedule=schedule,
             simulation=simulate(graph, costs, schedule),
             first=pack(graph, costs, schedule),
-            later=pack(graph, costs, schedule, gradients="accumulate") if several else None,
+            later=later if several else None,
             separation=sized.separation,
             draws=sized.draws,
         )
@@ -258,7 +295,9 @@ class Candidates:
                 micro = self._graphs.setdefault(size, self.capture((size,))[size])
                 hoisted = hoist_random(micro, whole, analyse(whole, micro, self.batch, size))
                 costs = self.profile(hoisted.graph)
-                self._sized[size] = SizedGraph(hoisted.graph, costs, hoisted.separation, hoisted.draws)
+                adds = accumulating(hoisted.graph)
+                adding = None if adds is None else (adds, self.profile(adds))
+                self._sized[size] = SizedGraph(hoisted.graph, costs, hoisted.separation, hoisted.draws, adding)
         return self._sized[size]
 
     def _refuse_mutations(self, whole: TrainingGraph) -> None:
@@ -269,6 +308,10 @@ class Candidates:
     def _note(self, text: str) -> None:
         if text not in self.notes:
             self.notes.append(text)
+
+
+def _seconds(part: PlannedPart, *, is_first: bool) -> float:
+    return (part.simulation if is_first or part.later is None else part.later.simulation).seconds
 
 
 def gradient_bytes_of(graph: TrainingGraph) -> int:

@@ -95,6 +95,23 @@ def _call(original: Forward, kwargs: dict[str, Any], *args: Any) -> Any:
     return original(*args, **kwargs)
 
 
+class PlainAttributes:
+    """What the modules of a model are bound to besides their structure, as it is when this object is made."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._of_module = [(module, self._found(module)) for module in model.modules()]
+
+    @staticmethod
+    def _found(module: nn.Module) -> dict[str, Any]:
+        return {name: value for name, value in vars(module).items() if name not in _STRUCTURE}
+
+    def restore(self) -> None:
+        for module, attributes in self._of_module:
+            for name in self._found(module).keys() - attributes.keys():
+                del vars(module)[name]
+            vars(module).update(attributes)
+
+
 @dataclass(slots=True)
 class _Buffer:
     """A buffer as it was before forward: `copy` holds its content unless forward left it alone."""
@@ -112,7 +129,7 @@ class _ModuleState:
 
     module: nn.Module
     _buffers: list[_Buffer] = field(init=False)
-    _attributes: list[dict[str, Any]] = field(init=False)
+    _attributes: PlainAttributes = field(init=False)
     _random: PythonRandomState = field(init=False)
 
     def __post_init__(self) -> None:
@@ -120,7 +137,7 @@ class _ModuleState:
             _Buffer(owner, name, tensor, tensor._version, tensor.detach().clone())
             for owner, name, tensor in _tensors(self.module)
         ]
-        self._attributes = [_plain_attributes(module) for module in self.module.modules()]
+        self._attributes = PlainAttributes(self.module)
         self._random = PythonRandomState.capture()
 
     @contextmanager
@@ -134,13 +151,11 @@ class _ModuleState:
     @contextmanager
     def rewound(self) -> Iterator[None]:
         """Around the second forward: the module as it was before the first, and afterwards as it is now."""
-        modules = list(self.module.modules())
-        attributes_now = [_plain_attributes(module) for module in modules]
+        attributes_now = PlainAttributes(self.module)
         tensors_now = [(owner, name, tensor) for owner, name, tensor in _tensors(self.module)]
         random_now = PythonRandomState.capture()
         try:
-            for module, attributes in zip(modules, self._attributes, strict=True):
-                _set_plain_attributes(module, attributes)
+            self._attributes.restore()
             # Stand-ins instead of copying the content back and forth: the real buffers are never touched, so that
             # autograd's check for changed tensors keeps its meaning.
             stand_ins: dict[int, torch.Tensor] = {}
@@ -149,8 +164,7 @@ class _ModuleState:
             self._random.restore()
             yield
         finally:
-            for module, attributes in zip(modules, attributes_now, strict=True):
-                _set_plain_attributes(module, attributes)
+            attributes_now.restore()
             for owner, name, tensor in tensors_now:
                 owner[name] = tensor
             random_now.restore()
@@ -173,13 +187,3 @@ def _tensors(module: nn.Module) -> Iterator[tuple[dict[str, Any], str, torch.Ten
             for name, tensor in list(owner.items()):
                 if isinstance(tensor, torch.Tensor) and not tensor.requires_grad:
                     yield owner, name, tensor
-
-
-def _plain_attributes(module: nn.Module) -> dict[str, Any]:
-    return {name: value for name, value in module.__dict__.items() if name not in _STRUCTURE}
-
-
-def _set_plain_attributes(module: nn.Module, attributes: dict[str, Any]) -> None:
-    for name in [name for name in module.__dict__ if name not in _STRUCTURE and name not in attributes]:
-        del module.__dict__[name]
-    module.__dict__.update(attributes)

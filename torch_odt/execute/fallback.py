@@ -17,7 +17,7 @@ from torch import nn
 
 from torch_odt import memory
 from torch_odt.errors import InfeasibleBudget
-from torch_odt.execute.checkpointing import checkpointed
+from torch_odt.execute.checkpointing import PlainAttributes, checkpointed
 from torch_odt.execute.module_costs import ModuleCosts, choose, measure, smallest
 from torch_odt.execute.randomness import RandomState
 
@@ -33,7 +33,7 @@ class CheckpointChoice:
 
     Attributes:
         names: qualified names of the submodules.
-        predicted_bytes: the estimated peak of a step above the level before it.
+        predicted_bytes: the estimated peak of a step above the level before it; the limit until something is known.
         counted_bytes: the allocator's count of the same in the last step; None where it does not track.
         notes: what was left out of the choice and why.
     """
@@ -47,8 +47,9 @@ class CheckpointChoice:
 class FallbackStep:
     """Forward and backward of a step of any model inside a budget, gradients exactly those of plain PyTorch.
 
-    Choose it when the step cannot be captured as a graph. The first step with a batch of a new shape measures the
-    submodules first (two forward passes that keep nothing).
+    Choose it when the step cannot be captured as a graph. As long as nothing has to be checkpointed the step's code
+    runs once, as it always does. Where that does not fit, the submodules are measured (two forward passes that keep
+    nothing), and those that are checkpointed run a second time in the backward pass.
 
     Args:
         model: the model whose submodules may be checkpointed.
@@ -95,19 +96,31 @@ class FallbackStep:
         """
         kwargs = kwargs or {}
         key = (batch_signature(args, kwargs), tuple(module.training for module in self.model.modules()))
+        if key not in self._choices and self._is_capped():
+            self._choices[key] = CheckpointChoice([], self.budget_bytes)
         while True:
             choice = self.choice = self._choice_for(key, args, kwargs)
             try:
-                return self._attempt(choice, args, kwargs)
+                loss = self._attempt(choice, args, kwargs)
+                if key not in self._costs and choice.counted_bytes is not None:
+                    choice.predicted_bytes = choice.counted_bytes
+                return loss
             except (torch.OutOfMemoryError, MemoryError):
                 pass
             # Outside the handler: while it ran, the traceback held the activations of the failed attempt.
-            self._choices[key] = self._more_frugal(self._costs[key], choice)
+            if key in self._costs:
+                self._choices[key] = self._more_frugal(self._costs[key], choice)
+            else:
+                del self._choices[key]
+
+    def _is_capped(self) -> bool:
+        """Whether a step that does not fit fails instead of growing: then it may be tried before it is measured."""
+        return memory.is_tracking()
 
     def _choice_for(self, key: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CheckpointChoice:
-        if key not in self._costs:
-            self._costs[key] = self._measure(args, kwargs)
         if key not in self._choices:
+            if key not in self._costs:
+                self._costs[key] = self._measure(args, kwargs)
             costs = self._costs[key]
             activations = self.budget_bytes - self._fixed_bytes()
             self._choices[key] = self._describe(costs, [] if costs is None else choose(costs, activations))
@@ -170,12 +183,13 @@ def _with_margin(predicted_bytes: int) -> int:
 
 @contextlib.contextmanager
 def _undone_on_failure(model: nn.Module) -> Iterator[None]:
-    """When the body fails, gradients, buffers and random number generators are as if it had not run.
+    """When the body fails, gradients, buffers, attributes and random number generators are as if it had not run.
 
     Gradients that exist already are put aside and added at the end, in the order in which autograd adds them.
     """
     random_before = RandomState.capture()
     buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+    attributes = PlainAttributes(model)
     earlier = {parameter: parameter.grad for parameter in model.parameters() if parameter.requires_grad}
     for parameter in earlier:
         parameter.grad = None
@@ -187,6 +201,7 @@ def _undone_on_failure(model: nn.Module) -> Iterator[None]:
         with torch.no_grad():
             for buffer, content in buffers:
                 buffer.copy_(content)
+        attributes.restore()
         random_before.restore()
         raise
     for parameter, gradient in earlier.items():

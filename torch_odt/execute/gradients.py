@@ -46,6 +46,13 @@ class StepReceiver:
         else:
             self.results.setdefault(int(output.target), []).append(tensor)
 
+    def gradient(self, name: str) -> torch.Tensor:
+        """A parameter's gradient as operators add to it."""
+        parameter = self._parameters[name]
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        return parameter.grad
+
     def _add_loss(self, tensor: torch.Tensor) -> None:
         if self.loss is None and self.loss_weight == 1.0:
             self.loss = tensor
@@ -56,7 +63,8 @@ class StepReceiver:
     def _add_gradient(self, name: str, tensor: torch.Tensor) -> None:
         parameter = self._parameters[name]
         if parameter.grad is not None:
-            parameter.grad.add_(tensor)
+            if parameter.grad.untyped_storage()._cdata != tensor.untyped_storage()._cdata:
+                parameter.grad.add_(tensor)
         elif self.adopts_gradients and name not in self._shared and _obeys_layout(tensor, parameter):
             parameter.grad = tensor
         else:

@@ -67,7 +67,10 @@ class Prepared:
     ) -> tuple[torch.Tensor, Any]:
         """Forward and backward of a batch; returns the loss and the model's outputs where they were asked for."""
         if self.fallback is not None:
-            return self.fallback.run(args, kwargs, gradient_scale)
+            done = self.fallback.run(args, kwargs, gradient_scale)
+            self.plan.lines = self.fallback.lines
+            self.plan.notes = tuple(dict.fromkeys((*self.fallback.notes, *self.plan.notes)))
+            return done
         assert self.program is not None and self.traced is not None
         receiver = StepReceiver(parameters, buffers, self.shared)
         leaves = pytree.tree_leaves((args, kwargs))
@@ -171,7 +174,8 @@ def _choose(request: StepRequest, candidates: Candidates, allowance: Allowance) 
     )
     if candidate is None:
         raise infeasible(request, candidates, allowance)
-    request.cache.save_plan(_plan_key(request, candidates, rounded(limit)), candidate_to_data(candidate))
+    key = _plan_key(request, candidates, allowance, rounded(allowance.growth_bytes))
+    request.cache.save_plan(key, candidate_to_data(candidate))
     return candidate
 
 
@@ -186,8 +190,8 @@ def _fastest(request: StepRequest, candidates: Candidates, allowance: Allowance,
 
 def _load(request: StepRequest, candidates: Candidates, allowance: Allowance) -> Candidate | None:
     """The plan of an earlier process, if it is still about what would be made."""
-    for nbytes in nearby(allowance.step_bytes):
-        data = request.cache.load_plan(_plan_key(request, candidates, nbytes))
+    for nbytes in nearby(allowance.growth_bytes):
+        data = request.cache.load_plan(_plan_key(request, candidates, allowance, nbytes))
         if data is None:
             continue
         try:
@@ -199,12 +203,14 @@ def _load(request: StepRequest, candidates: Candidates, allowance: Allowance) ->
     return None
 
 
-def _plan_key(request: StepRequest, candidates: Candidates, rounded_bytes: int) -> str:
+def _plan_key(request: StepRequest, candidates: Candidates, allowance: Allowance, rounded_bytes: int) -> str:
+    """By the budget, not by what capture has left of it: that is less when everything had to be measured first."""
     return plan_key(
         candidates.sized(candidates.batch).graph.fingerprint,
         machine_name(),
         settings_name(),
         rounded_bytes,
+        allowance.state_bytes,
         request.planner,
         request.micro_batch,
         request.accumulates,
@@ -257,31 +263,28 @@ def _assemble(
 
 
 def _make_part(arena: Any, part: PlannedPart, tables: list[int]) -> Part:
-    def executor(layout: Layout | None) -> Executor:
+    def executor(graph: TrainingGraph, layout: Layout) -> Executor:
         table = -1
-        if arena is not None and layout is not None:
+        if arena is not None:
             table = arena.load(layout.table)
             tables.append(table)
-        return Executor(part.graph, part.schedule, arena=arena, arena_table=table)
+        return Executor(graph, part.schedule, arena=arena, arena_table=table)
 
-    first = executor(part.first)
+    first = executor(part.graph, part.first)
     return Part(
         graph=part.graph,
         first=first,
-        later=first if part.later is None else executor(part.later),
+        later=first if part.later is None else executor(part.later.graph, part.later.layout),
         draws=part.draws,
         separation=part.separation,
     )
 
 
 def _prepare_fallback(request: StepRequest, samples: int, reason: str) -> Prepared:
-    """A step that has no graph runs as plain PyTorch, with measured submodules checkpointed."""
+    """A step that has no graph runs as plain PyTorch, with measured submodules checkpointed where it must be."""
     allowance = allow(request.resolve_budget(), request.optimizer_cost, None)
-    return Prepared(
-        plan=summarize_fallback(request, allowance, samples, reason),
-        samples=samples,
-        fallback=UncapturedStep(request.model, request.compute, allowance, reason),
-    )
+    step = UncapturedStep(request.model, request.compute, allowance, reason)
+    return Prepared(plan=summarize_fallback(request, allowance, samples, step), samples=samples, fallback=step)
 
 
 def _shared_gradients(graph: TrainingGraph) -> frozenset[str]:

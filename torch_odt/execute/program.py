@@ -45,19 +45,23 @@ class Part:
 
     def new_table(
         self,
+        executor: Executor,
         leaves: Sequence[Any],
         tensors: Mapping[str, torch.Tensor],
+        receiver: StepReceiver,
         drawn: Sequence[torch.Tensor],
         start: int,
         size: int,
         weight: float,
     ) -> list[torch.Tensor | None]:
-        """A table with everything in it that the graph takes."""
-        table = self.first.new_table()
-        for index in self.graph.inputs:
-            value = self.graph.values[index]
+        """A table with everything in it that an executor's graph takes."""
+        table = executor.new_table()
+        for index in executor.graph.inputs:
+            value = executor.graph.values[index]
             if value.kind in ("parameter", "buffer"):
                 table[index] = tensors[str(value.target)]
+            elif value.kind == "gradient":
+                table[index] = receiver.gradient(str(value.target))
             elif value.kind == "tangent":
                 table[index] = torch.full(value.shape, weight, dtype=getattr(torch, value.dtype))
         for index, tensor in self.inputs_of(leaves, start, size).items():
@@ -101,14 +105,15 @@ class StepProgram:
         weights = self._weights(leaves)
         for size, weight in zip(self.sizes, weights, strict=True):
             part = self.parts[size]
-            table = part.new_table(leaves, tensors, drawn, start, size, weight * gradient_scale)
+            executor = part.later if gradients_exist and weight != 0.0 else part.first
+            table = part.new_table(executor, leaves, tensors, receiver, drawn, start, size, weight * gradient_scale)
             if weight == 0.0:
                 # Without a valid target it adds nothing, and its own mean is not a number; its outputs are wanted.
-                part.first.run_forward(table, ResultsOnly(receiver))
+                executor.run_forward(table, ResultsOnly(receiver))
             else:
                 receiver.loss_weight = weight
                 receiver.adopts_gradients = not gradients_exist
-                (part.later if gradients_exist else part.first).run(table, receiver)
+                executor.run(table, receiver)
                 gradients_exist = True
             start += size
 

@@ -21,7 +21,7 @@ from torch_odt.execute.loss import make_compute
 from torch_odt.execute.optimizer_cost import optimizer_cost
 from torch_odt.execute.prepare import Prepared, prepare
 from torch_odt.execute.request import StepRequest
-from torch_odt.execute.signature import step_signature
+from torch_odt.execute.signature import step_outline, step_values
 from torch_odt.planning.plan import Plan
 from torch_odt.runtime.budget import Budget
 
@@ -85,6 +85,7 @@ class TrainStep:
         nonfinite: NonFinite = "warn",
     ) -> None:
         check_trainable(model)
+        _check_roles(model, loss_fn, optimizer)
         if accumulation_steps < 1:
             raise ValueError(f"accumulation_steps must be at least 1, not {accumulation_steps}")
         if micro_batch is not None and micro_batch < 1:
@@ -114,6 +115,7 @@ class TrainStep:
         )
         self._prepared: OrderedDict[Hashable, Prepared] = OrderedDict()
         self._captures = 0
+        self._has_told = False
         self._current: Prepared | None = None
         self._calls_in_group = 0
         self._samples_in_group = 0
@@ -164,6 +166,7 @@ class TrainStep:
         self._request.release()
 
     def _step(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, want_results: bool) -> tuple[torch.Tensor, Any]:
+        _check_batch(self.loss_fn, args, kwargs)
         if self._calls_in_group == 0:
             self.optimizer.zero_grad(set_to_none=True)
         prepared = self._prepare(args, kwargs, want_results)
@@ -171,6 +174,7 @@ class TrainStep:
             make_room(self._request.arena, prepared.plan.budget.total_bytes)
         try:
             loss, results = self._differentiate(prepared, args, kwargs)
+            self._tell_of_fallback(prepared.plan)
             self._check_finite(loss)
         except BaseException:
             # The gradients are no longer the mean over the group: the next call begins another one.
@@ -182,12 +186,17 @@ class TrainStep:
         return loss, results
 
     def _prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any], want_results: bool) -> Prepared:
-        key = (want_results, step_signature(self.model, self.loss_fn, args, kwargs))
+        outline = (want_results, step_outline(self.model, self.loss_fn, args, kwargs))
+        # What is not captured runs its Python code anyway, whatever values that reads.
+        is_captured = outline not in self._prepared
+        key = (outline, step_values(self.model, self.loss_fn)) if is_captured else outline
         prepared = self._prepared.get(key)
         if prepared is None:
             self._forget_oldest()
             self._request.renew(optimizer_cost(self.optimizer))
-            prepared = self._prepared[key] = prepare(self._request, args, kwargs, want_results=want_results)
+            prepared = prepare(self._request, args, kwargs, want_results=want_results)
+            key = key if prepared.plan.captured else outline
+            self._prepared[key] = prepared
         self._prepared.move_to_end(key)
         self._current = prepared
         return prepared
@@ -253,6 +262,17 @@ class TrainStep:
         self._request.check_scratch()
         self._calls_in_group = self._samples_in_group = 0
 
+    def _tell_of_fallback(self, plan: Plan) -> None:
+        """Once, and not before a step has worked: what is wrong with a batch is no reason to speak of graphs."""
+        if not plan.captured and not self._has_told:
+            self._has_told = True
+            warnings.warn(
+                f"{plan.notes[0]}. The step runs as plain PyTorch, with submodules checkpointed where the budget asks "
+                "for it",
+                OdtWarning,
+                stacklevel=4,
+            )
+
     def _check_finite(self, loss: torch.Tensor) -> None:
         if self._nonfinite == "ignore" or bool(torch.isfinite(loss)):
             return
@@ -272,6 +292,32 @@ def check_trainable(model: nn.Module) -> None:
             raise ValueError(
                 f"{name} is on {tensor.device}; torch_odt trains on the CPU in this version: use model.cpu()"
             )
+
+
+def _check_roles(model: nn.Module, loss_fn: Any, optimizer: Any) -> None:
+    """Raises TypeError or ValueError when the parts of a step are mixed up, or do not belong together."""
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(f"the optimizer is a {type(optimizer).__name__}; TrainStep takes model, loss_fn, optimizer")
+    if loss_fn is not None and (not callable(loss_fn) or isinstance(loss_fn, torch.optim.Optimizer)):
+        raise TypeError(f"the loss_fn is a {type(loss_fn).__name__}; TrainStep takes model, loss_fn, optimizer")
+    own = set(named_parameters(model, loss_fn).values())
+    if not any(parameter in own for group in optimizer.param_groups for parameter in group["params"]):
+        raise ValueError(
+            "the optimizer holds no parameter of this model: make it from model.parameters() as they are now"
+        )
+
+
+def _check_batch(loss_fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Raises TypeError when a batch is not laid out as a step takes it."""
+    if not args and not kwargs:
+        raise TypeError("a step takes a batch: step(x, y), or step(**batch) for batches by keyword")
+    if kwargs or loss_fn is None or len(args) > 1:
+        return
+    if isinstance(args[0], dict):
+        raise TypeError("a batch in a dict is handed over by keyword: step(**batch)")
+    if isinstance(args[0], (tuple, list)):
+        raise TypeError("inputs and target are handed over one by one: step(*batch)")
+    raise TypeError("there is no target: a step takes the model's inputs and then the target, step(x, y)")
 
 
 def named_parameters(model: nn.Module, loss_fn: Any) -> dict[str, nn.Parameter]:

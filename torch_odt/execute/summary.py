@@ -5,7 +5,8 @@ from __future__ import annotations
 from torch_odt.execute.accounting import Allowance
 from torch_odt.execute.candidates import Candidate, Candidates
 from torch_odt.execute.request import StepRequest
-from torch_odt.planning.plan import Plan, PlanLine, eager_seconds, recomputed_in
+from torch_odt.execute.uncaptured import UncapturedStep
+from torch_odt.planning.plan import Plan, eager_seconds, recomputed_in
 from torch_odt.planning.timeline import timeline_of
 
 
@@ -34,26 +35,21 @@ def summarize(
         planning_seconds=planning_seconds,
         schedule=part.schedule,
         layout=part.first,
-        later_layout=part.later,
+        later_layout=None if part.later is None else part.later.layout,
         timeline=timeline_of(part.graph, part.costs, part.schedule),
     )
 
 
-def summarize_fallback(request: StepRequest, allowance: Allowance, samples: int, reason: str) -> Plan:
+def summarize_fallback(request: StepRequest, allowance: Allowance, samples: int, step: UncapturedStep) -> Plan:
     """What was decided for a step that has no graph."""
     return Plan(
         planner="checkpointing",
-        lines=(
-            PlanLine(
-                "plain steps with checkpointed submodules", max(0, allowance.step_bytes), "chosen by measured cost"
-            ),
-            *(line for line in allowance.fixed_lines() if line.nbytes),
-        ),
+        lines=step.lines,
         step_seconds=0.0,
         eager_seconds=0.0,
         batch=samples,
         budget=allowance.budget,
-        notes=(f"not captured: {reason}", *_remarks(request)),
+        notes=(*step.notes, *_remarks(request)),
         captured=False,
     )
 

@@ -12,6 +12,7 @@ from torch_odt.capture.trace import Compute
 from torch_odt.errors import InfeasibleBudget
 from torch_odt.execute.accounting import Allowance
 from torch_odt.execute.fallback import FallbackStep
+from torch_odt.planning.plan import PlanLine
 
 
 class UncapturedStep:
@@ -42,6 +43,24 @@ class UncapturedStep:
             ) from error
         results, self._results = self._results, None
         return (loss if gradient_scale == 1.0 else loss / gradient_scale), results
+
+    @property
+    def lines(self) -> tuple[PlanLine, ...]:
+        """The footprint as far as it is known: counted in the last step, before that the limit."""
+        choice = self.step.choice
+        if choice is None:
+            steps = PlanLine("plain steps", max(0, self._allowance.step_bytes), "the limit; counted when they run")
+        else:
+            name = f"steps with {len(choice.names)} checkpointed submodules" if choice.names else "plain steps"
+            counted = choice.counted_bytes
+            steps = PlanLine(name, choice.predicted_bytes if counted is None else counted, "counted in the last one")
+        return (steps, *(line for line in self._allowance.fixed_lines() if line.nbytes))
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Why there is no graph, and what was not checkpointed."""
+        choice = self.step.choice
+        return (f"not captured: {self.step.reason}", *(() if choice is None else choice.notes))
 
     def _loss(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         loss, results = self._compute(self._model, args, kwargs)

@@ -40,6 +40,8 @@ def parse_bytes(text: int | str) -> int:
         if match is None or unit is None:
             raise ValueError(refusal)
         amount = int(Decimal(match[1]) * unit)
+        if not match[2] and 0 < amount < UNIT_BYTES["MIB"]:
+            raise ValueError(f'{text!r} has no unit and would be {amount} bytes: did you mean "{match[1]}MiB"?')
     else:
         try:
             amount = operator.index(text)
