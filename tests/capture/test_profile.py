@@ -306,7 +306,7 @@ def test_costs_survive_json_and_fit_another_graph() -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "[]", "{}", '{"format": 2}', '{"format": 2, "machine": "", "settings": "", "ops": {"a": [1]}}']
+    "text", ["", "[]", "{}", '{"format": 3}', '{"format": 3, "machine": "", "settings": "", "ops": {"a": [1]}}']
 )
 def test_what_is_no_table_is_refused(text: str) -> None:
     with pytest.raises(PlanError, match="no table of costs"):

@@ -18,7 +18,7 @@ from torch_odt.capture.graph import Op, Ref, TrainingGraph
 from torch_odt.capture.layouts import RealLayouts
 from torch_odt.errors import PlanError
 
-FORMAT = 2
+FORMAT = 3
 _BYTES_PER_SECOND = 5e9
 
 

@@ -20,6 +20,7 @@ _BYTES_PER_KIND = 64 * 1024
 _BASE_RESERVE_BYTES = 2 * _MIB
 # A graph with its costs, schedules and addresses, for each op and value.
 _BYTES_PER_ENTRY = 4 * 1024
+_PLANNING_BYTES_PER_ENTRY = 1536
 _NOISE_BYTES = 2 * _MIB
 # A plan that was made for this share of what is allowed is hardly slower than one that would take seconds to make.
 _GOOD_ENOUGH = 0.97
@@ -131,6 +132,11 @@ def allow(
         usual_spent_bytes=0 if graph is None else (len(graph.ops) + len(graph.values)) * _BYTES_PER_ENTRY,
         held_bytes=held_bytes,
     )
+
+
+def planning_bytes(graph: TrainingGraph, cuts: int) -> int:
+    """What looking for a plan will leave in the process: more with every micro-batch size that may be tried."""
+    return (len(graph.ops) + len(graph.values)) * _PLANNING_BYTES_PER_ENTRY * (1 + cuts)
 
 
 def held_by_process() -> int:

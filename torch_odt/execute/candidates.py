@@ -156,8 +156,8 @@ class Candidates:
         Raises:
             NotSeparable: `micro_batch` was asked for and the samples of the step influence each other.
         """
-        if micro_batch is not None and micro_batch < self.batch:
-            forced = self.make(self.sizes_of(micro_batch), limit_bytes)
+        if micro_batch is not None:
+            forced = self.make(self.sizes_of(min(micro_batch, self.batch)), limit_bytes)
             return forced if forced.total_bytes <= limit_bytes else None
         best: Candidate | None = None
         for sizes in self._cuts():
@@ -187,6 +187,12 @@ class Candidates:
                 continue
             return cut if micro_batch is not None or cut.total_bytes < whole.total_bytes else whole
         return whole
+
+    @property
+    def cuts(self) -> int:
+        """How many sizes of micro-batches may be tried."""
+        coupled = any(True for _ in self.sized(self.batch).graph.outputs_of("mutation"))
+        return 0 if coupled else sum(1 for _ in self._cuts()) - 1
 
     def _cuts(self) -> Iterator[tuple[int, ...]]:
         """The whole batch, then halves, quarters, ... of it, down to single samples."""
@@ -235,8 +241,14 @@ class Candidates:
             arena_bytes=max(layout.address_peak_bytes for layout in layouts),
             outside_bytes=outside,
             mask_bytes=sum(draw.nbytes for draw in parts[sizes[0]].draws),
-            seconds=sum(_seconds(parts[size], is_first=position == 0) for position, size in enumerate(sizes)),
+            seconds=self._draw_seconds(parts[sizes[0]].draws)
+            + sum(_seconds(parts[size], is_first=position == 0) for position, size in enumerate(sizes)),
         )
+
+    def _draw_seconds(self, draws: Sequence[Draw]) -> float:
+        """Random numbers that are drawn for the whole batch cost what they cost there."""
+        costs = self.sized(self.batch).costs.ops
+        return sum(costs[draw.op.index].seconds for draw in draws)
 
     def _schedule(self, sized: SizedGraph, room: int | None, several: bool) -> Schedule:
         graph, costs = sized.graph, sized.costs

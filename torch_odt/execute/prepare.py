@@ -6,6 +6,7 @@ memory is left for the step, and into how many micro-batches the batch is cut.
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -23,7 +24,7 @@ from torch_odt.capture.rewrite import rewrite
 from torch_odt.capture.trace import TracedStep
 from torch_odt.capture.trace_cache import remembered_trace
 from torch_odt.errors import CaptureError, InfeasibleBudget, PlanError
-from torch_odt.execute.accounting import Allowance, allow, nearby, rounded
+from torch_odt.execute.accounting import Allowance, allow, nearby, planning_bytes, rounded
 from torch_odt.execute.candidates import Candidate, Candidates, PlannedPart, candidate_to_data
 from torch_odt.execute.executor import Executor
 from torch_odt.execute.gradients import StepReceiver
@@ -33,6 +34,10 @@ from torch_odt.execute.summary import summarize, summarize_fallback
 from torch_odt.execute.uncaptured import UncapturedStep
 from torch_odt.planning.plan import Plan
 from torch_odt.planning.pool import Layout
+
+# Planning may have to be repeated for what it has left behind itself.
+_MOST_ATTEMPTS = 3
+_NOISE_BYTES = 1 << 20
 
 
 @dataclass
@@ -154,29 +159,52 @@ def prepare(
     session = _Session(request, args, kwargs, count_samples(args, kwargs), want_results)
     candidates = session.candidates()
     try:
-        sized = candidates.sized(session.samples)
+        candidates.sized(session.samples)
     except CaptureError as reason:
         return _prepare_fallback(request, session.samples, str(reason))
     held = sum(p.grad.nbytes for p in request.model.parameters() if p.grad is not None) if request.accumulates else 0
-    allowance = allow(request.resolve_budget(), request.optimizer_cost, sized.graph, held_bytes=held)
     started = time.perf_counter()
-    candidate = _load(request, candidates, allowance) or _choose(request, candidates, allowance)
+    candidate, allowance = _plan_inside(request, candidates, held)
     planning_seconds = time.perf_counter() - started
     plan = summarize(request, candidate, candidates, allowance, planning_seconds)
     return _assemble(request, session, plan, candidate, allowance)
 
 
-def _choose(request: StepRequest, candidates: Candidates, allowance: Allowance) -> Candidate:
+def _plan_inside(request: StepRequest, candidates: Candidates, held_bytes: int = 0) -> tuple[Candidate, Allowance]:
+    """A candidate, and an allowance in which it fits beside all that looking for it has left in the process."""
+    budget = request.resolve_budget()
+    graph = candidates.sized(candidates.batch).graph
+    stock = functools.partial(allow, budget, request.optimizer_cost, graph, held_bytes=held_bytes)
+    allowance = stock()
+    candidate = _load(request, candidates, allowance)
+    expected = planning_bytes(graph, candidates.cuts)
+    for _ in range(_MOST_ATTEMPTS):
+        if candidate is None:
+            candidate = _choose(request, candidates, allowance, expected)
+        if candidate is None:
+            break
+        allowance = stock()
+        if allowance.total_with(candidate) <= allowance.growth_bytes:
+            key = _plan_key(request, candidates, allowance, rounded(allowance.growth_bytes))
+            request.cache.save_plan(key, candidate_to_data(candidate))
+            return candidate, allowance
+        # What is lasting of it is in the allowance now.
+        candidate, expected = None, _NOISE_BYTES
+    smallest = candidates.smallest(request.micro_batch)
+    raise infeasible(request, candidates, stock(), smallest)
+
+
+def _choose(
+    request: StepRequest, candidates: Candidates, allowance: Allowance, expected_bytes: int
+) -> Candidate | None:
+    """The fastest candidate, if possible with room for what planning leaves behind."""
     limit = allowance.step_bytes
     # The next start may be left with a little less, and the plan must fit there too.
-    candidate = _fastest(request, candidates, allowance, rounded(limit)) or _fastest(
-        request, candidates, allowance, limit
-    )
-    if candidate is None:
-        raise infeasible(request, candidates, allowance)
-    key = _plan_key(request, candidates, allowance, rounded(allowance.growth_bytes))
-    request.cache.save_plan(key, candidate_to_data(candidate))
-    return candidate
+    for room in (rounded(limit - expected_bytes), rounded(limit), limit):
+        candidate = _fastest(request, candidates, allowance, room) if room > 0 else None
+        if candidate is not None:
+            return candidate
+    return None
 
 
 def _fastest(request: StepRequest, candidates: Candidates, allowance: Allowance, limit: int) -> Candidate | None:
@@ -218,12 +246,13 @@ def _plan_key(request: StepRequest, candidates: Candidates, allowance: Allowance
     )
 
 
-def infeasible(request: StepRequest, candidates: Candidates, allowance: Allowance) -> InfeasibleBudget:
+def infeasible(
+    request: StepRequest, candidates: Candidates, allowance: Allowance, smallest: Candidate
+) -> InfeasibleBudget:
     """The refusal of a budget, with the smallest one that would be accepted."""
-    smallest = allowance.total_with(candidates.smallest(request.micro_batch))
     return InfeasibleBudget(
         allowance.budget.text,
-        allowance.smallest_budget(smallest),
+        allowance.smallest_budget(allowance.total_with(smallest)),
         hints=_hints(candidates, request),
         detail=allowance.describe(),
     )
@@ -316,9 +345,7 @@ def make_plan(request: StepRequest, args: tuple[Any, ...], kwargs: dict[str, Any
     """
     session = _Session(request, args, kwargs, count_samples(args, kwargs), False)
     candidates = session.candidates()
-    sized = candidates.sized(session.samples)
-    allowance = allow(request.resolve_budget(), request.optimizer_cost, sized.graph)
-    candidate = _load(request, candidates, allowance) or _choose(request, candidates, allowance)
+    candidate, allowance = _plan_inside(request, candidates)
     plan = summarize(request, candidate, candidates, allowance)
     smallest = allowance.total_with(candidates.smallest(request.micro_batch))
     return replace(plan, smallest_feasible_bytes=allowance.smallest_budget(min(plan.peak_bytes, smallest)))
