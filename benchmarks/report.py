@@ -145,7 +145,17 @@ def _mib(count: int) -> str:
     return f"{count / 2**20:.0f}"
 
 
+def read_results(paths: list[str]) -> dict[str, Any]:
+    """One result from the files of several runs: of rows of the same name, the last file's counts."""
+    results = [json.loads(Path(path).read_text()) for path in paths]
+    models: dict[str, dict[str, Any]] = {}
+    for model in (model for result in results for model in result["models"]):
+        rows = {row["label"]: row for row in (*models.get(model["model"], {"rows": []})["rows"], *model["rows"])}
+        models[model["model"]] = {**model, "rows": list(rows.values())}
+    return {**results[-1], "models": list(models.values())}
+
+
 if __name__ == "__main__":
-    measured = json.loads(Path(sys.argv[1]).read_text())
+    measured = read_results(sys.argv[1:])
     print_table(measured)
     write_plot(measured, Path(sys.argv[1]).with_suffix(".png"))

@@ -120,6 +120,7 @@ def _describe_plan(step: Step, allocator_level: int) -> dict[str, Any]:
     return {
         "plan": {
             "peak_bytes": plan.peak_bytes,
+            "budget_bytes": plan.budget.total_bytes,
             "planner": plan.planner,
             "micro_batch": plan.micro_batch,
             "captured": plan.captured,

@@ -36,7 +36,8 @@ class Allowance:
         gradient_bytes: of all trained parameters together.
         spent_bytes: what capturing, measuring and planning have added to the process.
         reserve_bytes: for what no allocator of torch's sees.
-        usual_spent_bytes: what capture and planning of a graph of this size add at most.
+        usual_spent_bytes: what capture and measurement of a graph of this size add at most.
+        planning_bytes: what looking for a plan adds to that: more with every micro-batch size that may be tried.
         held_bytes: gradients that exist already.
     """
 
@@ -46,6 +47,7 @@ class Allowance:
     spent_bytes: int
     reserve_bytes: int
     usual_spent_bytes: int = 0
+    planning_bytes: int = 0
     held_bytes: int = 0
 
     @property
@@ -78,6 +80,9 @@ class Allowance:
         """Everything above the level at construction."""
         return sum(line.nbytes for line in self.lines(candidate))
 
+    def admits(self, candidate: Candidate) -> bool:
+        return self.total_with(candidate) <= self.growth_bytes
+
     def lines(self, candidate: Candidate) -> list[PlanLine]:
         gradients = min(self.gradient_bytes, candidate.outside_bytes)
         return [
@@ -103,7 +108,8 @@ class Allowance:
         What capture leaves in the process differs a little from start to start; the budget that is named must be
         accepted every time.
         """
-        named = growth_bytes + max(0, self.usual_spent_bytes - self.spent_bytes) + _NOISE_BYTES
+        expected_bytes = max(self.spent_bytes, self.usual_spent_bytes + self.planning_bytes)
+        named = growth_bytes - self.spent_bytes + expected_bytes + _NOISE_BYTES
         return named if self.budget.of == "training" else named + self.budget.level_bytes
 
     def describe(self) -> str:
@@ -114,29 +120,32 @@ class Allowance:
 
 
 def allow(
-    budget: ResolvedBudget, optimizer: OptimizerCost | None, graph: TrainingGraph | None, *, held_bytes: int = 0
+    budget: ResolvedBudget,
+    optimizer: OptimizerCost | None,
+    graph: TrainingGraph | None,
+    *,
+    held_bytes: int = 0,
+    cuts: int = 0,
 ) -> Allowance:
     """Take stock after capture and profiling: what is spent is measured, not guessed.
 
     Args:
         held_bytes: gradients that exist already; the plan counts them.
+        cuts: how many sizes of micro-batches may be tried.
     """
     held = held_by_process()
     kinds = 0 if graph is None else len(_calls(graph))
+    entries = 0 if graph is None else len(graph.ops) + len(graph.values)
     return Allowance(
         budget=budget,
         optimizer=optimizer,
         gradient_bytes=0 if graph is None else gradient_bytes_of(graph),
         spent_bytes=max(0, held - budget.level_bytes - held_bytes),
         reserve_bytes=_BASE_RESERVE_BYTES + kinds * _BYTES_PER_KIND,
-        usual_spent_bytes=0 if graph is None else (len(graph.ops) + len(graph.values)) * _BYTES_PER_ENTRY,
+        usual_spent_bytes=entries * _BYTES_PER_ENTRY,
+        planning_bytes=entries * _PLANNING_BYTES_PER_ENTRY * (1 + cuts),
         held_bytes=held_bytes,
     )
-
-
-def planning_bytes(graph: TrainingGraph, cuts: int) -> int:
-    """What looking for a plan will leave in the process: more with every micro-batch size that may be tried."""
-    return (len(graph.ops) + len(graph.values)) * _PLANNING_BYTES_PER_ENTRY * (1 + cuts)
 
 
 def held_by_process() -> int:

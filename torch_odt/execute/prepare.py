@@ -6,7 +6,6 @@ memory is left for the step, and into how many micro-batches the batch is cut.
 
 from __future__ import annotations
 
-import functools
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -24,7 +23,7 @@ from torch_odt.capture.rewrite import rewrite
 from torch_odt.capture.trace import TracedStep
 from torch_odt.capture.trace_cache import remembered_trace
 from torch_odt.errors import CaptureError, InfeasibleBudget, PlanError
-from torch_odt.execute.accounting import Allowance, allow, nearby, planning_bytes, rounded
+from torch_odt.execute.accounting import Allowance, allow, nearby, rounded
 from torch_odt.execute.candidates import Candidate, Candidates, PlannedPart, candidate_to_data
 from torch_odt.execute.executor import Executor
 from torch_odt.execute.gradients import StepReceiver
@@ -174,42 +173,40 @@ def _plan_inside(request: StepRequest, candidates: Candidates, held_bytes: int =
     """A candidate, and an allowance in which it fits beside all that looking for it has left in the process."""
     budget = request.resolve_budget()
     graph = candidates.sized(candidates.batch).graph
-    stock = functools.partial(allow, budget, request.optimizer_cost, graph, held_bytes=held_bytes)
-    allowance = stock()
+
+    def take_stock() -> Allowance:
+        return allow(budget, request.optimizer_cost, graph, held_bytes=held_bytes, cuts=candidates.cuts)
+
+    allowance = take_stock()
     candidate = _load(request, candidates, allowance)
-    expected = planning_bytes(graph, candidates.cuts)
+    if candidate is None:
+        candidate = _fastest(request, candidates, allowance, allowance.planning_bytes)
     for _ in range(_MOST_ATTEMPTS):
         if candidate is None:
-            candidate = _choose(request, candidates, allowance, expected)
-        if candidate is None:
             break
-        allowance = stock()
-        if allowance.total_with(candidate) <= allowance.growth_bytes:
-            key = _plan_key(request, candidates, allowance, rounded(allowance.growth_bytes))
-            request.cache.save_plan(key, candidate_to_data(candidate))
-            return candidate, allowance
-        # What is lasting of it is in the allowance now.
-        candidate, expected = None, _NOISE_BYTES
+        allowance = take_stock()
+        if allowance.admits(candidate):
+            return _saved(request, candidates, candidate, allowance), allowance
+        candidate = _fastest(request, candidates, allowance, _NOISE_BYTES)
     smallest = candidates.smallest(request.micro_batch)
-    raise infeasible(request, candidates, stock(), smallest)
+    allowance = take_stock()
+    if request.planner == "auto" and allowance.admits(smallest):
+        return _saved(request, candidates, smallest, allowance), allowance
+    raise infeasible(request, candidates, allowance, smallest)
 
 
-def _choose(
-    request: StepRequest, candidates: Candidates, allowance: Allowance, expected_bytes: int
-) -> Candidate | None:
-    """The fastest candidate, if possible with room for what planning leaves behind."""
-    limit = allowance.step_bytes
+def _saved(request: StepRequest, candidates: Candidates, candidate: Candidate, allowance: Allowance) -> Candidate:
+    key = _plan_key(request, candidates, allowance, rounded(allowance.growth_bytes))
+    request.cache.save_plan(key, candidate_to_data(candidate))
+    return candidate
+
+
+def _fastest(request: StepRequest, candidates: Candidates, allowance: Allowance, spare_bytes: int) -> Candidate | None:
+    """The fastest candidate that leaves so many bytes for what looking for it leaves behind."""
     # The next start may be left with a little less, and the plan must fit there too.
-    for room in (rounded(limit - expected_bytes), rounded(limit), limit):
-        candidate = _fastest(request, candidates, allowance, room) if room > 0 else None
-        if candidate is not None:
-            return candidate
-    return None
-
-
-def _fastest(request: StepRequest, candidates: Candidates, allowance: Allowance, limit: int) -> Candidate | None:
-    candidate = candidates.fastest(limit, request.micro_batch)
-    if candidate is not None and allowance.total_with(candidate) > allowance.growth_bytes:
+    limit = rounded(max(0, allowance.step_bytes - spare_bytes))
+    candidate = candidates.fastest(limit, request.micro_batch) if limit else None
+    if candidate is not None and not allowance.admits(candidate):
         # The optimizer's temporaries do not fit into this arena: leave them room.
         limit -= allowance.total_with(candidate) - allowance.growth_bytes
         candidate = candidates.fastest(limit, request.micro_batch)
@@ -226,7 +223,7 @@ def _load(request: StepRequest, candidates: Candidates, allowance: Allowance) ->
             candidate = candidates.restore(data)
         except (PlanError, CaptureError, ValueError, KeyError, TypeError, IndexError):
             continue
-        if allowance.total_with(candidate) <= allowance.growth_bytes:
+        if allowance.admits(candidate):
             return candidate
     return None
 
