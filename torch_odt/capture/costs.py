@@ -52,11 +52,16 @@ class OpCost:
 
 @dataclass
 class Costs:
-    """The costs of every op of a graph, by op index, and the machine that they were measured on."""
+    """The costs of every op of a graph, by op index, and the machine that they were measured on.
+
+    Attributes:
+        too_large: how many ops were estimated because one call of them needs more than measuring was allowed.
+    """
 
     ops: Mapping[int, OpCost]
     machine: str = ""
     notes: list[str] = field(default_factory=list)
+    too_large: int = 0
 
     def seconds(self, op: int) -> float:
         return self.ops[op].seconds

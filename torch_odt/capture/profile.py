@@ -59,7 +59,10 @@ class ProfileCache(Protocol):
 class DynamicArena(Protocol):
     """The part of an arena that profiling needs: memory that is mapped once, so that timings hold no page faults."""
 
+    @property
+    def resident_bytes(self) -> int: ...
     def dynamic(self, on: bool, limit_bytes: int = -1) -> None: ...
+    def release(self) -> None: ...
 
 
 Progress = Callable[[int, int, str], None]
@@ -74,6 +77,7 @@ def profile(
     min_seconds: float = 0.002,
     arena: DynamicArena | None = None,
     progress: Progress | None = None,
+    limit_bytes: int | None = None,
 ) -> Costs:
     """Measure every op of a graph, rematerializers included.
 
@@ -87,17 +91,19 @@ def profile(
         min_seconds: an op is timed at least this long in total, or 20 times.
         arena: where results lie while ops are timed; by default one is made and dropped again.
         progress: called before each op.
+        limit_bytes: what measuring may take. An op that needs more by itself is estimated: no plan inside so many bytes
+            can hold it.
     """
     machine, key = machine_name(), profile_key()
     known, damaged = costs_from_entries(cache.load_profile(key)) if cache is not None else ({}, 0)
     with _quiet_state(), _tracking() as recorder:
-        bench = _Bench(graph, recorder, arena or _arena_for(graph, recorder), repeats, min_seconds)
+        bench = _Bench(graph, recorder, arena or _arena_for(graph, recorder), repeats, min_seconds, limit_bytes)
         ops = {}
         for op in graph.ops:
             if progress is not None:
                 progress(op.index, len(graph.ops), op.target)
             ops[op.index] = bench.cost(op, known)
-        fresh, notes = bench.fresh, bench.notes
+        fresh, notes, too_large = bench.fresh, bench.notes, bench.too_large
         del bench
     if recorder is None:
         notes.append("torch_odt._memory is absent: what operators allocate inside is not seen, results alone count")
@@ -105,7 +111,7 @@ def profile(
         notes.append(f"{damaged} damaged measurements in the cache were measured anew")
     if cache is not None and fresh:
         cache.save_profile(key, {name: cost_to_list(cost) for name, cost in fresh.items()})
-    return Costs(ops, machine, list(dict.fromkeys(notes)))
+    return Costs(ops, machine, list(dict.fromkeys(notes)), too_large)
 
 
 def profile_key() -> str:
@@ -124,6 +130,7 @@ class _Bench:
     Attributes:
         fresh: what was measured, by signature.
         notes: what was not possible, and why.
+        too_large: how many ops were left out for their size.
     """
 
     def __init__(
@@ -133,6 +140,7 @@ class _Bench:
         arena: DynamicArena | None,
         repeats: int,
         min_seconds: float,
+        limit_bytes: int | None,
     ) -> None:
         self.fresh: dict[str, OpCost] = {}
         self.notes: list[str] = []
@@ -142,7 +150,9 @@ class _Bench:
         self._repeats = repeats
         self._min_seconds = min_seconds
         self._layouts = RealLayouts(graph)
-        self._inputs = SyntheticInputs(graph, self._layouts)
+        self._limit_bytes = limit_bytes
+        self._inputs = SyntheticInputs(graph, self._layouts, limit_bytes=limit_bytes)
+        self.too_large = 0
         self._failed: dict[str, str] = {}
         self._other_data = torch.zeros(_CACHE_BYTES // 4)
 
@@ -158,14 +168,28 @@ class _Bench:
         return cost
 
     def _new_cost(self, name: str, op: Op) -> OpCost:
-        if name not in self._failed:
+        if self._limit_bytes is not None and self._bytes_of(op) > self._limit_bytes:
+            self.too_large += 1
+        elif name not in self._failed:
             try:
+                self._make_room(op)
                 self.fresh[name] = self._measure_somehow(op)
                 return self.fresh[name]
             except Exception as error:
                 self._failed[name] = f"{type(error).__name__}: {_first_line(error)}"
                 self.notes.append(f"{op.target} could not be measured and was estimated: {self._failed[name]}")
         return estimated_cost(self._graph, op)
+
+    def _bytes_of(self, op: Op) -> int:
+        return sum(self._graph.values[v].nbytes for v in (*op.reads, *op.results))
+
+    def _make_room(self, op: Op) -> None:
+        """Inputs and results of other calls must not stand beside this one's where that is too much."""
+        held = self._inputs.held_bytes + (0 if self._arena is None else self._arena.resident_bytes)
+        if self._limit_bytes is not None and held + self._bytes_of(op) > self._limit_bytes:
+            self._inputs.clear()
+            if self._arena is not None:
+                self._arena.release()
 
     def _measure_somehow(self, op: Op) -> OpCost:
         try:

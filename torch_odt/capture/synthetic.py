@@ -38,14 +38,18 @@ class SyntheticInputs:
         graph: whose ops are to run.
         layouts: of its values; what is learned of them counts from then on.
         integer: the content of integer tensors; 0 is valid wherever an index is expected.
+        limit_bytes: what the buffers may take together; at most what the largest op reads.
     """
 
-    def __init__(self, graph: TrainingGraph, layouts: RealLayouts, *, integer: int = 0) -> None:
+    def __init__(
+        self, graph: TrainingGraph, layouts: RealLayouts, *, integer: int = 0, limit_bytes: int | None = None
+    ) -> None:
         self._graph = graph
         self._layouts = layouts
         self._integer = integer
         self._buffers: dict[tuple[torch.dtype, int], torch.Tensor] = {}
-        self._limit_bytes = max((self._input_bytes(op) for op in graph.ops), default=0)
+        largest = max((self._input_bytes(op) for op in graph.ops), default=0)
+        self._limit_bytes = largest if limit_bytes is None else min(largest, limit_bytes)
 
     def arguments(
         self, op: Op, function: Callable[..., Any], given: dict[int, torch.Tensor]
@@ -63,6 +67,10 @@ class SyntheticInputs:
         for rank, value in enumerate(missing):
             tensors[value] = self._from_buffer(value, rank)
         return map_refs(op.args, tensors.__getitem__), map_refs(op.kwargs, tensors.__getitem__)
+
+    @property
+    def held_bytes(self) -> int:
+        return sum(buffer.nbytes for buffer in self._buffers.values())
 
     def clear(self) -> None:
         self._buffers.clear()

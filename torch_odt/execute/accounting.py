@@ -109,7 +109,7 @@ class Allowance:
         accepted every time.
         """
         expected_bytes = max(self.spent_bytes, self.usual_spent_bytes + self.planning_bytes)
-        named = growth_bytes - self.spent_bytes + expected_bytes + _NOISE_BYTES
+        named = growth_bytes - self.spent_bytes + expected_bytes + expected_bytes // 4 + _NOISE_BYTES
         return named if self.budget.of == "training" else named + self.budget.level_bytes
 
     def describe(self) -> str:

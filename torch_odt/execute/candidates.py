@@ -27,7 +27,7 @@ from torch_odt.planning.schedule import Run, Schedule, schedule_from_data, sched
 from torch_odt.planning.simulate import Simulation, simulate
 
 CaptureSizes = Callable[[Sequence[int]], Mapping[int, TrainingGraph]]
-ProfileGraph = Callable[[TrainingGraph], Costs]
+ProfileGraph = Callable[[TrainingGraph, bool], Costs]
 
 
 @dataclass
@@ -134,7 +134,7 @@ class Candidates:
     Args:
         batch: samples in the batch.
         capture: captures the step at several sizes at once.
-        profile: measures a graph.
+        profile: measures a graph; inside the budget, or whatever that takes.
         planner: a planner's name.
         cache: where the schedules of the fewest bytes are kept.
         gradients_exist: gradients may already be there when the step begins.
@@ -147,6 +147,7 @@ class Candidates:
     gradients_exist: bool
     cache: Cache
     notes: list[str] = field(default_factory=list)
+    _limited: bool = True
     _graphs: dict[int, TrainingGraph] = field(default_factory=dict)
     _sized: dict[int, SizedGraph] = field(default_factory=dict)
 
@@ -173,6 +174,11 @@ class Candidates:
             if not candidate.recomputes:
                 break
         return best
+
+    def measure_all(self) -> None:
+        """Measure also what does not fit into the budget: to refuse it, one that is large enough must be named."""
+        self._limited = False
+        self._sized = {size: sized for size, sized in self._sized.items() if not sized.costs.too_large}
 
     def smallest(self, micro_batch: int | None = None) -> Candidate:
         """The way that needs the fewest bytes."""
@@ -301,14 +307,14 @@ class Candidates:
                 self._graphs |= self.capture((self.batch,))
             whole = self._graphs[self.batch]
             if size == self.batch:
-                self._sized[size] = SizedGraph(whole, self.profile(whole))
+                self._sized[size] = SizedGraph(whole, self.profile(whole, self._limited))
             else:
                 self._refuse_mutations(whole)
                 micro = self._graphs.setdefault(size, self.capture((size,))[size])
                 hoisted = hoist_random(micro, whole, analyse(whole, micro, self.batch, size))
-                costs = self.profile(hoisted.graph)
+                costs = self.profile(hoisted.graph, self._limited)
                 adds = accumulating(hoisted.graph)
-                adding = None if adds is None else (adds, self.profile(adds))
+                adding = None if adds is None else (adds, self.profile(adds, self._limited))
                 self._sized[size] = SizedGraph(hoisted.graph, costs, hoisted.separation, hoisted.draws, adding)
         return self._sized[size]
 

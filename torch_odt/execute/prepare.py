@@ -23,7 +23,7 @@ from torch_odt.capture.rewrite import rewrite
 from torch_odt.capture.trace import TracedStep
 from torch_odt.capture.trace_cache import remembered_trace
 from torch_odt.errors import CaptureError, InfeasibleBudget, PlanError
-from torch_odt.execute.accounting import Allowance, allow, nearby, rounded
+from torch_odt.execute.accounting import Allowance, allow, held_by_process, nearby, rounded
 from torch_odt.execute.candidates import Candidate, Candidates, PlannedPart, candidate_to_data
 from torch_odt.execute.executor import Executor
 from torch_odt.execute.gradients import StepReceiver
@@ -140,7 +140,7 @@ class _Session:
         return Candidates(
             batch=self.samples,
             capture=self.capture,
-            profile=lambda graph: profile_graph(request, graph),
+            profile=lambda graph, limited: profile_graph(request, graph, within_budget=limited),
             planner=request.planner,
             gradients_exist=request.accumulates,
             cache=request.cache,
@@ -192,7 +192,9 @@ def _plan_inside(request: StepRequest, candidates: Candidates, held_bytes: int =
     allowance = take_stock()
     if request.planner == "auto" and allowance.admits(smallest):
         return _saved(request, candidates, smallest, allowance), allowance
-    raise infeasible(request, candidates, allowance, smallest)
+    candidates.measure_all()
+    smallest = candidates.smallest(request.micro_batch)
+    raise infeasible(request, candidates, take_stock(), smallest)
 
 
 def _saved(request: StepRequest, candidates: Candidates, candidate: Candidate, allowance: Allowance) -> Candidate:
@@ -327,11 +329,12 @@ def capture_whole(request: StepRequest, args: tuple[Any, ...], kwargs: dict[str,
     return _Session(request, args, kwargs, samples, False).capture((samples,))[samples]
 
 
-def profile_graph(request: StepRequest, graph: TrainingGraph) -> Costs:
+def profile_graph(request: StepRequest, graph: TrainingGraph, *, within_budget: bool = False) -> Costs:
     """What the graph's operators cost: as given with the request, or measured here."""
     if request.costs is not None:
         return apply_costs(graph, request.costs)
-    return profile(graph, cache=request.cache)
+    limit = request.resolve_budget().total_bytes - held_by_process() if within_budget else None
+    return profile(graph, cache=request.cache, limit_bytes=None if limit is None else max(0, limit))
 
 
 def make_plan(request: StepRequest, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
