@@ -131,7 +131,7 @@ def cost_to_list(cost: OpCost) -> list[Any]:
     """As plain data, compact: a table has hundreds of entries."""
     events = [number for event in cost.events for number in event]
     layouts = [None if layout is None else list(layout) for layout in cost.layouts]
-    return [cost.seconds, events, list(cost.result_ordinals), layouts]
+    return [cost.seconds, events, list(cost.result_ordinals), layouts, cost.library_bytes]
 
 
 def cost_from_list(entry: Any) -> OpCost:
@@ -140,7 +140,7 @@ def cost_from_list(entry: Any) -> OpCost:
     Raises:
         ValueError, TypeError: the entry is damaged.
     """
-    seconds, numbers, ordinals, layouts = entry
+    seconds, numbers, ordinals, layouts, library_bytes = entry
     events = tuple((int(o), int(n)) for o, n in zip(numbers[::2], numbers[1::2], strict=True))
     known = {ordinal for ordinal, size in events if size > 0}
     results = tuple(None if o is None else int(o) for o in ordinals)
@@ -148,7 +148,13 @@ def cost_from_list(entry: Any) -> OpCost:
         raise ValueError("a cost contradicts itself")
     if not known.issuperset(ordinal for ordinal, _ in events):
         raise ValueError("a cost frees what it never allocated")
-    return OpCost(float(seconds), events, results, layouts=tuple(map(_layout_from_list, layouts)))
+    return OpCost(
+        float(seconds),
+        events,
+        results,
+        layouts=tuple(map(_layout_from_list, layouts)),
+        library_bytes=max(0, int(library_bytes)),
+    )
 
 
 def _layout_from_list(entry: Any) -> ResultLayout | None:

@@ -28,6 +28,8 @@ class OpCost:
         source: "measured", or "estimated" from the shapes where nothing could be measured.
         layouts: for each of the op's results, what it really was; None where the operator returned nothing. Empty
             where nothing was run.
+        library_bytes: what the math library takes for this call beyond earlier ones, unseen by any allocator of
+            torch's: packing buffers and scratch memory, kept, or taken again at every call.
     """
 
     seconds: float
@@ -35,6 +37,7 @@ class OpCost:
     result_ordinals: tuple[int | None, ...]
     source: str = "measured"
     layouts: tuple[ResultLayout | None, ...] = ()
+    library_bytes: int = 0
 
     @property
     def block_bytes(self) -> dict[int, int]:
@@ -62,6 +65,12 @@ class Costs:
     machine: str = ""
     notes: list[str] = field(default_factory=list)
     too_large: int = 0
+
+    @property
+    def library_bytes(self) -> int:
+        """What the math library takes for these calls together."""
+        of_each_kind = {id(cost): cost.library_bytes for cost in self.ops.values()}
+        return sum(of_each_kind.values())
 
     def seconds(self, op: int) -> float:
         return self.ops[op].seconds

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from statistics import median
 from types import ModuleType
 from typing import Any, Protocol
@@ -17,7 +18,7 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from torch_odt import _extensions
+from torch_odt import _extensions, memory
 from torch_odt.capture.cost_table import (
     FORMAT,
     apply_costs,
@@ -42,6 +43,8 @@ __all__ = ["apply_costs", "costs_from_json", "costs_to_json", "machine_name", "p
 _MOST_REPEATS = 20
 _RECORDED_RUNS = 2
 _ARENA_SLACK_BYTES = 256 << 20
+# Less than this is noise.
+_LIBRARY_BYTES = 512 << 10
 # About the second-level caches of the cores that compute.
 _CACHE_BYTES = 4 << 20
 
@@ -173,12 +176,20 @@ class _Bench:
         elif name not in self._failed:
             try:
                 self._make_room(op)
-                self.fresh[name] = self._measure_somehow(op)
+                before = self._untracked_bytes()
+                cost = self._measure_somehow(op)
+                grown = self._untracked_bytes() - before
+                self.fresh[name] = replace(cost, library_bytes=grown if grown >= _LIBRARY_BYTES else 0)
                 return self.fresh[name]
             except Exception as error:
                 self._failed[name] = f"{type(error).__name__}: {_first_line(error)}"
                 self.notes.append(f"{op.target} could not be measured and was estimated: {self._failed[name]}")
         return estimated_cost(self._graph, op)
+
+    def _untracked_bytes(self) -> int:
+        """What the process holds besides what is measured with: math libraries keep memory of their own."""
+        arena_bytes = 0 if self._arena is None else self._arena.resident_bytes
+        return memory.process_bytes() - arena_bytes - self._inputs.held_bytes
 
     def _bytes_of(self, op: Op) -> int:
         return sum(self._graph.values[v].nbytes for v in (*op.reads, *op.results))

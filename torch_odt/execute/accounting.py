@@ -126,12 +126,14 @@ def allow(
     *,
     held_bytes: int = 0,
     cuts: int = 0,
+    library_bytes: int = 0,
 ) -> Allowance:
     """Take stock after capture and profiling: what is spent is measured, not guessed.
 
     Args:
         held_bytes: gradients that exist already; the plan counts them.
         cuts: how many sizes of micro-batches may be tried.
+        library_bytes: what math libraries were seen to take for such calls.
     """
     held = held_by_process()
     kinds = 0 if graph is None else len(_calls(graph))
@@ -141,7 +143,7 @@ def allow(
         optimizer=optimizer,
         gradient_bytes=0 if graph is None else gradient_bytes_of(graph),
         spent_bytes=max(0, held - budget.level_bytes - held_bytes),
-        reserve_bytes=_BASE_RESERVE_BYTES + kinds * _BYTES_PER_KIND,
+        reserve_bytes=_BASE_RESERVE_BYTES + kinds * _BYTES_PER_KIND + library_bytes,
         usual_spent_bytes=entries * _BYTES_PER_ENTRY,
         planning_bytes=entries * _PLANNING_BYTES_PER_ENTRY * (1 + cuts),
         held_bytes=held_bytes,

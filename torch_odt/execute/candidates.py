@@ -195,6 +195,11 @@ class Candidates:
         return whole
 
     @property
+    def library_bytes(self) -> int:
+        """What math libraries take besides, unseen by any allocator of torch's."""
+        return max((sized.costs.library_bytes for sized in self._sized.values()), default=0)
+
+    @property
     def cuts(self) -> int:
         """How many sizes of micro-batches may be tried."""
         coupled = any(True for _ in self.sized(self.batch).graph.outputs_of("mutation"))

@@ -175,7 +175,14 @@ def _plan_inside(request: StepRequest, candidates: Candidates, held_bytes: int =
     graph = candidates.sized(candidates.batch).graph
 
     def take_stock() -> Allowance:
-        return allow(budget, request.optimizer_cost, graph, held_bytes=held_bytes, cuts=candidates.cuts)
+        return allow(
+            budget,
+            request.optimizer_cost,
+            graph,
+            held_bytes=held_bytes,
+            cuts=candidates.cuts,
+            library_bytes=candidates.library_bytes,
+        )
 
     allowance = take_stock()
     candidate = _load(request, candidates, allowance)
