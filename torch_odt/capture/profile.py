@@ -9,7 +9,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from statistics import median
 from types import ModuleType
 from typing import Any, Protocol
@@ -43,8 +42,8 @@ __all__ = ["apply_costs", "costs_from_json", "costs_to_json", "machine_name", "p
 _MOST_REPEATS = 20
 _RECORDED_RUNS = 2
 _ARENA_SLACK_BYTES = 256 << 20
-# Less than this is noise.
-_LIBRARY_BYTES = 512 << 10
+# Less than this may be the rounding of two mappings to huge pages.
+_LIBRARY_BYTES = 4 << 20
 # About the second-level caches of the cores that compute.
 _CACHE_BYTES = 4 << 20
 
@@ -176,10 +175,7 @@ class _Bench:
         elif name not in self._failed:
             try:
                 self._make_room(op)
-                before = self._untracked_bytes()
-                cost = self._measure_somehow(op)
-                grown = self._untracked_bytes() - before
-                self.fresh[name] = replace(cost, library_bytes=grown if grown >= _LIBRARY_BYTES else 0)
+                self.fresh[name] = self._measure_somehow(op)
                 return self.fresh[name]
             except Exception as error:
                 self._failed[name] = f"{type(error).__name__}: {_first_line(error)}"
@@ -187,9 +183,8 @@ class _Bench:
         return estimated_cost(self._graph, op)
 
     def _untracked_bytes(self) -> int:
-        """What the process holds besides what is measured with: math libraries keep memory of their own."""
-        arena_bytes = 0 if self._arena is None else self._arena.resident_bytes
-        return memory.process_bytes() - arena_bytes - self._inputs.held_bytes
+        """What the process holds besides the results: math libraries take memory of their own."""
+        return memory.process_bytes() - (0 if self._arena is None else self._arena.resident_bytes)
 
     def _bytes_of(self, op: Op) -> int:
         return sum(self._graph.values[v].nbytes for v in (*op.reads, *op.results))
@@ -214,6 +209,10 @@ class _Bench:
     def _measure(self, op: Op, inputs: SyntheticInputs) -> OpCost:
         function = resolve(op.target)
         args, kwargs = inputs.arguments(op, function, self._opaque_inputs(op))
+        if self._arena is not None:
+            # Pages that earlier results have left untouched would count as the library's when this call touches them.
+            self._arena.release()
+        before = self._untracked_bytes()
         with self._in_arena():
             layouts = tuple(map(layout_of, _as_list(function(*args, **kwargs), op)))
             seconds: list[float] = []
@@ -229,8 +228,10 @@ class _Bench:
                 seconds.append(elapsed)
         if runs[0] != runs[-1]:
             self.notes.append(f"the allocations of {op.target} vary from call to call; the most are planned for")
-        costs = [OpCost(median(seconds), events, ordinals, layouts=layouts) for events, ordinals in runs]
-        return max(costs, key=lambda cost: cost.peak_bytes)
+        events, ordinals = max(runs, key=lambda run: OpCost(0.0, *run).peak_bytes)
+        grown = self._untracked_bytes() - before
+        library_bytes = grown if grown >= _LIBRARY_BYTES else 0
+        return OpCost(median(seconds), events, ordinals, layouts=layouts, library_bytes=library_bytes)
 
     def _is_enough(self, seconds: list[float]) -> bool:
         count = len(seconds)

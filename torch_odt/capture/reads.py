@@ -49,23 +49,24 @@ def code_of_step(modules: Iterable[nn.Module], loss_fn: Any) -> list[Function]:
 
 def functions_of(module: nn.Module) -> Iterator[Function]:
     """The code of a module: all methods of the user's own classes, `forward` of an installed package's."""
-    for cls in type(module).__mro__:
-        if not cls.__module__.startswith("torch."):
-            yield from _own_methods(cls)
-            forward = vars(cls).get("forward")
-            if isinstance(forward, Function) and not is_own(forward):
-                yield forward
+    yield from _own_methods(type(module))
+    forward = type(module).forward
+    if isinstance(forward, Function) and not is_own(forward) and not forward.__module__.startswith("torch."):
+        yield forward
 
 
-def _own_methods(cls: type) -> Iterator[Function]:
-    for value in list(vars(cls).values()):
-        function = getattr(value, "__func__", value)
-        if isinstance(function, Function) and is_own(function):
-            yield function
+def _own_methods(kind: type) -> Iterator[Function]:
+    for cls in kind.__mro__:
+        if cls is object or cls.__module__.startswith("torch."):
+            continue
+        for value in list(vars(cls).values()):
+            function = getattr(value, "__func__", value)
+            if isinstance(function, Function) and is_own(function):
+                yield function
 
 
 def functions_in(value: Any) -> Iterator[Function]:
-    """The code that calling an object runs first: of a function, a method, a partial, or an object with `__call__`."""
+    """The code that calling an object may run first: of a function, a method, a partial, or an object's class."""
     if isinstance(value, functools.partial):
         yield from functions_in(value.func)
     elif isinstance(value, types.MethodType):
@@ -74,7 +75,7 @@ def functions_in(value: Any) -> Iterator[Function]:
         yield value
     elif isinstance(value, nn.Module):
         yield from functions_of(value)
-    elif isinstance(vars(type(value)).get("__call__"), Function):
+    else:
         yield from _own_methods(type(value))
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import nn
@@ -29,6 +29,7 @@ from torch_odt.runtime.budget import Budget
 _MOST_PREPARED = 8
 _MANY_CAPTURES = 16
 
+T = TypeVar("T")
 NonFinite = Literal["warn", "raise", "ignore"]
 
 
@@ -322,17 +323,17 @@ def _check_batch(loss_fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
 def named_parameters(model: nn.Module, loss_fn: Any) -> dict[str, nn.Parameter]:
     """All parameters under the names that the graph uses, tied ones under each of theirs."""
-    found = dict(model.named_parameters(remove_duplicate=False))
-    own = loss_module(model, loss_fn)
-    if own is not None:
-        found |= {f"loss_fn:{n}": p for n, p in own.named_parameters(remove_duplicate=False)}
-    return found
+    return _named(nn.Module.named_parameters, model, loss_fn)
 
 
 def named_buffers(model: nn.Module, loss_fn: Any) -> dict[str, torch.Tensor]:
     """All buffers under the names that the graph uses."""
-    found = dict(model.named_buffers(remove_duplicate=False))
+    return _named(nn.Module.named_buffers, model, loss_fn)
+
+
+def _named(tensors_of: Callable[..., Iterable[tuple[str, T]]], model: nn.Module, loss_fn: Any) -> dict[str, T]:
+    found = dict(tensors_of(model, remove_duplicate=False))
     own = loss_module(model, loss_fn)
     if own is not None:
-        found |= {f"loss_fn:{n}": b for n, b in own.named_buffers(remove_duplicate=False)}
+        found |= {f"loss_fn:{name}": tensor for name, tensor in tensors_of(own, remove_duplicate=False)}
     return found
