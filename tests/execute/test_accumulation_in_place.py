@@ -118,6 +118,55 @@ def test_a_weight_that_is_used_several_times(summed: bool) -> None:
     assert ("odt.first_of" in targets(later)) is not summed
 
 
+class Recurrent(nn.Module):
+    """One layer, used so often that its gradient is a long chain of sums."""
+
+    def __init__(self, times: int) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+        self.times = times
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(self.times):
+            x = torch.tanh(self.layer(x))
+        return x
+
+
+def test_a_long_chain_of_sums() -> None:
+    graph = TrainingGraph(ops=[], values=[], inputs=[], outputs=[], boundary=0, program_length=0)
+    assert accumulating(graph) is None
+    batches = [(torch.randn(6, WIDTH), torch.randn(6, WIDTH)) for _ in range(2)]
+    step = train_both(Recurrent(40), batches, loss_fn=F.mse_loss, micro_batch=3, exact=False)
+    later = next(iter(step._current.program.parts.values())).later.graph  # type: ignore[union-attr]
+    assert sum(op.target == "odt.accumulate_mm" for op in later.ops) == 40
+
+
+def ignoring_loss(scores: Tensor, target: Tensor) -> Tensor:
+    return F.cross_entropy(scores.flatten(0, 1), target.flatten(), ignore_index=-100)
+
+
+@pytest.mark.parametrize("ignored", [slice(0, 2), slice(2, 4), slice(4, 6)])
+def test_a_micro_batch_without_valid_targets(ignored: slice) -> None:
+    batches = make_words(2)
+    for _, target in batches:
+        target[ignored] = -100
+    step = train_both(Language(False), batches, loss_fn=ignoring_loss, micro_batch=2, exact=False)
+    assert step.plan.micro_batch == 2
+
+
+def test_gradients_that_lie_otherwise() -> None:
+    """What the optimizer does not reset may have any strides."""
+    model, outside = Language(False), nn.Parameter(torch.zeros(1))
+    step = make_step(model, loss_fn, micro_batch=2, optimizer=torch.optim.SGD([model.hidden.weight, outside], lr=0.0))
+    batch = make_words(1)[0]
+    step(*batch)
+    once = model.embedding.weight.grad.clone()  # type: ignore[union-attr]
+    model.embedding.weight.grad = once.t().contiguous().t()
+    model.scores.weight.grad = None
+    step(*batch)
+    torch.testing.assert_close(model.embedding.weight.grad, 2 * once)
+
+
 def test_an_op_that_a_schedule_repeats_does_not_add() -> None:
     """It would add twice."""
     step = make_step(Language(True), loss_fn, micro_batch=3)
@@ -128,13 +177,13 @@ def test_an_op_that_a_schedule_repeats_does_not_add() -> None:
     changed = [i for i, (a, b) in enumerate(zip(whole.ops, added.ops, strict=True)) if a is not b]
     repeated = next(i for i in changed if added.ops[i].target == "odt.accumulate_mm")
 
-    class Twice:
+    class Repeating:
         instructions = (*part.first.schedule.instructions, Run(repeated))
 
     partial = accumulating(whole, without={repeated})
     assert partial is not None and partial.ops[repeated] is whole.ops[repeated]
     costs = _costs(added)
-    graph, _ = SizedGraph(whole, _costs(whole), adding=(added, costs)).later(Twice())  # type: ignore[arg-type]
+    graph, _ = SizedGraph(whole, _costs(whole), adding=(added, costs)).later(Repeating())  # type: ignore[arg-type]
     assert graph.ops[repeated].target == whole.ops[repeated].target
     assert targets(graph) != targets(whole)
 

@@ -311,6 +311,19 @@ def test_a_step_that_never_fits_is_refused_and_undone(monkeypatch: pytest.Monkey
         assert gradient is None or torch.equal(parameter.grad, gradient)
 
 
+def test_what_the_loss_learns_is_undone_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A failed attempt may have differentiated the loss already."""
+    model, loss_module = ConvNet(), nn.Linear(5, 5)
+    state = nn.ModuleList([model, loss_module])
+    x = torch.randn(4, 3, 8, 8)
+    model.stem.register_forward_hook(lambda module, args, output: FailsInBackward.apply(output))
+    step = FallbackStep(model, lambda x: loss_of(loss_module(model(x))), PLENTY, state=state)
+    monkeypatch.setattr(FailsInBackward, "allowed", False)
+    with pytest.raises(InfeasibleBudget):
+        step.run((x,))
+    assert all(p.grad is None for p in state.parameters())
+
+
 def test_a_choice_that_does_not_fit_is_followed_by_a_more_frugal_one(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     model = ConvNet()

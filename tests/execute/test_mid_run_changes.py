@@ -257,6 +257,108 @@ def test_what_the_code_names_changes(loss_fn: Callable[..., Tensor], monkeypatch
     assert step.plan.captured
 
 
+class CONFIG:
+    factor = 1.0
+
+
+CRITERION = nn.CrossEntropyLoss()
+
+
+def _by_a_class(outputs: Tensor, target: Tensor) -> Tensor:
+    return F.cross_entropy(outputs, target) * CONFIG.factor
+
+
+def _by_a_module_without_tensors(outputs: Tensor, target: Tensor) -> Tensor:
+    return CRITERION(outputs, target)
+
+
+class Holding(Net):
+    """Functions and objects of the user's as attributes, and a method that reads a closure."""
+
+    def __init__(self, scale: Callable[[], float]) -> None:
+        super().__init__()
+        self.activation = _doubled
+        self.strength = scale
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.activation(super().forward(x)) * self.strength()
+
+
+def test_what_held_and_foreign_objects_read_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    scale = 1.0
+
+    def change(index: int, model: nn.Module) -> None:
+        nonlocal scale
+        scale = 1.0 + index
+        monkeypatch.setitem(globals(), "FACTOR", 1.0 / (index + 1))
+        monkeypatch.setattr(CONFIG, "factor", 2.0 - index)
+        monkeypatch.setattr(CRITERION, "label_smoothing", 0.1 * index)
+
+    for model, loss_fn in (
+        (Holding(lambda: scale), F.cross_entropy),
+        (Net(), _by_a_class),
+        (Net(), _by_a_module_without_tensors),
+    ):
+        step = train_both(model, make_batches(3), between=change, loss_fn=loss_fn)
+        assert step.plan.captured
+
+
+class Trainer:
+    """Holds more than its loss reads."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+        self.weight = 0.5
+
+    def loss(self, outputs: Tensor, target: Tensor) -> Tensor:
+        return F.cross_entropy(outputs, target) * self.weight
+
+
+def test_what_the_loss_does_not_read_may_change() -> None:
+    trainer = Trainer()
+
+    def count(index: int, model: nn.Module) -> None:
+        trainer.steps += 1
+        trainer.weight = 0.5 + (index >= 2)
+
+    step = train_both(Net(), make_batches(4), between=count, loss_fn=trainer.loss)
+    assert len(step._prepared) == 2
+
+
+class Lazy(Net):
+    """Its first forward sets an attribute up."""
+
+    table: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.table is None:
+            self.table = torch.arange(6) / 6
+        return super().forward(x + self.table)
+
+
+@pytest.mark.filterwarnings("ignore:not captured")
+def test_what_the_first_step_sets_up_is_captured_later() -> None:
+    step = make_step(Lazy())
+    captured = []
+    for batch in make_batches(4):
+        step(*batch)
+        captured.append(step.plan.captured)
+    assert captured == [False, False, True, True]
+
+
+def test_a_model_without_inputs() -> None:
+    class Constant(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.values = nn.Parameter(torch.zeros(3))
+
+        def forward(self) -> Tensor:
+            return self.values
+
+    step = make_step(Constant(), F.mse_loss)
+    assert step(torch.ones(3)).item() == 1.0
+
+
 CALLS = 0
 
 

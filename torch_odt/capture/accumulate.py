@@ -61,29 +61,40 @@ class _Fusion:
         accumulator = replace(
             parameter, index=index, name=f"gradient_of_{parameter.name}", kind="gradient", base=index, target=target
         )
-        changed: dict[int, Op] = {}
-        if self._adds_to(value, accumulator, False, changed, is_output=True):
+        changed = self._adding_to(accumulator, value)
+        if changed is not None:
             self._ops |= changed
             self._accumulators.append(accumulator)
 
-    def _adds_to(
-        self, value: int, accumulator: Value, transposed: bool, changed: dict[int, Op], *, is_output: bool = False
-    ) -> bool:
-        """Let what computes a value add to the accumulator instead, if nobody else reads the value."""
+    def _adding_to(self, accumulator: Value, gradient: int) -> dict[int, Op] | None:
+        """What computes a gradient, adding to the accumulator instead; None if somebody else reads a part of it."""
+        changed: dict[int, Op] = {}
+        waiting = [(gradient, False)]
+        while waiting:
+            value, transposed = waiting.pop()
+            op = self._maker(value, accumulator, transposed, is_output=value == gradient)
+            if op is None:
+                return None
+            if op.target in _SWAPS and op.args[1:] in _SWAPS[op.target]:
+                waiting.append((op.reads[0], not transposed))
+            elif op.target == "aten.add.Tensor" and not op.kwargs and len(op.reads) == 2 == len(op.args):
+                changed[op.index] = replace(op, target="odt.first_of")
+                waiting += [(part, transposed) for part in op.reads]
+            elif not self._computes(op, accumulator, transposed, changed):
+                return None
+        return changed
+
+    def _maker(self, value: int, accumulator: Value, transposed: bool, *, is_output: bool) -> Op | None:
+        """The op that computes a value of the accumulator's form which nobody but one reader sees."""
         graph = self._graph
-        producer = graph.values[value].producer
+        info = graph.values[value]
         readers = len(graph.consumers[value]) + self._delivered.get(value, 0)
-        if producer is None or readers != 1 or (value in self._delivered) != is_output:
-            return False
-        op = graph.ops[producer]
-        if op.phase != "backward" or op.index in self._without:
-            return False
-        if op.target in _SWAPS:
-            return op.args[1:] in _SWAPS[op.target] and self._adds_to(op.reads[0], accumulator, not transposed, changed)
-        if op.target == "aten.add.Tensor" and not op.kwargs and len(op.reads) == 2 == len(op.args):
-            changed[op.index] = replace(op, target="odt.first_of")
-            return all(self._adds_to(part, accumulator, transposed, changed) for part in op.reads)
-        return self._computes(op, accumulator, transposed, changed)
+        if info.producer is None or readers != 1 or (value in self._delivered) != is_output:
+            return None
+        shape = accumulator.shape[::-1] if transposed else accumulator.shape
+        op = graph.ops[info.producer]
+        fits = (info.shape, info.dtype) == (shape, accumulator.dtype)
+        return op if fits and op.phase == "backward" and op.index not in self._without else None
 
     def _computes(self, op: Op, accumulator: Value, transposed: bool, changed: dict[int, Op]) -> bool:
         into = Ref(accumulator.index)

@@ -28,8 +28,8 @@ class OpCost:
         source: "measured", or "estimated" from the shapes where nothing could be measured.
         layouts: for each of the op's results, what it really was; None where the operator returned nothing. Empty
             where nothing was run.
-        library_bytes: what the math library takes for this call beyond earlier ones, unseen by any allocator of
-            torch's: packing buffers and scratch memory, kept, or taken again at every call.
+        library_bytes: what the math library takes while the call runs, unseen by any allocator of torch's: scratch
+            memory for packing and for partial sums.
     """
 
     seconds: float
@@ -68,9 +68,8 @@ class Costs:
 
     @property
     def library_bytes(self) -> int:
-        """What the math library takes for these calls together."""
-        of_each_kind = {id(cost): cost.library_bytes for cost in self.ops.values()}
-        return sum(of_each_kind.values())
+        """The most that the math library takes while a call runs."""
+        return max((cost.library_bytes for cost in self.ops.values()), default=0)
 
     def seconds(self, op: int) -> float:
         return self.ops[op].seconds

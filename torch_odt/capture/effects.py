@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from torch_odt.capture.loss_modules import reached
-from torch_odt.capture.reads import code_of_step, reads
+from torch_odt.capture.reads import reach_of_step
 from torch_odt.errors import CaptureError
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -28,11 +28,9 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 _STRUCTURE = frozenset(vars(nn.Module())) - {"_buffers", "training"}
 # Lists of their parameters that recurrent layers keep up to date by themselves.
 _OWN_LISTS = frozenset({"_flat_weights", "_flat_weight_refs"})
-
-
+_IGNORED = _STRUCTURE | _OWN_LISTS | {"_buffers"}
 # Functions of theirs keep wrappers and counts as attributes.
 _LIBRARIES = frozenset({"builtins", "functools"})
-_IGNORED = _STRUCTURE | _OWN_LISTS | {"_buffers"}
 
 
 def refuse_hooks(model: nn.Module) -> None:
@@ -58,11 +56,15 @@ def plain_tensors_kept(model: nn.Module, loss_fn: Any) -> Iterator[None]:
 
 @contextmanager
 def effects_refused(model: nn.Module, loss_fn: Any = None) -> Iterator[None]:
-    """Undo what the code inside has changed besides tensors, and raise CaptureError if it has changed anything."""
+    """Raise CaptureError when the code inside changes more than tensors; what it has rebound is bound as before."""
     before = _State(model, loss_fn)
     printed = io.StringIO()
-    with redirect_stdout(printed):
-        yield
+    try:
+        with redirect_stdout(printed):
+            yield
+    except BaseException:
+        before.restore()
+        raise
     effects = list(before.effects())
     before.restore()
     if printed.getvalue():
@@ -81,7 +83,9 @@ class _State:
         self._attributes = {name: _attributes(module) for name, module in model.named_modules()}
         self._bindings = {name: dict(vars(module)) for name, module in model.named_modules()}
         self._buffers = {name: dict(module._buffers) for name, module in model.named_modules()}
-        self._named = [(read, read.value, _mark(read.value)) for read in reads(code_of_step(model.modules(), loss_fn))]
+        reach = reach_of_step(model.modules(), loss_fn)
+        self._attribute_names = reach.attributes
+        self._named = [(read, read.value, _mark(read.value)) for read in reach.reads]
         self._random = random.getstate()
         self._numpy_random = np.random.get_state()
 
@@ -98,7 +102,10 @@ class _State:
             yield "draws from Python's or NumPy's random numbers"
 
     def _iterators(self) -> Iterator[str]:
-        bindings = [(f"{name}.{key}", value) for name, found in self._bindings.items() for key, value in found.items()]
+        names = self._attribute_names
+        bindings = [
+            (f"{n}.{k}", value) for n, found in self._bindings.items() for k, value in found.items() if k in names
+        ]
         named = [(read.label, value) for read, value, _ in self._named]
         for label, value in (*bindings, *named, *reached(self._loss_fn)):
             if isinstance(value, Iterator) and not isinstance(value, (nn.Module, itertools.count)):
@@ -123,7 +130,7 @@ class _State:
                     vars(module)[key] = before[key]
             module._buffers.update(self._buffers.get(name, {}))
         for read, value, _ in self._named:
-            if read.namespace.get(read.name) is not value:
+            if read.namespace.get(read.name) is not value and isinstance(read.namespace, dict):
                 read.namespace[read.name] = value
         random.setstate(self._random)
         np.random.set_state(self._numpy_random)

@@ -30,7 +30,7 @@ from torch_odt.capture.cost_table import (
     table_of,
     view_cost,
 )
-from torch_odt.capture.costs import Costs, OpCost
+from torch_odt.capture.costs import Costs, OpCost, ResultLayout
 from torch_odt.capture.graph import Op, TrainingGraph
 from torch_odt.capture.layouts import RealLayouts, layout_of
 from torch_odt.capture.machine import machine_name, settings_name
@@ -93,8 +93,7 @@ def profile(
         min_seconds: an op is timed at least this long in total, or 20 times.
         arena: where results lie while ops are timed; by default one is made and dropped again.
         progress: called before each op.
-        limit_bytes: what measuring may take. An op that needs more by itself is estimated: no plan inside so many bytes
-            can hold it.
+        limit_bytes: what measuring may take. An op whose inputs and results are more is estimated.
     """
     machine, key = machine_name(), profile_key()
     known, damaged = costs_from_entries(cache.load_profile(key)) if cache is not None else ({}, 0)
@@ -109,6 +108,10 @@ def profile(
         del bench
     if recorder is None:
         notes.append("torch_odt._memory is absent: what operators allocate inside is not seen, results alone count")
+    if too_large:
+        notes.append(
+            f"{too_large} operators were estimated: measuring one of them would have taken more than the budget"
+        )
     if damaged:
         notes.append(f"{damaged} damaged measurements in the cache were measured anew")
     if cache is not None and fresh:
@@ -156,7 +159,8 @@ class _Bench:
         self._inputs = SyntheticInputs(graph, self._layouts, limit_bytes=limit_bytes)
         self.too_large = 0
         self._failed: dict[str, str] = {}
-        self._other_data = torch.zeros(_CACHE_BYTES // 4)
+        other_bytes = _CACHE_BYTES if limit_bytes is None else min(_CACHE_BYTES, limit_bytes // 4)
+        self._other_data = torch.zeros(other_bytes // 4)
 
     def cost(self, op: Op, known: Mapping[str, OpCost]) -> OpCost:
         """The cost of the next op of the graph; measured if neither `known` nor met before."""
@@ -181,10 +185,6 @@ class _Bench:
                 self._failed[name] = f"{type(error).__name__}: {_first_line(error)}"
                 self.notes.append(f"{op.target} could not be measured and was estimated: {self._failed[name]}")
         return estimated_cost(self._graph, op)
-
-    def _untracked_bytes(self) -> int:
-        """What the process holds besides the results: math libraries take memory of their own."""
-        return memory.process_bytes() - (0 if self._arena is None else self._arena.resident_bytes)
 
     def _bytes_of(self, op: Op) -> int:
         return sum(self._graph.values[v].nbytes for v in (*op.reads, *op.results))
@@ -212,9 +212,8 @@ class _Bench:
         if self._arena is not None:
             # Pages that earlier results have left untouched would count as the library's when this call touches them.
             self._arena.release()
-        before = self._untracked_bytes()
         with self._in_arena():
-            layouts = tuple(map(layout_of, _as_list(function(*args, **kwargs), op)))
+            layouts, library_bytes = self._first_call(op, function, args, kwargs)
             seconds: list[float] = []
             runs: list[tuple[Events, Ordinals]] = []
             while not self._is_enough(seconds):
@@ -229,9 +228,18 @@ class _Bench:
         if runs[0] != runs[-1]:
             self.notes.append(f"the allocations of {op.target} vary from call to call; the most are planned for")
         events, ordinals = max(runs, key=lambda run: OpCost(0.0, *run).peak_bytes)
-        grown = self._untracked_bytes() - before
-        library_bytes = grown if grown >= _LIBRARY_BYTES else 0
         return OpCost(median(seconds), events, ordinals, layouts=layouts, library_bytes=library_bytes)
+
+    def _first_call(
+        self, op: Op, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> tuple[tuple[ResultLayout | None, ...], int]:
+        """What the op returns, and what the math library takes while it runs: scratch memory of its own."""
+        memory.reset_process_peak()
+        before = memory.peak_process_bytes()
+        layouts = tuple(map(layout_of, _as_list(function(*args, **kwargs), op)))
+        arena_bytes = 0 if self._arena is None else self._arena.resident_bytes
+        taken = memory.peak_process_bytes() - before - arena_bytes
+        return layouts, taken if self._arena is not None and taken >= _LIBRARY_BYTES else 0
 
     def _is_enough(self, seconds: list[float]) -> bool:
         count = len(seconds)

@@ -10,10 +10,11 @@ import dis
 import functools
 import sys
 import types
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 
 from torch_odt.capture.library import is_installed_file, is_library_code, is_library_module
@@ -32,7 +33,7 @@ class Read:
     """A place that code names: `namespace[name]`, for people `label`."""
 
     label: str
-    namespace: dict[str, Any]
+    namespace: Mapping[str, Any]
     name: str
 
     @property
@@ -40,11 +41,28 @@ class Read:
         return self.namespace[self.name]
 
 
-def code_of_step(modules: Iterable[nn.Module], loss_fn: Any) -> list[Function]:
-    """The code that a step runs first: the modules' classes and the loss."""
-    one_of_each_class = {type(module): module for module in modules}.values()
-    found = [function for module in one_of_each_class for function in functions_of(module)]
-    return [*found, *functions_in(loss_fn)]
+@dataclass(frozen=True, slots=True)
+class Reach:
+    """What code can get at by name, through all of the user's own functions that it reaches.
+
+    Attributes:
+        functions: the code, without installed packages' beyond the first call.
+        reads: global variables, and attributes of the user's modules.
+        attributes: the names of all attributes that the code reads or sets of anything.
+    """
+
+    functions: tuple[Function, ...]
+    reads: tuple[Read, ...]
+    attributes: frozenset[str]
+
+
+def reach_of_step(modules: Iterable[nn.Module], loss_fn: Any) -> Reach:
+    """What a step's code can get at: that of the modules' classes, of what they hold, and of the loss."""
+    found = list(modules)
+    one_of_each_class = {type(module): module for module in found}.values()
+    roots = [function for module in one_of_each_class for function in functions_of(module)]
+    roots += [function for module in found for function in _functions_held(vars(module), 2)]
+    return _reach([*roots, *functions_in(loss_fn)])
 
 
 def functions_of(module: nn.Module) -> Iterator[Function]:
@@ -55,16 +73,6 @@ def functions_of(module: nn.Module) -> Iterator[Function]:
         yield forward
 
 
-def _own_methods(kind: type) -> Iterator[Function]:
-    for cls in kind.__mro__:
-        if cls is object or cls.__module__.startswith("torch."):
-            continue
-        for value in list(vars(cls).values()):
-            function = getattr(value, "__func__", value)
-            if isinstance(function, Function) and is_own(function):
-                yield function
-
-
 def functions_in(value: Any) -> Iterator[Function]:
     """The code that calling an object may run first: of a function, a method, a partial, or an object's class."""
     if isinstance(value, functools.partial):
@@ -73,27 +81,55 @@ def functions_in(value: Any) -> Iterator[Function]:
         yield from functions_in(value.__func__)
     elif isinstance(value, Function):
         yield value
+        if hasattr(value, "__wrapped__"):
+            yield from functions_in(value.__wrapped__)
     elif isinstance(value, nn.Module):
         yield from functions_of(value)
     else:
         yield from _own_methods(type(value))
 
 
-def reads(roots: Iterable[Function]) -> Iterator[Read]:
-    """What these functions name, and what those of the user's own functions name that they reach by name."""
+def _functions_held(items: dict[Any, Any], depth: int) -> Iterator[Function]:
+    """The code of what an object holds: functions, and objects of the user's classes, in lists and dicts too."""
+    for value in items.values():
+        if isinstance(value, (bool, int, float, str, bytes, type(None), torch.Tensor, nn.Module, type)):
+            continue
+        if isinstance(value, (list, tuple)) and depth:
+            yield from _functions_held(dict(enumerate(value)), depth - 1)
+        elif isinstance(value, dict) and depth:
+            yield from _functions_held(value, depth - 1)
+        else:
+            yield from functions_in(value)
+
+
+def _own_methods(kind: type) -> Iterator[Function]:
+    for cls in kind.__mro__:
+        if not is_own_class(cls):
+            continue
+        for value in list(vars(cls).values()):
+            function = getattr(value, "fget", None) or getattr(value, "__func__", value)
+            if isinstance(function, Function):
+                yield from (f for f in functions_in(function) if is_own(f))
+
+
+def _reach(roots: Iterable[Function]) -> Reach:
     waiting = list(roots)
-    seen: set[int] = set()
+    seen: dict[int, Function] = {}
+    found: list[Read] = []
+    attributes: set[str] = set()
     while waiting:
         function = waiting.pop()
         if id(function) in seen:
             continue
-        seen.add(id(function))
+        seen[id(function)] = function
+        attributes.update(_names(function.__code__).attributes)
         for read in _named(function):
-            yield read
+            found.append(read)
             waiting += _reached(read.value)
         for cell in function.__closure__ or ():
             if has_contents(cell):
                 waiting += _reached(cell.cell_contents)
+    return Reach(tuple(seen.values()), tuple(found), frozenset(attributes))
 
 
 def _named(function: Function) -> Iterator[Read]:
@@ -103,18 +139,33 @@ def _named(function: Function) -> Iterator[Read]:
         if name in namespace:
             yield Read(name, namespace, name)
             modules.append((name, namespace[name]))
-    for name, module in modules:
-        if isinstance(module, types.ModuleType) and _is_own_module(module.__name__, getattr(module, "__file__", "")):
-            content = vars(module)
-            yield from (Read(f"{name}.{a}", content, a) for a in names.attributes if a in content)
+    seen: set[int] = set()
+    while modules:
+        label, module = modules.pop()
+        if id(module) in seen or not _is_namespace(module):
+            continue
+        seen.add(id(module))
+        content = vars(module)
+        for attribute in names.attributes:
+            # What a class holds is looked up there; a proxy of its namespace does.
+            if attribute in content:
+                yield Read(f"{label}.{attribute}", content, attribute)
+                modules.append((f"{label}.{attribute}", content[attribute]))
+
+
+def _is_namespace(value: Any) -> bool:
+    """Whether an object is a module or class of the user's own, whose attributes code reads as variables."""
+    if isinstance(value, types.ModuleType):
+        return _is_own_module(value.__name__, getattr(value, "__file__", None) or "")
+    return isinstance(value, type) and is_own_class(value)
 
 
 def _reached(value: Any) -> list[Function]:
-    if isinstance(value, Function):
-        return [value] if is_own(value) else []
-    if isinstance(value, type) and not issubclass(value, nn.Module):
-        return list(_own_methods(value))
-    return []
+    if isinstance(value, (Function, functools.partial, types.MethodType)):
+        return [function for function in functions_in(value) if is_own(function)]
+    if isinstance(value, type):
+        return [] if issubclass(value, nn.Module) else list(_own_methods(value))
+    return [] if isinstance(value, nn.Module) else list(_own_methods(type(value)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,6 +212,16 @@ def _is_own_code(code: types.CodeType, module: str) -> bool:
 @functools.cache
 def _is_own_module(name: str, file: str | None) -> bool:
     return not is_library_module(name) and not is_installed_file(file or "")
+
+
+@functools.cache
+def _is_own_class_of(module: str) -> bool:
+    return _is_own_module(module, getattr(sys.modules.get(module), "__file__", None) or "")
+
+
+def is_own_class(cls: type) -> bool:
+    """Whether a class is the user's own."""
+    return _is_own_class_of(cls.__module__)
 
 
 def is_own(function: Function) -> bool:

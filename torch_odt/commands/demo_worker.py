@@ -12,6 +12,7 @@ import json
 import sys
 import traceback
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -97,14 +98,13 @@ def work(job: Job) -> Result:
     batches = _endless(data, job)
     # The idle process of both sides has a batch in memory; nobody else holds on to it.
     batches = itertools.chain([next(batches)], batches)
-    with MemoryGauge() as gauge:
+    with MemoryGauge() as gauge, ExitStack() as stack:
         step: PlainStep | odt.TrainStep
         if job.budget_bytes is None:
             step = PlainStep(model, F.cross_entropy, optimizer)
         else:
-            step = odt.TrainStep(
-                model, F.cross_entropy, optimizer, budget=beside_loop(odt.Budget(job.budget_bytes, of="training"))
-            )
+            budget = stack.enter_context(beside_loop(odt.Budget(job.budget_bytes, of="training")))
+            step = odt.TrainStep(model, F.cross_entropy, optimizer, budget=budget)
         run_steps(
             step,
             batches,

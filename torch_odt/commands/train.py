@@ -94,11 +94,9 @@ def run(arguments: argparse.Namespace) -> int:
         arguments.model, classes=len(data.classes), image_size=data.image_size, channels_last=arguments.channels_last
     )
     optimizer = make_optimizer(arguments.optimizer, model, arguments.lr)
-    with MemoryGauge() as gauge:
+    with MemoryGauge() as gauge, beside_loop(budget) as step_budget:
         with as_user_errors(ValueError):
-            step = odt.TrainStep(
-                model, F.cross_entropy, optimizer, budget=beside_loop(budget), planner=arguments.planner
-            )
+            step = odt.TrainStep(model, F.cross_entropy, optimizer, budget=step_budget, planner=arguments.planner)
         report = _train(arguments, step, model, data, budget, gauge)
     if arguments.save is not None:
         save(model, arguments.save)

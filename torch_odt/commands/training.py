@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import islice
 from statistics import median
@@ -16,6 +17,7 @@ from torch.nn import functional as F
 from torch_odt.commands.gauge import MemoryGauge
 from torch_odt.commands.progress import Progress
 from torch_odt.commands.table import format_bytes
+from torch_odt.errors import InfeasibleBudget
 from torch_odt.runtime.budget import Budget, parse_bytes
 
 Batch = tuple[torch.Tensor, torch.Tensor]
@@ -69,12 +71,22 @@ class Record:
         return median(self.seconds[2:] or self.seconds) if self.seconds else None
 
 
-def beside_loop(budget: Budget) -> Budget:
-    """What a budget for training leaves for the steps: batches and progress bar of the loop are not theirs to plan."""
+@contextmanager
+def beside_loop(budget: Budget) -> Iterator[Budget]:
+    """What a budget for training leaves for the steps: batches and progress bar of the loop are not theirs to plan.
+
+    A refusal inside speaks of the budget as it was given.
+    """
     if budget.of == "process" or budget.share is not None:
-        return budget
+        yield budget
+        return
     amount_bytes = parse_bytes(budget.amount)
-    return Budget(max(amount_bytes - _OWN_BYTES, amount_bytes // 2), of="training")
+    try:
+        yield Budget(max(amount_bytes - _OWN_BYTES, amount_bytes // 2, 1), of="training")
+    except InfeasibleBudget as refusal:
+        needed = refusal.smallest_feasible_bytes + _OWN_BYTES
+        detail = f"{format_bytes(_OWN_BYTES)} of it are for the loop's own batches and progress bar"
+        raise InfeasibleBudget(str(budget), needed, refusal.hints, detail) from refusal
 
 
 def run_steps(

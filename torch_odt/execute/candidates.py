@@ -110,6 +110,11 @@ class SizedGraph:
     draws: Sequence[Draw] = ()
     adding: tuple[TrainingGraph, Costs] | None = None
 
+    @property
+    def is_measured(self) -> bool:
+        """Whether nothing was left out for its size."""
+        return not self.costs.too_large and (self.adding is None or not self.adding[1].too_large)
+
     def later(self, schedule: Schedule) -> tuple[TrainingGraph, Costs]:
         """What a schedule of `graph` executes when gradients exist."""
         if self.adding is None:
@@ -178,7 +183,7 @@ class Candidates:
     def measure_all(self) -> None:
         """Measure also what does not fit into the budget: to refuse it, one that is large enough must be named."""
         self._limited = False
-        self._sized = {size: sized for size, sized in self._sized.items() if not sized.costs.too_large}
+        self._sized = {size: sized for size, sized in self._sized.items() if sized.is_measured}
 
     def smallest(self, micro_batch: int | None = None) -> Candidate:
         """The way that needs the fewest bytes."""
@@ -197,7 +202,8 @@ class Candidates:
     @property
     def library_bytes(self) -> int:
         """What math libraries take besides, unseen by any allocator of torch's."""
-        return max((sized.costs.library_bytes for sized in self._sized.values()), default=0)
+        costs = [c for s in self._sized.values() for c in (s.costs, *([] if s.adding is None else [s.adding[1]]))]
+        return max((cost.library_bytes for cost in costs), default=0)
 
     @property
     def cuts(self) -> int:
@@ -272,8 +278,12 @@ class Candidates:
             return max(first, gradient_bytes_of(graph) + later)
 
         if room is None:
+            if self.planner != "auto":
+                return get_planner(self.planner)(graph, costs, 1)
             kind = "whole" if not several else "accumulates" if sized.adding is None else "adds"
-            return remembered_smallest(self.cache, graph, costs, kind=kind, footprint=footprint)
+            # One that rests on estimates is not to be remembered.
+            cache = self.cache if sized.is_measured else Cache(enabled=False)
+            return remembered_smallest(cache, graph, costs, kind=kind, footprint=footprint)
         if self.planner == "auto":
             return auto(graph, costs, room, footprint=footprint)
         return get_planner(self.planner)(graph, costs, room)
@@ -315,7 +325,9 @@ class Candidates:
                 self._sized[size] = SizedGraph(whole, self.profile(whole, self._limited))
             else:
                 self._refuse_mutations(whole)
-                micro = self._graphs.setdefault(size, self.capture((size,))[size])
+                if size not in self._graphs:
+                    self._graphs |= self.capture((size,))
+                micro = self._graphs[size]
                 hoisted = hoist_random(micro, whole, analyse(whole, micro, self.batch, size))
                 costs = self.profile(hoisted.graph, self._limited)
                 adds = accumulating(hoisted.graph)

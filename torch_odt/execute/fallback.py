@@ -56,12 +56,20 @@ class FallbackStep:
         compute_loss: called with a step's arguments; runs the model and returns the scalar loss.
         budget_bytes: bytes that a step may take above the level before it, new gradients included.
         reason: why the step could not be captured.
+        state: all that a step changes: the model, and what the loss learns; the model alone when None.
     """
 
     def __init__(
-        self, model: nn.Module, compute_loss: Callable[..., torch.Tensor], budget_bytes: int, *, reason: str = ""
+        self,
+        model: nn.Module,
+        compute_loss: Callable[..., torch.Tensor],
+        budget_bytes: int,
+        *,
+        reason: str = "",
+        state: nn.Module | None = None,
     ) -> None:
         self.model = model
+        self._state = model if state is None else state
         self.budget_bytes = budget_bytes
         self.reason = reason
         self.choice: CheckpointChoice | None = None
@@ -165,11 +173,11 @@ class FallbackStep:
 
     def _fixed_bytes(self) -> int:
         """What a step needs whatever is checkpointed: new gradients and the copies that undo a failed step."""
-        gradients = sum(p.nbytes for p in self.model.parameters() if p.requires_grad)
-        return gradients + sum(buffer.nbytes for buffer in self.model.buffers())
+        gradients = sum(p.nbytes for p in self._state.parameters() if p.requires_grad)
+        return gradients + sum(buffer.nbytes for buffer in self._state.buffers())
 
     def _attempt(self, choice: CheckpointChoice, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
-        with _undone_on_failure(self.model), _counted(choice), _capped(self.budget_bytes):
+        with _undone_on_failure(self._state), _counted(choice), _capped(self.budget_bytes):
             with checkpointed(self.model, choice.names), torch.enable_grad():
                 loss = self._compute_loss(*args, **kwargs)
             loss.backward()

@@ -189,15 +189,16 @@ def _plan_inside(request: StepRequest, candidates: Candidates, held_bytes: int =
     if candidate is None:
         candidate = _fastest(request, candidates, allowance, allowance.planning_bytes)
     for _ in range(_MOST_ATTEMPTS):
+        allowance = take_stock()
+        if candidate is not None and allowance.admits(candidate):
+            return _saved(request, candidates, candidate, allowance), allowance
+        # What planning has really left behind is known now.
+        candidate = _fastest(request, candidates, allowance, _NOISE_BYTES)
         if candidate is None:
             break
-        allowance = take_stock()
-        if allowance.admits(candidate):
-            return _saved(request, candidates, candidate, allowance), allowance
-        candidate = _fastest(request, candidates, allowance, _NOISE_BYTES)
     smallest = candidates.smallest(request.micro_batch)
     allowance = take_stock()
-    if request.planner == "auto" and allowance.admits(smallest):
+    if allowance.admits(smallest):
         return _saved(request, candidates, smallest, allowance), allowance
     candidates.measure_all()
     smallest = candidates.smallest(request.micro_batch)
@@ -318,7 +319,7 @@ def _make_part(arena: Any, part: PlannedPart, tables: list[int]) -> Part:
 def _prepare_fallback(request: StepRequest, samples: int, reason: str) -> Prepared:
     """A step that has no graph runs as plain PyTorch, with measured submodules checkpointed where it must be."""
     allowance = allow(request.resolve_budget(), request.optimizer_cost, None)
-    step = UncapturedStep(request.model, request.compute, allowance, reason)
+    step = UncapturedStep(request.model, request.loss_fn, request.compute, allowance, reason)
     return Prepared(plan=summarize_fallback(request, allowance, samples, step), samples=samples, fallback=step)
 
 

@@ -13,7 +13,8 @@ import dataclasses
 import functools
 import itertools
 import types
-from collections.abc import Hashable, Iterable
+import weakref
+from collections.abc import Callable, Hashable, Iterable
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from torch_odt.capture.describe_step import MODULE_STRUCTURE
 from torch_odt.capture.effects import hook_identities
 from torch_odt.capture.loss_modules import loss_module
 from torch_odt.capture.machine import settings_name
-from torch_odt.capture.reads import Read, code_of_step, has_contents, reads
+from torch_odt.capture.reads import Read, has_contents, is_own_class, reach_of_step
 
 _PLAIN = (bool, int, float, str, bytes, type(None))
 _DEEPEST = 4
@@ -52,30 +53,40 @@ def step_outline(model: nn.Module, loss_fn: Any, args: tuple[Any, ...], kwargs: 
 
 def step_values(model: nn.Module, loss_fn: Any) -> Hashable:
     """The plain Python values that a step's code can read: attributes, closures, what it names."""
-    reader = _Reader()
     own = loss_module(model, loss_fn)
     modules = [*model.modules(), *(own.modules() if own is not None else ())]
-    code = code_of_step(modules, loss_fn)
+    reach = reach_of_step(modules, loss_fn)
+    reader = _Reader(reach.attributes, frozenset(map(id, modules)))
     return (
         tuple(reader.items(vars(module), MODULE_STRUCTURE, 0) for module in modules),
         tuple(reader.value(value, 0) for value in _class_values(modules)),
         None if isinstance(loss_fn, nn.Module) else reader.value(loss_fn, 0),
-        tuple((read.label, reader.value(read.value, 1)) for read in reads(code) if _is_looked_at(read)),
-        tuple(map(_Same, code)),
+        tuple((read.label, reader.value(read.value, 1)) for read in reach.reads if _is_looked_at(read)),
+        tuple(reader.value(function, 1) for function in reach.functions),
     )
 
 
 def _structure(root: nn.Module) -> Hashable:
     modules = tuple((type(m), m.training) for m in root.modules())
     parameters = tuple((p.requires_grad, p.dtype, p.shape, p.stride()) for p in root.parameters())
-    return modules, parameters, hook_identities(root)
+    buffers = tuple(
+        (name, None if buffer is None else (buffer.dtype, buffer.shape, buffer.stride()))
+        for module in root.modules()
+        for name, buffer in module._buffers.items()
+    )
+    return modules, parameters, buffers, hook_identities(root)
 
 
 def _class_values(modules: Iterable[nn.Module]) -> Iterable[Any]:
     """Plain values that stand in the user's classes."""
     classes = dict.fromkeys(cls for kind in dict.fromkeys(map(type, modules)) for cls in kind.__mro__)
     own = (cls for cls in classes if not cls.__module__.startswith("torch."))
-    return [v for cls in own for k, v in vars(cls).items() if isinstance(v, (*_PLAIN, list, dict)) and k[:2] != "__"]
+    return [
+        v
+        for cls in own
+        for k, v in vars(cls).items()
+        if isinstance(v, (*_PLAIN, list, dict, tuple, torch.Tensor)) and k[:2] != "__"
+    ]
 
 
 def _leaf_signature(leaf: Any) -> Hashable:
@@ -87,39 +98,52 @@ def _leaf_signature(leaf: Any) -> Hashable:
                 "the batch holds a tensor that requires gradients; detach it, or compute it inside the model"
             )
         return (tuple(leaf.shape), leaf.stride(), leaf.dtype)
-    return (type(leaf), leaf) if isinstance(leaf, _PLAIN) else repr(leaf)
+    if isinstance(leaf, _PLAIN):
+        return (type(leaf), leaf)
+    return type(leaf).__qualname__
 
 
 def _is_looked_at(read: Read) -> bool:
     """Whether what code names holds values that it may compute with; what libraries keep for themselves is not."""
     value = read.value
-    if isinstance(value, (*_PLAIN, torch.Tensor)) or type(value) in (dict, list, set, tuple):
-        return True
-    if isinstance(value, types.FunctionType):
+    if isinstance(
+        value, (*_PLAIN, torch.Tensor, nn.Module, dict, list, set, tuple, types.FunctionType, functools.partial)
+    ):
         return True
     if isinstance(value, (argparse.Namespace, types.SimpleNamespace)) or dataclasses.is_dataclass(value):
         return True
-    return type(value).__module__ == read.namespace.get("__name__")
+    return is_own_class(type(value))
 
 
-@dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class _Same:
-    """Equal for one object alone, which lives as long as this does: no other one can come to its address."""
+    """Equal for one object alone, as long as that lives; it is not kept alive where Python allows that."""
 
-    value: Any
-    version: int = 0
+    __slots__ = ("_get", "_hash", "_version")
+
+    def __init__(self, value: Any, version: int = 0) -> None:
+        self._version = version
+        self._hash = id(value) ^ version
+        try:
+            self._get: Callable[[], Any] = weakref.ref(value)
+        except TypeError:
+            self._get = lambda: value
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Same) and other.value is self.value and other.version == self.version
+        if not isinstance(other, _Same) or other._version != self._version:
+            return False
+        value = self._get()
+        return value is not None and other._get() is value
 
     def __hash__(self) -> int:
-        return id(self.value) ^ self.version
+        return self._hash
 
 
 class _Reader:
     """Turns Python values into hashable ones; each object is looked at once."""
 
-    def __init__(self) -> None:
+    def __init__(self, attribute_names: frozenset[str], step_modules: frozenset[int]) -> None:
+        self._attribute_names = attribute_names
+        self._step_modules = step_modules
         self._known: dict[int, Hashable] = {}
 
     def value(self, value: Any, depth: int) -> Hashable:
@@ -127,7 +151,7 @@ class _Reader:
             return "nan"
         if isinstance(value, _PLAIN):
             return (type(value), value)
-        if depth > _DEEPEST or isinstance(value, (type, types.ModuleType, nn.Module)):
+        if depth > _DEEPEST or isinstance(value, (type, types.ModuleType)) or id(value) in self._step_modules:
             return _Same(value)
         if id(value) not in self._known:
             # Before the descent, for objects that hold themselves.
@@ -142,7 +166,10 @@ class _Reader:
     def _describe(self, value: Any, depth: int) -> Hashable:
         if isinstance(value, torch.Tensor):
             # Parameters are expected to change: their content belongs to the step.
-            return _Same(value, 0 if isinstance(value, nn.Parameter) else value._version)
+            is_fixed = isinstance(value, nn.Parameter) or value.is_inference()
+            return _Same(value, 0 if is_fixed else value._version)
+        if isinstance(value, nn.Module):
+            return tuple(self._module(module, depth) for module in value.modules())
         if isinstance(value, (list, tuple, set, frozenset)):
             return (type(value), self._all(value, depth))
         if isinstance(value, dict):
@@ -156,7 +183,18 @@ class _Reader:
             defaults = (*(value.__defaults__ or ()), value.__kwdefaults__ or {})
             return (_Same(value.__code__), self._all((*cells, *defaults), depth))
         attributes = getattr(value, "__dict__", None)
-        return (type(value), _Same(value) if attributes is None else self.items(attributes, frozenset(), depth))
+        if attributes is None or type(value).__module__.partition(".")[0] in ("torch", "torch_odt"):
+            return (type(value), _Same(value))
+        if is_own_class(type(value)):
+            # Of a trainer that holds all and everything, what the step's code reads.
+            attributes = {name: item for name, item in attributes.items() if name in self._attribute_names}
+        return (type(value), self.items(attributes, frozenset(), depth))
+
+    def _module(self, module: nn.Module, depth: int) -> Hashable:
+        """One that is no part of the step: all that it has is a constant of the graph."""
+        tensors = (*module._parameters.values(), *module._buffers.values())
+        versions = tuple(None if t is None or t.is_inference() else (_Same(t), t._version) for t in tensors)
+        return (type(module), module.training, versions, self.items(vars(module), MODULE_STRUCTURE, depth))
 
     def _all(self, values: Iterable[Any], depth: int) -> Hashable:
         return tuple(self.value(v, depth + 1) for v in itertools.islice(values, _LONGEST))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable
@@ -39,9 +40,9 @@ class TrainStep:
     Choose it when the loop is yours to change by one line: it sees the loss and the optimizer, so it can plan the whole
     step and cut the batch where that is exact. Where the loop must stay as it is, use `wrap`.
 
-    The step is captured and planned at the first call, and again whenever the batch's shape, the model's mode or its
-    trainable parameters change. Every number it computes is plain PyTorch's; what is planned is when each tensor
-    exists.
+    The step is captured and planned at the first call, and again whenever the batch's shape, the model's mode, its
+    trainable parameters or plain Python values that its code reads change. Every number it computes is plain PyTorch's;
+    what is planned is when each tensor exists.
 
     Args:
         model: any `nn.Module` on the CPU. It stays as it is: same parameters, same `state_dict()`.
@@ -117,6 +118,9 @@ class TrainStep:
         self._prepared: OrderedDict[Hashable, Prepared] = OrderedDict()
         self._captures = 0
         self._has_told = False
+        # Of steps that were not captured: the values that their code could read then, and at the last call.
+        self._refused: dict[Hashable, Hashable] = {}
+        self._last_values: Hashable = None
         self._current: Prepared | None = None
         self._calls_in_group = 0
         self._samples_in_group = 0
@@ -167,7 +171,7 @@ class TrainStep:
         self._request.release()
 
     def _step(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, want_results: bool) -> tuple[torch.Tensor, Any]:
-        _check_batch(self.loss_fn, args, kwargs)
+        _check_batch(self.model, self.loss_fn, args, kwargs)
         if self._calls_in_group == 0:
             self.optimizer.zero_grad(set_to_none=True)
         prepared = self._prepare(args, kwargs, want_results)
@@ -184,23 +188,34 @@ class TrainStep:
         self._calls_in_group += 1
         if self._calls_in_group == self.accumulation_steps:
             self._update()
+        if prepared.plan.budget is not None:
+            # What libraries have freed is kept by malloc: it is not to stand above the budget until the next step.
+            make_room(self._request.arena, prepared.plan.budget.total_bytes)
         return loss, results
 
     def _prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any], want_results: bool) -> Prepared:
         outline = (want_results, step_outline(self.model, self.loss_fn, args, kwargs))
-        # What is not captured runs its Python code anyway, whatever values that reads.
-        is_captured = outline not in self._prepared
-        key = (outline, step_values(self.model, self.loss_fn)) if is_captured else outline
+        values = step_values(self.model, self.loss_fn)
+        key: Hashable = (outline, values)
+        if key not in self._prepared and outline in self._prepared and not self._is_worth_a_try(outline, values):
+            key = outline
         prepared = self._prepared.get(key)
         if prepared is None:
             self._forget_oldest()
             self._request.renew(optimizer_cost(self.optimizer))
             prepared = prepare(self._request, args, kwargs, want_results=want_results)
-            key = key if prepared.plan.captured else outline
+            if not prepared.plan.captured:
+                key = outline
+                self._refused[outline] = values
             self._prepared[key] = prepared
         self._prepared.move_to_end(key)
         self._current = prepared
         return prepared
+
+    def _is_worth_a_try(self, outline: Hashable, values: Hashable) -> bool:
+        """Whether a step that was not captured may be by now: what its first run has set up has settled."""
+        previous, self._last_values = self._last_values, values
+        return values == previous and values != self._refused[outline]
 
     def _forget_oldest(self) -> None:
         """Plans of batches that do not come any more must not pile up."""
@@ -308,7 +323,7 @@ def _check_roles(model: nn.Module, loss_fn: Any, optimizer: Any) -> None:
         )
 
 
-def _check_batch(loss_fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _check_batch(model: nn.Module, loss_fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Raises TypeError when a batch is not laid out as a step takes it."""
     if not args and not kwargs:
         raise TypeError("a step takes a batch: step(x, y), or step(**batch) for batches by keyword")
@@ -318,7 +333,9 @@ def _check_batch(loss_fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
         raise TypeError("a batch in a dict is handed over by keyword: step(**batch)")
     if isinstance(args[0], (tuple, list)):
         raise TypeError("inputs and target are handed over one by one: step(*batch)")
-    raise TypeError("there is no target: a step takes the model's inputs and then the target, step(x, y)")
+    required = [p for p in inspect.signature(model.forward).parameters.values() if p.default is p.empty]
+    if any(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in required):
+        raise TypeError("there is no target: a step takes the model's inputs and then the target, step(x, y)")
 
 
 def named_parameters(model: nn.Module, loss_fn: Any) -> dict[str, nn.Parameter]:

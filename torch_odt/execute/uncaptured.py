@@ -8,6 +8,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import nn
 
+from torch_odt.capture.loss_modules import loss_module
 from torch_odt.capture.trace import Compute
 from torch_odt.errors import InfeasibleBudget
 from torch_odt.execute.accounting import Allowance
@@ -18,13 +19,15 @@ from torch_odt.planning.plan import PlanLine
 class UncapturedStep:
     """Runs a step by activation checkpointing and speaks of budgets as the user does."""
 
-    def __init__(self, model: nn.Module, compute: Compute, allowance: Allowance, reason: str) -> None:
+    def __init__(self, model: nn.Module, loss_fn: Any, compute: Compute, allowance: Allowance, reason: str) -> None:
+        own = loss_module(model, loss_fn)
+        state = model if own is None else nn.ModuleList([model, own])
         self._model = model
         self._compute = compute
         self._allowance = allowance
         self._scale = 1.0
         self._results: Any = None
-        self.step = FallbackStep(model, self._loss, max(1, allowance.step_bytes), reason=reason)
+        self.step = FallbackStep(model, self._loss, max(1, allowance.step_bytes), reason=reason, state=state)
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any], gradient_scale: float) -> tuple[torch.Tensor, Any]:
         """Forward and backward; returns the loss and the model's outputs.
@@ -53,7 +56,11 @@ class UncapturedStep:
         else:
             name = f"steps with {len(choice.names)} checkpointed submodules" if choice.names else "plain steps"
             counted = choice.counted_bytes
-            steps = PlanLine(name, choice.predicted_bytes if counted is None else counted, "counted in the last one")
+            steps = (
+                PlanLine(name, choice.predicted_bytes, "estimated")
+                if counted is None
+                else PlanLine(name, counted, "counted in the last one")
+            )
         return (steps, *(line for line in self._allowance.fixed_lines() if line.nbytes))
 
     @property
