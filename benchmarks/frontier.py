@@ -28,6 +28,8 @@ from targets import print_targets
 from workloads import BLOCKS, MODELS
 
 HERE = Path(__file__).resolve().parent
+# Of the budget that a refusal names.
+SMALLEST_SHARES = (0.8, 0.85, 0.9, 0.95)
 
 
 class WorkerFailed(RuntimeError):
@@ -115,11 +117,8 @@ class Frontier:
     def _measure_one(self, configuration: Configuration, request: dict[str, Any], partner: Worker) -> dict[str, Any]:
         row: dict[str, Any] = configuration.to_json()
         try:
-            if configuration.method == "torch_odt" and configuration.value == 0:
-                probe = Worker(Configuration("find smallest"), request)
-                probe.stop()
-                request |= probe.description
-            worker = Worker(configuration, request)
+            is_smallest = configuration.method == "torch_odt" and configuration.value == 0
+            worker = self._smallest_worker(configuration, request) if is_smallest else Worker(configuration, request)
             try:
                 rounds = self.options.rounds if configuration.headline else max(2, self.options.rounds // 2)
                 pairs = [
@@ -138,6 +137,18 @@ class Frontier:
             "ratio": statistics.median(ratios),
             "seconds": statistics.median(s for _, ours in pairs for s in ours),
         }
+
+    def _smallest_worker(self, configuration: Configuration, request: dict[str, Any]) -> Worker:
+        """A worker in the smallest budget that is accepted: the one that a refusal names allows for unlucky starts."""
+        probe = Worker(Configuration("find smallest"), request)
+        probe.stop()
+        named = probe.description["smallest_feasible_bytes"]
+        for share in SMALLEST_SHARES:
+            try:
+                return Worker(configuration, request | {"smallest_feasible_bytes": int(share * named)})
+            except WorkerFailed:
+                continue
+        return Worker(configuration, request | {"smallest_feasible_bytes": named})
 
     def _measure_second_start(self, configuration: Configuration, request: dict[str, Any]) -> dict[str, Any]:
         row: dict[str, Any] = configuration.to_json() | {"label": f"{configuration.label}, second start"}
