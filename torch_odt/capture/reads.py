@@ -20,6 +20,8 @@ from torch import nn
 from torch_odt.capture.library import is_installed_file, is_library_code, is_library_module
 
 Function = types.FunctionType
+# Of `nn.Module` itself.
+_STRUCTURE = frozenset(vars(nn.Module()))
 
 _KINDS = {
     **dict.fromkeys(("LOAD_GLOBAL", "STORE_GLOBAL", "LOAD_NAME"), "variables"),
@@ -61,7 +63,9 @@ def reach_of_step(modules: Iterable[nn.Module], loss_fn: Any) -> Reach:
     found = list(modules)
     one_of_each_class = {type(module): module for module in found}.values()
     roots = [function for module in one_of_each_class for function in functions_of(module)]
-    roots += [function for module in found for function in _functions_held(vars(module), 2)]
+    for module in found:
+        held = {name: value for name, value in vars(module).items() if name not in _STRUCTURE}
+        roots += _functions_held(held, 2)
     return _reach([*roots, *functions_in(loss_fn)])
 
 
