@@ -23,9 +23,10 @@ from torch_odt.capture.describe import Describer, Undescribable, is_users_functi
 from torch_odt.capture.effects import refuse_hooks
 from torch_odt.capture.loss_modules import loss_module
 from torch_odt.capture.machine import machine_name, settings_name
+from torch_odt.capture.reads import MODULE_OWN
 
 # Of `nn.Module` itself: parameters, buffers and children are looked at by their own.
-MODULE_STRUCTURE = frozenset(vars(nn.Module())) - {"training"}
+MODULE_STRUCTURE = MODULE_OWN - {"training"}
 _GLOBAL_HOOKS = ("_global_forward_hooks", "_global_forward_pre_hooks", "_global_backward_hooks",
                  "_global_backward_pre_hooks")  # fmt: skip
 _TORCH_VARIABLES = ("TORCH", "PYTORCH", "ATEN", "AOT")

@@ -20,12 +20,12 @@ import torch
 from torch import nn
 
 from torch_odt.capture.loss_modules import reached
-from torch_odt.capture.reads import reach_of_step
+from torch_odt.capture.reads import MODULE_OWN, reach_of_step
 from torch_odt.errors import CaptureError
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 # Of `nn.Module` itself; children and parameters are compared by the tracer.
-_STRUCTURE = frozenset(vars(nn.Module())) - {"_buffers", "training"}
+_STRUCTURE = MODULE_OWN - {"_buffers", "training"}
 # Lists of their parameters that recurrent layers keep up to date by themselves.
 _OWN_LISTS = frozenset({"_flat_weights", "_flat_weight_refs"})
 _IGNORED = _STRUCTURE | _OWN_LISTS | {"_buffers"}

@@ -21,7 +21,7 @@ from torch_odt.capture.library import is_installed_file, is_library_code, is_lib
 
 Function = types.FunctionType
 # Of `nn.Module` itself.
-_STRUCTURE = frozenset(vars(nn.Module()))
+MODULE_OWN = frozenset(vars(nn.Module()))
 
 _KINDS = {
     **dict.fromkeys(("LOAD_GLOBAL", "STORE_GLOBAL", "LOAD_NAME"), "variables"),
@@ -64,7 +64,7 @@ def reach_of_step(modules: Iterable[nn.Module], loss_fn: Any) -> Reach:
     one_of_each_class = {type(module): module for module in found}.values()
     roots = [function for module in one_of_each_class for function in functions_of(module)]
     for module in found:
-        held = {name: value for name, value in vars(module).items() if name not in _STRUCTURE}
+        held = {name: value for name, value in vars(module).items() if name not in MODULE_OWN}
         roots += _functions_held(held, 2)
     return _reach([*roots, *functions_in(loss_fn)])
 
