@@ -9,6 +9,8 @@ from typing import Any
 from report import Row, exactness, masks_only, read_results, usable
 
 MIB = 2**20
+# The pages of code that a method touches for the first time are resident, but the kernel can take them back.
+_SHARE_TOLERANCE = 0.005
 Verdict = tuple[str, bool | None, str]
 
 
@@ -26,7 +28,8 @@ def model_targets(model: dict[str, Any]) -> Iterator[Verdict]:
     yield from _speed(model)
     yield _smallest(model)
     yield from _predictions(model)
-    yield from _seconds(model)
+    if model["model"] == "mobilenet_v2":
+        yield from _seconds(model)
 
 
 def _speed(model: dict[str, Any]) -> Iterator[Verdict]:
@@ -45,9 +48,12 @@ def _ratio(model: dict[str, Any], share: float, limit: float) -> Verdict:
     if row is None or eager is None:
         return name, None, "not measured"
     middle, spread = row["ratio"], f"{min(row['ratios']):.2f}..{max(row['ratios']):.2f}, {len(row['ratios'])} pairs"
-    inside = row["memory"]["peak_bytes"] / eager["memory"]["peak_bytes"]
+    resident, anonymous = (
+        row["memory"][peak] / eager["memory"]["peak_bytes"] for peak in ("peak_bytes", "peak_anonymous_bytes")
+    )
     kind = exactness(row)
-    return name, middle <= limit and kind == "exact", f"{middle:.3f}x ({spread}); peak {inside:.0%}; {kind}"
+    passed = middle <= limit and anonymous <= share + _SHARE_TOLERANCE and kind == "exact"
+    return name, passed, f"{middle:.3f}x ({spread}); peak {resident:.0%}, anonymous {anonymous:.0%}; {kind}"
 
 
 def _against_micro_batches(model: dict[str, Any]) -> Verdict:
@@ -58,7 +64,7 @@ def _against_micro_batches(model: dict[str, Any]) -> Verdict:
     room = row["memory"]["peak_bytes"]
     rivals = [r for r in usable(model) if r["method"] == "micro-batches" and r["memory"]["peak_bytes"] <= room]
     if not rivals:
-        return name, True, f"none of them fits into {room / MIB:.0f} MiB"
+        return name, None, f"none of them fits into {room / MIB:.0f} MiB"
     best = min(rivals, key=lambda r: r["ratio"])
     return name, row["ratio"] <= best["ratio"], f"{row['ratio']:.3f}x against {best['ratio']:.3f}x ({best['label']})"
 
@@ -118,9 +124,9 @@ def _seconds(model: dict[str, Any]) -> Iterator[Verdict]:
         else:
             seconds = row["first_call_seconds"] - first["seconds"]
             yield name, seconds < limit, f"{seconds:.1f} s beyond a step"
-    planning = first and first.get("plan", {}).get("planning_seconds")
-    name = "planning alone below 2 s"
-    yield (name, planning < 2, f"{planning:.2f} s") if planning is not None else (name, None, "not measured")
+    planning = [r["plan"]["planning_seconds"] for r in usable(model) if r.get("plan", {}).get("planning_seconds")]
+    name = "planning alone below 2 s, at every budget"
+    yield (name, max(planning) < 2, f"{max(planning):.2f} s") if planning else (name, None, "not measured")
 
 
 def _ours(model: dict[str, Any], share: float) -> Row | None:

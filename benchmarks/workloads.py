@@ -6,7 +6,7 @@ import gzip
 import shutil
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,20 +30,11 @@ class Workload:
         name: as on the command line.
         model: in training mode.
         batches: a few batches, used in turn; tensors by name, the images or tokens first.
-        has_batch_norm: whether cutting the batch changes the statistics.
-        has_random_masks: whether a step draws dropout masks.
     """
 
     name: str
     model: nn.Module
     batches: list[Batch]
-    has_batch_norm: bool = field(init=False)
-    has_random_masks: bool = field(init=False)
-
-    def __post_init__(self) -> None:
-        modules = list(self.model.modules())
-        self.has_batch_norm = any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in modules)
-        self.has_random_masks = any(isinstance(m, nn.Dropout) and m.p > 0 for m in modules)
 
     def loss(self, batch: Batch) -> torch.Tensor:
         """The loss of a batch."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import time
 import uuid
 from pathlib import Path
@@ -33,14 +32,6 @@ class ControlGroup:
     def _limit_name(self) -> str:
         return "memory.limit_in_bytes" if self._version_1 else "memory.max"
 
-    def add(self, process_id: int) -> None:
-        """Move a process into the group; what it allocates from now on counts."""
-        (self.path / "cgroup.procs").write_text(str(process_id))
-
-    def add_self(self) -> None:
-        """Move the calling process, between fork and exec."""
-        self.add(os.getpid())
-
     def limit(self, limit_bytes: int) -> None:
         """Memory, page cache included, and no swap beside it."""
         (self.path / self._limit_name).write_text(str(limit_bytes))
@@ -55,13 +46,6 @@ class ControlGroup:
         if self._version_1:
             return int(fields["total_rss"]) + int(fields.get("total_shmem", 0))
         return int(fields["anon"]) + int(fields["shmem"])
-
-    def highest_bytes(self) -> int:
-        """The highest usage since the group was made, page cache included; 0 where the kernel does not say."""
-        name = "memory.max_usage_in_bytes" if self._version_1 else "memory.peak"
-        with contextlib.suppress(OSError):
-            return int((self.path / name).read_text())
-        return 0
 
     def close(self) -> None:
         """Remove the group; its processes must have ended."""

@@ -1,7 +1,7 @@
 """One process of `test_real_limit.py`: trains MobileNetV2 for some steps, plainly or through torch_odt.
 
-Everything is in memory and idle first; what the group holds then is the level above which the limit is set. One line of
-JSON at the level, one after each step.
+Everything is in memory and idle first; what the group holds then is the level that limits are reckoned from. One line
+of JSON at the level, one after each step.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def say(**message: object) -> None:
 
 
 def wait_for_go() -> None:
-    """The test sets the limit now."""
+    """The test takes the level now."""
     if not sys.stdin.readline():
         os._exit(3)
 

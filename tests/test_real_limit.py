@@ -2,7 +2,7 @@
 
 The limit is what the idle process holds (imports, model and data in memory; anonymous and shared memory as the group's
 own statistics count it, without page cache, which the kernel takes back) plus 35% of what plain PyTorch takes above.
-It is in force from before the step object is made until the process ends: tracing, profiling and planning included.
+It is in force from import to exit: tracing, profiling and planning included.
 
 TORCH_ODT_DATA_DIR names a folder that holds FashionMNIST/; without it scikit-learn's digits are used.
 """
@@ -63,12 +63,15 @@ def test_trains_inside_a_limit_that_kills_plain_pytorch(group: type[ControlGroup
     headroom = int(SHARE * (plain.highest_bytes - plain.level_bytes))
     print(f"torch {plain.torch_version}: idle {mib(plain.level_bytes)}, plain takes {mib(plain.highest_bytes)}")
 
-    killed = run_worker(group, tmp_path, steps=2, headroom=headroom)
+    killed = run_worker(group, tmp_path, steps=2, limit=plain.level_bytes + headroom)
     assert killed.return_code == -signal.SIGKILL, f"plain PyTorch survived: {killed}"
+    assert killed.level_bytes > 0, "it was killed while it trained, not before"
 
     # The rest is for what is not the plan's: the interpreter's own objects, thread stacks, freed pages kept by malloc.
-    ours = run_worker(group, tmp_path, steps=STEPS, headroom=headroom, budget=int(0.9 * headroom))
-    print(f"limit {mib(headroom)} above idle {mib(ours.level_bytes)}; last losses {ours.losses[-3:]}")
+    budget = int(0.9 * headroom)
+    idle = run_worker(group, tmp_path, steps=STEPS, budget=budget, trains=False)
+    ours = run_worker(group, tmp_path, steps=STEPS, limit=idle.level_bytes + headroom, budget=budget)
+    print(f"limit {mib(headroom)} above idle {mib(idle.level_bytes)}; last losses {ours.losses[-3:]}")
     assert ours.return_code == 0, f"exit code {ours.return_code}: {ours.errors}"
     assert len(ours.losses) == STEPS
     worst = max(abs(a - b) for a, b in zip(ours.losses, plain.losses, strict=True))
@@ -76,15 +79,27 @@ def test_trains_inside_a_limit_that_kills_plain_pytorch(group: type[ControlGroup
 
 
 def run_worker(
-    group_type: type[ControlGroup], folder: Path, *, steps: int, headroom: int | None = None, budget: int = 0
+    group_type: type[ControlGroup],
+    folder: Path,
+    *,
+    steps: int,
+    limit: int | None = None,
+    budget: int = 0,
+    trains: bool = True,
 ) -> Run:
-    """Run a worker in a group of its own whose limit is its own idle level plus `headroom`."""
+    """Run a worker in a group of its own that may hold `limit` bytes from the worker's first page on.
+
+    Args:
+        trains: otherwise it ends when its level has been taken.
+    """
     group = group_type()
     errors = folder / "errors.txt"
     try:
+        if limit is not None:
+            group.limit(limit)
         with errors.open("w") as error_file:
             process = start_worker(group, steps, budget, error_file)
-            run = follow(process, group, headroom)
+            run = follow(process, group, trains)
         run.errors = errors.read_text()[-2000:]
         return run
     finally:
@@ -100,16 +115,16 @@ def start_worker(group: ControlGroup, steps: int, budget: int, error_file: Any) 
     return subprocess.Popen(joined, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=error_file, text=True)
 
 
-def follow(process: subprocess.Popen[str], group: ControlGroup, headroom: int | None) -> Run:
-    """Set the limit when the worker is idle, let it go, and collect what it says."""
+def follow(process: subprocess.Popen[str], group: ControlGroup, trains: bool) -> Run:
+    """Take the level when the worker is idle, let it go, and collect what it says."""
     run = Run()
     assert process.stdin is not None and process.stdout is not None
     try:
         idle = json.loads(process.stdout.readline() or "{}")
         run.torch_version = idle.get("torch", "")
-        run.level_bytes = group.unreclaimable_bytes()
-        if headroom is not None:
-            group.limit(run.level_bytes + headroom)
+        run.level_bytes = group.unreclaimable_bytes() if idle else 0
+        if not trains:
+            return run
         process.stdin.write("go\n")
         process.stdin.flush()
         for line in process.stdout:

@@ -44,7 +44,7 @@ class Cache:
 
     Args:
         folder: where it lies; `default_folder()` when None.
-        enabled: False makes every lookup miss and every write do nothing.
+        enabled: False reads and writes no file. Measurements are then kept as long as the object is.
 
     Warns:
         OdtWarning: once for each object, when the folder cannot be read or written; and for each damaged entry, which
@@ -55,6 +55,7 @@ class Cache:
         self.folder = Path(folder).expanduser() if folder is not None else default_folder()
         self.enabled = enabled
         self._has_warned = False
+        self._unwritten: dict[str, dict[str, Any]] = {}
 
     @classmethod
     def of_value(cls, value: CacheOption) -> Cache:
@@ -66,7 +67,7 @@ class Cache:
     def load_profile(self, key: str) -> dict[str, Any]:
         """Measurements by signature, for one machine with one set of settings; empty when there are none."""
         entry = self._load(self._path("profiles", key), key)
-        return entry if isinstance(entry, dict) else {}
+        return (entry if isinstance(entry, dict) else {}) | self._unwritten.get(key, {})
 
     def save_profile(self, key: str, ops: dict[str, Any]) -> None:
         """Add measurements to those that are there; new ones replace old ones of the same signature."""
@@ -74,6 +75,8 @@ class Cache:
         with self._writing(path) as may_write:
             if may_write:
                 self._write(path, key, self.load_profile(key) | ops)
+            else:
+                self._unwritten.setdefault(key, {}).update(ops)
 
     def load_plan(self, key: str) -> Any | None:
         """What was stored under a key from `plan_key`; None when there is nothing."""

@@ -55,3 +55,8 @@ class InfeasibleBudget(RuntimeError):
     def __reduce__(self) -> tuple[type[InfeasibleBudget], tuple[object, int, tuple[str, ...], str]]:
         # An exception is pickled by its message alone, but planning runs in other processes.
         return type(self), (self.budget, self.smallest_feasible_bytes, self.hints, self._detail)
+
+
+def first_line(error: BaseException) -> str:
+    """What an error says, without what follows in further lines; its class where it says nothing."""
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)

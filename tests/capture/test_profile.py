@@ -415,3 +415,40 @@ def test_an_empty_table_names_everything_missing() -> None:
     costs = apply_costs(graph, CostTable("nowhere", "none"))
     count = sum(not op.is_view for op in graph.ops)
     assert costs.notes[1].startswith(f"{count} of {len(graph.ops)} ops are not in the table")
+
+
+def wide(size: int) -> TrainingGraph:
+    a, b = torch.ones(size, size), torch.ones(size, size)
+    return graph_of("aten.mm.default", [a, b], [a @ b], [Ref(0), Ref(1)])
+
+
+def test_an_op_larger_than_the_room_is_estimated_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    graph = wide(512)
+    nbytes = 512 * 512 * 4
+    small = fast(graph, limit_bytes=2 * nbytes)
+    assert small.too_large == 1 and small.ops[0].source == "estimated"
+    assert any("1 operators were estimated" in note for note in small.notes)
+    large = fast(graph, limit_bytes=4 * nbytes)
+    assert large.too_large == 0 and large.ops[0].source == "measured"
+
+
+@needs_recorder
+def test_measuring_stays_inside_its_limit() -> None:
+    graph = captured("mobilenet_v2")
+    largest = max(sum(graph.values[v].nbytes for v in (*op.reads, *op.results)) for op in graph.ops)
+    memory.install()
+    memory.reset_peak()
+    level = memory.stats().allocated_bytes
+    costs = fast(graph, limit_bytes=2 * largest)
+    assert costs.too_large == 0
+    assert memory.stats().peak_bytes - level <= 2.5 * largest  # type: ignore[operator]
+
+
+@needs_recorder
+def test_scratch_memory_of_the_library_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    graph = wide(64)
+    peaks = iter([100 << 20, 120 << 20])
+    monkeypatch.setattr(profile_module.memory, "reset_process_peak", lambda: True)
+    monkeypatch.setattr(profile_module.memory, "peak_process_bytes", lambda: next(peaks))
+    costs = fast(graph)
+    assert 19 << 20 <= costs.library_bytes <= 20 << 20, "less what the arena holds"

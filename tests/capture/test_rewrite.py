@@ -125,6 +125,24 @@ def test_a_frozen_convolution_does_not_keep_its_input(bias: bool) -> None:
             torch.testing.assert_close(found["gradient", name], parameter.grad, rtol=1e-6, atol=1e-7)
 
 
+def test_a_frozen_linear_layer_does_not_keep_its_input() -> None:
+    model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 5), nn.Tanh())
+    model[2].weight.requires_grad_(False)
+    x, y = torch.randn(3, 4), torch.randn(3, 5)
+    graph = capture(model, x, y)
+    (frozen,) = [
+        op for op in ops_named(graph, "aten.addmm.default") if graph.values[op.args[0].value].target == "2.bias"
+    ]
+    # The activation is still needed for Tanh's own gradient, but by no matrix product.
+    backward = [graph.ops[i] for i in graph.consumers[frozen.args[1].value] if graph.ops[i].phase == "backward"]
+    assert {op.target for op in backward if not op.is_view} == {"aten.tanh_backward.default"}
+    found = execute(graph, model, (x, y))
+    F.mse_loss(model(x), y).backward()
+    assert ("gradient", "2.weight") not in found
+    for name in ("0.weight", "2.bias"):
+        torch.testing.assert_close(found["gradient", name], model.get_parameter(name).grad, rtol=1e-6, atol=1e-7)
+
+
 def test_a_frozen_first_convolution_has_no_backward_but_a_sum() -> None:
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten())
     model[0].weight.requires_grad_(False)

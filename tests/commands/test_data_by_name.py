@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import gzip
+import pickle
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -93,3 +95,24 @@ def test_folder_with_its_own_validation(image_folder: Path) -> None:
 def test_folder_without_classes(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="one subfolder of images a class"):
         load_data(str(tmp_path), data_dir=None)
+
+
+def test_cifar10_that_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "cifar-10-batches-py"
+    folder.mkdir()
+    for name in [*(f"data_batch_{i}" for i in range(1, 6)), "test_batch"]:
+        part = {"data": np.zeros((2, 3072), dtype=np.uint8), "labels": [3, 9]}
+        (folder / name).write_bytes(pickle.dumps(part))
+    (folder / "batches.meta").write_bytes(pickle.dumps({"label_names": [f"class {i}" for i in range(10)]}))
+    # The real files have known digests.
+    monkeypatch.setattr("torchvision.datasets.cifar.check_integrity", lambda *_: True)
+    check(load_data("cifar10", data_dir=tmp_path, image_size=16), 10, 2, 10, 16)
+
+
+def test_a_download_that_fails_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def unreachable(*_: object, **__: object) -> None:
+        raise OSError("no route to host")
+
+    monkeypatch.setattr("torchvision.datasets.cifar.download_and_extract_archive", unreachable)
+    with pytest.raises(UserError, match="no route to host"):
+        load_data("cifar10", data_dir=tmp_path, image_size=16, download=True)

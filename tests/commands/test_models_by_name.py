@@ -87,3 +87,8 @@ def test_own_file_that_is_no_python(tmp_path: Path) -> None:
 def test_input_that_a_model_does_not_take(net: Path) -> None:
     with pytest.raises(UserError, match="does not take samples of 5x8x8"):
         load_task(f"{net}:make", shape=(2, 5, 8, 8), classes=4)
+
+
+def test_a_loss_of_its_own_is_not_dropped_silently(net: Path) -> None:
+    with pytest.raises(UserError, match="return the module alone"):
+        load_model(f"{net}:autoencoder", classes=10)

@@ -101,3 +101,19 @@ def test_costs_that_cannot_be_written(terminal: Terminal, model: tuple[str, ...]
     outcome = terminal("profile", *model, "--out", tmp_path / "no" / "costs.json")
     assert outcome.code == 2
     assert "--out" in outcome.err
+
+
+def test_a_refusal_as_json(terminal: Terminal, model: tuple[str, ...]) -> None:
+    outcome = terminal("plan", *model, "--budget", "1kB", "--budget-of", "training", "--json")
+    assert outcome.code == 2
+    assert outcome.document["smallest_feasible_bytes"] > 1000
+
+
+def test_a_plot_that_cannot_be_written_is_refused_before_the_work(
+    terminal: Terminal, model: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch_odt.commands.plan.task_of", lambda _: pytest.fail("the model was made"))
+    for name in ("absent/plan.png", "plan.nonsense"):
+        outcome = terminal("plan", *model, "--budget", "64MiB", "--plot", tmp_path / name)
+        assert outcome.code == 2
+        assert "--plot" in outcome.err

@@ -11,8 +11,9 @@ from safetensors.torch import load_file
 from terminals import Terminal
 from torch import nn
 
+from torch_odt import Budget, InfeasibleBudget
 from torch_odt.commands.train import save
-from torch_odt.commands.training import laid_out, validate
+from torch_odt.commands.training import beside_loop, laid_out, validate
 
 FEW = ("--image-size", "16", "--batch-size", "4", "--budget", "64MiB", "--budget-of", "training")
 
@@ -100,3 +101,15 @@ def test_layout_of_batches() -> None:
     batch = (torch.zeros(2, 3, 4, 4), torch.zeros(2, dtype=torch.long))
     images, _ = next(laid_out([batch], channels_last=True))
     assert images.is_contiguous(memory_format=torch.channels_last)
+
+
+def test_a_budget_of_training_has_room_for_the_loop() -> None:
+    given = Budget("100MiB", of="training")
+    with pytest.raises(InfeasibleBudget) as refusal, beside_loop(given) as inside:
+        assert inside.of == "training" and int(inside.amount) == 92 << 20
+        raise InfeasibleBudget(inside, 200 << 20)
+    assert refusal.value.smallest_feasible_bytes == 208 << 20
+    assert "100.0 MiB" in str(refusal.value)
+    for whole in (Budget("100MiB"), Budget("50%", of="training")):
+        with beside_loop(whole) as inside:
+            assert inside is whole

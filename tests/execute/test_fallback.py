@@ -386,3 +386,16 @@ def test_a_real_cap_is_obeyed_and_met_by_checkpointing() -> None:
         step.run((x,))
     after = [p.grad for p in model.parameters() if p.grad is not None]
     assert all(torch.equal(a, b) for a, b in zip(after, before, strict=True))
+
+
+@pytest.mark.skipif(not memory.install(), reason="the memory extension is missing")
+def test_the_budget_that_a_refusal_names_is_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fallback, "_MEASURING_BYTES", 1 << 16)
+    torch.manual_seed(0)
+    model = ConvNet()
+    x = torch.randn(16, 3, 64, 64)
+    with pytest.raises(InfeasibleBudget, match="keeps nothing") as refused:
+        FallbackStep(model, lambda x: loss_of(model(x)), 1 << 17).run((x,))
+    step = FallbackStep(model, lambda x: loss_of(model(x)), refused.value.smallest_feasible_bytes)
+    step.run((x,))
+    assert step.counted_bytes is not None and step.counted_bytes <= refused.value.smallest_feasible_bytes

@@ -256,6 +256,15 @@ def test_a_model_without_inputs() -> None:
 CALLS = 0
 
 
+class Statistics:
+    """An object of the user's own, which a model holds in a list."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+        self.history: list[int] = []
+        self.streams = {"numbers": iter(range(1, 100))}
+
+
 class Effectful(Net):
     """Does something besides computing tensors."""
 
@@ -266,6 +275,7 @@ class Effectful(Net):
         self.numbers = itertools.count(1) if what == "counts by itertools" else None
         self.stream = iter(range(1, 100)) if what == "draws from an iterator" else None
         self.dice = random.Random(3) if what == "rolls dice" else None
+        self.statistics = [Statistics()] if "held object" in what else []
 
     def forward(self, x: Tensor) -> Tensor:
         global CALLS
@@ -274,6 +284,14 @@ class Effectful(Net):
             case "counts in an attribute":
                 self.calls += 1
                 factor = self.calls
+            case "counts in a held object":
+                self.statistics[0].calls += 1
+                factor = self.statistics[0].calls
+            case "appends to a held object's list":
+                self.statistics[0].history.append(1)
+                factor = len(self.statistics[0].history)
+            case "draws from a held object's iterator":
+                factor = next(self.statistics[0].streams["numbers"])
             case "counts in a global":
                 CALLS += 1
                 factor = CALLS
@@ -289,7 +307,8 @@ class Effectful(Net):
 
 
 EFFECTS = ["counts in an attribute", "counts in a global", "counts by itertools", "draws from an iterator",
-           "rolls dice", "prints"]  # fmt: skip
+           "rolls dice", "prints", "counts in a held object", "appends to a held object's list",
+           "draws from a held object's iterator"]  # fmt: skip
 
 
 @pytest.mark.parametrize("what", EFFECTS)

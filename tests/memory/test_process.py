@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import resource
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -126,3 +128,15 @@ if memory.reset_process_peak():
 """
     result = run_python(script)
     assert result.returncode == 0, result.stderr
+
+
+def test_children_are_counted_by_their_private_pages() -> None:
+    before = memory.children_bytes()
+    code = "import sys; block = bytearray(b'x') * (64 << 20); print('ready', flush=True); sys.stdin.read()"
+    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+        assert child.stdout is not None and child.stdin is not None
+        child.stdout.readline()
+        grown = memory.children_bytes() - before
+        child.stdin.close()
+    assert 64 << 20 <= grown < 96 << 20
+    assert memory.children_bytes() == before

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import builtins
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,11 @@ from step_builder import StepBuilder
 
 from torch_odt.cache import Cache
 from torch_odt.errors import PlanError
-from torch_odt.planning.plan import Plan, PlanLine, Recomputed, eager_seconds, plan_of, recomputed_in
+from torch_odt.planning.plan import Plan, PlanLine, Recomputed, eager_seconds, recomputed_in
+from torch_odt.planning.pool import pack
 from torch_odt.planning.schedule import Deliver, Free, Instruction, Run, Schedule
+from torch_odt.planning.simulate import simulate
+from torch_odt.planning.timeline import timeline_of
 from torch_odt.runtime.budget import ResolvedBudget
 
 MIB = 2**20
@@ -46,11 +50,37 @@ def budget(growth_bytes: int, of: str = "training") -> ResolvedBudget:
     return ResolvedBudget(300 * MIB + growth_bytes, 300 * MIB, growth_bytes, of, "what was asked for")  # type: ignore[arg-type]
 
 
+def plan_for(step: StepBuilder, schedule: Schedule, lines: Sequence[PlanLine] = (), **options: Any) -> Plan:
+    """The plan of one schedule, run once or once for each micro-batch."""
+    graph, costs = step.graph(), step.costs()
+    micro_batch = options.get("micro_batch")
+    passes = -(-options["batch"] // micro_batch) if micro_batch else 1
+    layout = pack(graph, costs, schedule)
+    later = pack(graph, costs, schedule, gradients="accumulate") if passes > 1 else None
+    layouts = [layout] if later is None else [layout, later]
+    own = [
+        PlanLine("activations and temporaries", max(one.address_peak_bytes for one in layouts)),
+        PlanLine("gradients, losses and results", max(one.outside_peak_bytes for one in layouts)),
+    ]
+    return Plan(
+        planner=schedule.planner,
+        lines=(*own, *lines),
+        step_seconds=passes * simulate(graph, costs, schedule).seconds,
+        eager_seconds=passes * eager_seconds(graph, costs),
+        recomputed=recomputed_in(graph, costs, schedule, passes=passes),
+        schedule=schedule,
+        layout=layout,
+        later_layout=later,
+        timeline=timeline_of(graph, costs, schedule),
+        **options,
+    )
+
+
 def make_plan(**options: Any) -> Plan:
     step, schedule = recomputing_step()
     options = {"budget": budget(8 * MIB), "batch": 8} | options
     lines = [PlanLine("optimizer state", MIB, "made by its first step"), PlanLine("nothing", 0)]
-    return plan_of(step.graph(), step.costs(), schedule, lines=lines, **options)
+    return plan_for(step, schedule, lines, **options)
 
 
 def test_the_footprint_is_the_sum_of_its_lines() -> None:
@@ -177,7 +207,7 @@ def test_what_is_no_plan_is_refused(tmp_path: Path, text: str) -> None:
 
 def test_a_large_plan_comes_back_from_the_cache(tmp_path: Path) -> None:
     step, schedule = recomputing_step(depth=500)
-    plan = plan_of(step.graph(), step.costs(), schedule)
+    plan = plan_for(step, schedule)
     cache = Cache(tmp_path)
     cache.save_plan("key", plan.to_state())
     loaded = Plan.from_state(cache.load_plan("key"))

@@ -114,3 +114,15 @@ def test_an_infeasible_budget_says_what_would_do() -> None:
     assert "100.0 MiB" in str(InfeasibleBudget(100 * MIB, 1))
     copied = pickle.loads(pickle.dumps(error))
     assert (str(copied), copied.budget, copied.hints) == (str(error), error.budget, error.hints)
+
+
+def test_child_processes_are_taken_off_where_a_control_group_limits_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(budget, "children_bytes", lambda: 50 * MIB)
+    monkeypatch.setattr(budget, "available_detail", lambda: {"system": 9 * GIB})
+    assert Budget("512MiB").resolve(300 * MIB).growth_bytes == 212 * MIB
+    monkeypatch.setattr(budget, "available_detail", lambda: {"system": 9 * GIB, "cgroup_v2": GIB})
+    resolved = Budget("512MiB").resolve(300 * MIB)
+    assert (resolved.growth_bytes, resolved.total_bytes, resolved.children_bytes) == (162 * MIB, 462 * MIB, 50 * MIB)
+    assert resolved.in_terms_of(resolved.growth_bytes) == 512 * MIB
+    monkeypatch.setattr(budget, "available", lambda: GIB)
+    assert Budget("50%").resolve(300 * MIB).growth_bytes == GIB // 2, "what is available is without them already"

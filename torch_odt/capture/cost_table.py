@@ -14,12 +14,12 @@ from typing import Any
 import torch
 
 from torch_odt.capture.costs import Costs, OpCost, ResultLayout
+from torch_odt.capture.estimates import estimate
 from torch_odt.capture.graph import Op, Ref, TrainingGraph
 from torch_odt.capture.layouts import RealLayouts
 from torch_odt.errors import PlanError
 
 FORMAT = 3
-_BYTES_PER_SECOND = 5e9
 
 
 @dataclass
@@ -98,7 +98,7 @@ def apply_costs(graph: TrainingGraph, table: CostTable) -> Costs:
     for op in graph.ops:
         cost = view_cost(op) if op.is_view else table.ops.get(signature(op, layouts))
         if cost is None:
-            cost = estimated_cost(graph, op)
+            cost = estimate(graph, op)
             missing[op.target] = missing.get(op.target, 0) + 1
         found[op.index] = cost
         layouts.learn(op, cost)
@@ -112,19 +112,6 @@ def apply_costs(graph: TrainingGraph, table: CostTable) -> Costs:
 
 def view_cost(op: Op) -> OpCost:
     return OpCost(0.0, (), (None,) * len(op.writes))
-
-
-def estimated_cost(graph: TrainingGraph, op: Op) -> OpCost:
-    """A guess for an op that cannot be measured: it moves its inputs and results through memory once."""
-    events: list[tuple[int, int]] = []
-    ordinals: list[int | None] = []
-    for result in op.writes:
-        owns_bytes = result is not None and graph.values[result].base == result and graph.values[result].nbytes > 0
-        ordinals.append(len(events) if owns_bytes else None)
-        if result is not None and owns_bytes:
-            events.append((len(events), graph.values[result].nbytes))
-    traffic = sum(graph.values[v].nbytes for v in op.reads) + sum(size for _, size in events)
-    return OpCost(traffic / _BYTES_PER_SECOND, tuple(events), tuple(ordinals), "estimated")
 
 
 def cost_to_list(cost: OpCost) -> list[Any]:

@@ -11,7 +11,7 @@ import io
 import itertools
 import random
 import types
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, redirect_stdout
 from typing import Any
 
@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from torch_odt.capture.loss_modules import reached
-from torch_odt.capture.reads import MODULE_OWN, reach_of_step
+from torch_odt.capture.reads import MODULE_OWN, is_own_class, reach_of_step
 from torch_odt.errors import CaptureError
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -31,6 +31,8 @@ _OWN_LISTS = frozenset({"_flat_weights", "_flat_weight_refs"})
 _IGNORED = _STRUCTURE | _OWN_LISTS | {"_buffers"}
 # Functions of theirs keep wrappers and counts as attributes.
 _LIBRARIES = frozenset({"builtins", "functools"})
+# How many steps from an attribute what it holds is looked at: `self.statistics.history[0]` is two.
+_DEPTH = 3
 
 
 def refuse_hooks(model: nn.Module) -> None:
@@ -83,6 +85,9 @@ class _State:
         self._attributes = {name: _attributes(module) for name, module in model.named_modules()}
         self._bindings = {name: dict(vars(module)) for name, module in model.named_modules()}
         self._buffers = {name: dict(module._buffers) for name, module in model.named_modules()}
+        attributes = (value for found in self._bindings.values() for key, value in found.items() if key not in _IGNORED)
+        objects = (held for value in attributes for held in _held_by(value) if _is_own_object(held))
+        self._held = [(vars(held), dict(vars(held))) for held in objects]
         reach = reach_of_step(model.modules(), loss_fn)
         self._attribute_names = reach.attributes
         self._named = [(read, read.value, _mark(read.value)) for read in reach.reads]
@@ -108,8 +113,9 @@ class _State:
         ]
         named = [(read.label, value) for read, value, _ in self._named]
         for label, value in (*bindings, *named, *reached(self._loss_fn)):
-            if isinstance(value, Iterator) and not isinstance(value, (nn.Module, itertools.count)):
-                yield label.lstrip(".")
+            for held in _held_by(value):
+                if isinstance(held, Iterator) and not isinstance(held, (nn.Module, itertools.count)):
+                    yield label.lstrip(".")
 
     def _changed(self) -> list[tuple[str, str]]:
         found = []
@@ -122,13 +128,10 @@ class _State:
 
     def restore(self) -> None:
         for name, module in self._model.named_modules():
-            before = self._bindings.get(name, vars(module))
-            for key in (before.keys() | vars(module).keys()) - _IGNORED:
-                if key not in before:
-                    del vars(module)[key]
-                elif vars(module).get(key) is not before[key]:
-                    vars(module)[key] = before[key]
+            _bind_again(vars(module), self._bindings.get(name, vars(module)))
             module._buffers.update(self._buffers.get(name, {}))
+        for namespace, before in self._held:
+            _bind_again(namespace, before)
         for read, value, _ in self._named:
             if read.namespace.get(read.name) is not value and isinstance(read.namespace, dict):
                 read.namespace[read.name] = value
@@ -152,17 +155,49 @@ def _attributes(module: nn.Module) -> dict[str, Any]:
     return found | {key: id(buffer) for key, buffer in module._buffers.items()}
 
 
-def _mark(value: Any) -> Any:
+def _bind_again(namespace: dict[str, Any], before: dict[str, Any]) -> None:
+    for key in (before.keys() | namespace.keys()) - _IGNORED:
+        if key not in before:
+            del namespace[key]
+        elif namespace.get(key) is not before[key]:
+            namespace[key] = before[key]
+
+
+def _held_by(value: Any, depth: int = _DEPTH) -> Iterator[Any]:
+    """A value, and what it holds: elements, and attributes of the user's own objects."""
+    yield value
+    items: Iterable[Any] = ()
+    if isinstance(value, (list, tuple)):
+        items = value
+    elif isinstance(value, dict):
+        items = value.values()
+    elif _is_own_object(value):
+        items = vars(value).values()
+    for item in items if depth else ():
+        yield from _held_by(item, depth - 1)
+
+
+def _is_own_object(value: Any) -> bool:
+    """Whether it is an object with attributes, of a class of the user's own; modules are looked at by themselves."""
+    return is_own_class(type(value)) and hasattr(value, "__dict__") and not isinstance(value, (type, nn.Module))
+
+
+def _mark(value: Any, depth: int = _DEPTH) -> Any:
+    """A value that compares equal as long as this one is bound to the same things."""
     if isinstance(value, (bool, int, float, str, bytes, type(None), itertools.count)):
         return (type(value), repr(value))
     if isinstance(value, random.Random):
         return value.getstate()
     if isinstance(value, np.random.Generator):
         return repr(value.bit_generator.state)
+    if not depth:
+        return id(value)
     if isinstance(value, (list, tuple)):
-        return (id(value), tuple(map(id, value)))
+        return (id(value), tuple(_mark(item, depth - 1) for item in value))
     if isinstance(value, dict):
-        return (id(value), tuple((id(k), id(v)) for k, v in value.items()))
+        return (id(value), tuple((id(k), _mark(v, depth - 1)) for k, v in value.items()))
+    if _is_own_object(value):
+        return (id(value), tuple((k, _mark(v, depth - 1)) for k, v in vars(value).items()))
     return id(value)
 
 

@@ -191,9 +191,6 @@ class TrainingGraph:
     def outputs_of(self, kind: OutputKind) -> Iterator[Output]:
         return (output for output in self.outputs if output.kind == kind)
 
-    def target_nbytes(self, kind: ValueKind) -> int:
-        return sum(v.nbytes for v in self.values if v.kind == kind and not v.is_view)
-
     @cached_property
     def fingerprint(self) -> str:
         """A digest of everything that a plan depends on: the ops, their arguments, shapes, strides and dtypes."""

@@ -25,17 +25,18 @@ from torch_odt.capture.cost_table import (
     costs_from_entries,
     costs_from_json,
     costs_to_json,
-    estimated_cost,
     signature,
     table_of,
     view_cost,
 )
 from torch_odt.capture.costs import Costs, OpCost, ResultLayout
+from torch_odt.capture.estimates import estimate
 from torch_odt.capture.graph import Op, TrainingGraph
 from torch_odt.capture.layouts import RealLayouts, layout_of
 from torch_odt.capture.machine import machine_name, settings_name
 from torch_odt.capture.operators import resolve
 from torch_odt.capture.synthetic import SyntheticInputs
+from torch_odt.errors import first_line
 
 __all__ = ["apply_costs", "costs_from_json", "costs_to_json", "machine_name", "profile", "settings_name", "table_of"]
 
@@ -110,7 +111,7 @@ def profile(
         notes.append("torch_odt._memory is absent: what operators allocate inside is not seen, results alone count")
     if too_large:
         notes.append(
-            f"{too_large} operators were estimated: measuring one of them would have taken more than the budget"
+            f"{too_large} operators were estimated: measuring one of them would have taken more than there is room for"
         )
     if damaged:
         notes.append(f"{damaged} damaged measurements in the cache were measured anew")
@@ -123,10 +124,6 @@ def profile_key() -> str:
     """What measurements are stored under: they hold for this machine, with these settings."""
     seen = "all allocations" if _extensions.memory_module is not None else "results alone"
     return f"{machine_name()}; {settings_name()}; {seen}; format {FORMAT}"
-
-
-def _first_line(error: Exception) -> str:
-    return next(iter(str(error).strip().splitlines()), "")
 
 
 class _Bench:
@@ -182,9 +179,9 @@ class _Bench:
                 self.fresh[name] = self._measure_somehow(op)
                 return self.fresh[name]
             except Exception as error:
-                self._failed[name] = f"{type(error).__name__}: {_first_line(error)}"
+                self._failed[name] = f"{type(error).__name__}: {first_line(error)}"
                 self.notes.append(f"{op.target} could not be measured and was estimated: {self._failed[name]}")
-        return estimated_cost(self._graph, op)
+        return estimate(self._graph, op)
 
     def _bytes_of(self, op: Op) -> int:
         return sum(self._graph.values[v].nbytes for v in (*op.reads, *op.results))

@@ -16,6 +16,7 @@ from torch.utils.data import Dataset, Subset
 from torch_odt.cache import default_folder
 from torch_odt.commands.errors import UserError
 from torch_odt.commands.models import INSTALL_TORCHVISION
+from torch_odt.errors import first_line
 
 if TYPE_CHECKING:
     from torchvision.datasets import ImageFolder
@@ -189,7 +190,7 @@ def _open_folder(folder: Path, size: int) -> ImageFolder:
     try:
         return datasets.ImageFolder(folder, transform=_image_transform(size))
     except FileNotFoundError as error:
-        raise UserError(f"--data {folder}: it needs one subfolder of images a class: {_first_line(error)}") from error
+        raise UserError(f"--data {folder}: it needs one subfolder of images a class: {first_line(error)}") from error
 
 
 def _image_transform(size: int, *, grey: bool = False) -> Transform:
@@ -213,7 +214,7 @@ def _open_both(dataset: Callable[..., Any], root: Path, download: bool, transfor
     try:
         train, validation = (dataset(root, train=t, download=download, transform=transform) for t in (True, False))
     except (RuntimeError, OSError, EOFError) as error:
-        raise UserError(f"no data set in {root}: {_first_line(error)} (--download fetches it)") from error
+        raise UserError(f"no data set in {root}: {first_line(error)} (--download fetches it)") from error
     return train, validation
 
 
@@ -221,7 +222,3 @@ def _needs_dir(name: str, data_dir: Path | None) -> Path:
     if data_dir is None:
         raise UserError(f"--data {name} needs --data-dir, the folder where the data set lies (or goes with --download)")
     return data_dir.expanduser()
-
-
-def _first_line(error: Exception) -> str:
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)

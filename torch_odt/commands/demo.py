@@ -15,6 +15,7 @@ from torch_odt.commands import options
 from torch_odt.commands.demo_worker import Job, Result
 from torch_odt.commands.errors import UserError
 from torch_odt.commands.table import ABSENT, bytes_text, render, seconds_text
+from torch_odt.errors import InfeasibleBudget
 
 NAME = "demo"
 SUMMARY = "train MobileNetV2 on handwritten digits in less than half the memory; needs no files"
@@ -77,7 +78,7 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         print(f"\n{ours.plan_text}\n")
         print(_comparison(budget_bytes, plain, ours))
-    return 0
+    return 0 if ours.peak_bytes <= budget_bytes else 1
 
 
 def _in_process(job: Job) -> Result | None:
@@ -90,6 +91,8 @@ def _in_process(job: Job) -> Result | None:
     if done.returncode != 0:
         raise RuntimeError(f"the demo's worker process ended with exit code {done.returncode}")
     result = Result(**json.loads(done.stdout))
+    if result.refusal:
+        raise InfeasibleBudget(*result.refusal)
     if result.error:
         raise UserError(result.error)
     return result
@@ -140,7 +143,7 @@ def _document(job: Job, budget_bytes: int, plain: Result | None, ours: Result) -
 
 
 def _public(result: Result) -> dict[str, Any]:
-    hidden = ("error", "smallest_feasible_bytes", "plan_text")
+    hidden = ("error", "refusal", "plan_text")
     return {name: value for name, value in dataclasses.asdict(result).items() if name not in hidden}
 
 

@@ -71,7 +71,7 @@ class Result:
         validation_accuracy: on digits that were not learnt from.
         plan, plan_text: what was planned.
         error: what the user can put right, if that is how it ended.
-        smallest_feasible_bytes: when the budget was too small.
+        refusal: what an `InfeasibleBudget` is made of, when the budget was too small.
     """
 
     idle_bytes: int = 0
@@ -85,7 +85,7 @@ class Result:
     plan: dict[str, Any] | None = None
     plan_text: str = ""
     error: str = ""
-    smallest_feasible_bytes: int | None = None
+    refusal: list[Any] = field(default_factory=list)
 
 
 def work(job: Job) -> Result:
@@ -146,7 +146,7 @@ def main() -> int:
     except UserError as error:
         result = Result(error=str(error))
     except InfeasibleBudget as error:
-        result = Result(error=str(error), smallest_feasible_bytes=error.smallest_feasible_bytes)
+        result = Result(refusal=list(error.__reduce__()[1]))
     except Exception:
         traceback.print_exc()
         return 1

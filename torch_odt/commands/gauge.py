@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import threading
 import time
-from pathlib import Path
 from types import TracebackType
 
-from torch_odt.memory import process_bytes
+from torch_odt.memory import children_bytes, process_bytes
 
 INTERVAL_SECONDS = 0.005
 CHILDREN_INTERVAL_SECONDS = 0.25
@@ -60,27 +59,7 @@ class MemoryGauge:
         children_due = 0.0
         while not self._stopped.wait(self._interval_seconds):
             if time.monotonic() >= children_due:
-                self.children_bytes = children_private_bytes()
+                self.children_bytes = children_bytes()
                 self.children_peak_bytes = max(self.children_peak_bytes, self.children_bytes)
                 children_due = time.monotonic() + CHILDREN_INTERVAL_SECONDS
             self._sample()
-
-
-def children_private_bytes() -> int:
-    """What this process's children hold and share with nobody; 0 where the system does not say."""
-    total = 0
-    for listing in Path("/proc/self/task").glob("*/children"):
-        try:
-            pids = listing.read_text().split()
-        except OSError:
-            continue
-        total += sum(_private_bytes(pid) for pid in pids)
-    return total
-
-
-def _private_bytes(pid: str) -> int:
-    try:
-        lines = Path("/proc", pid, "smaps_rollup").read_text().splitlines()
-    except OSError:
-        return 0
-    return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith("Private_Dirty:"))

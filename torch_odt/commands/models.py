@@ -17,6 +17,7 @@ from torch.nn import functional as F
 
 from torch_odt.commands import options
 from torch_odt.commands.errors import UserError
+from torch_odt.errors import first_line
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -47,8 +48,11 @@ def load_model(name: str, *, classes: int, image_size: int | None = None, channe
         image_size: height and width of its images, for models that must know beforehand.
         channels_last: lay its weights out channels last.
     """
-    made = _from_file(name, classes) if ":" in name else _from_torchvision(name, classes, image_size)
-    model = made[0] if isinstance(made, tuple) else made
+    model = _from_file(name, classes) if ":" in name else _from_torchvision(name, classes, image_size)
+    if isinstance(model, tuple):
+        raise UserError(
+            f"--model {name} brings a loss and a batch of its own; to learn classes of images return the module alone"
+        )
     return model.to(memory_format=torch.channels_last) if channels_last else model
 
 
@@ -179,13 +183,9 @@ def _score_one(name: str, model: nn.Module, image: torch.Tensor) -> Any:
             return model(image)
     except Exception as error:
         shape = "x".join(map(str, image.shape[1:]))
-        raise UserError(f"--model {name} does not take samples of {shape}: {_first_line(error)}") from error
+        raise UserError(f"--model {name} does not take samples of {shape}: {first_line(error)}") from error
     finally:
         model.train(was_training)
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().split("\n")[0]
 
 
 def _channels_last(value: Any) -> Any:

@@ -10,9 +10,7 @@ from pathlib import Path
 from torch_odt.cache import Cache
 from torch_odt.capture.costs import Costs
 from torch_odt.capture.graph import TrainingGraph
-from torch_odt.capture.profile import costs_to_json, profile, settings_name, table_of
-from torch_odt.capture.rewrite import rewrite
-from torch_odt.capture.trace import trace_step
+from torch_odt.capture.profile import costs_to_json, settings_name, table_of
 from torch_odt.commands import options
 from torch_odt.commands.errors import UserError
 from torch_odt.commands.models import Task, task_of
@@ -55,8 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Capture, measure, show, write."""
     task = task_of(arguments)
-    graph = _capture(task)
-    costs = _measure(graph, fresh=arguments.fresh, quiet=arguments.json)
+    graph, costs = _measure(task, fresh=arguments.fresh, quiet=arguments.json)
     totals = sum_up(graph, costs)
     if arguments.out is not None:
         _write(arguments.out, costs_to_json(table_of(graph, costs, settings=settings_name())))
@@ -86,18 +83,14 @@ def sum_up(graph: TrainingGraph, costs: Costs) -> list[Total]:
     return sorted(totals.values(), key=lambda total: -total.seconds)
 
 
-def _capture(task: Task) -> TrainingGraph:
-    from torch_odt.execute.step import make_compute
+def _measure(task: Task, *, fresh: bool, quiet: bool) -> tuple[TrainingGraph, Costs]:
+    from torch_odt.execute.dry_run import measured
 
-    compute = make_compute(task.loss_fn)
-    return rewrite(trace_step(task.model, task.loss_fn, compute, (tuple(task.batch), {})).graph)
-
-
-def _measure(graph: TrainingGraph, *, fresh: bool, quiet: bool) -> Costs:
     with Progress("measuring", 1, quiet=quiet) as progress:
-        costs = profile(graph, cache=Cache(enabled=not fresh), progress=progress.report)
+        cache = Cache(enabled=not fresh)
+        graph, costs = measured(task.model, task.loss_fn, task.batch, cache=cache, progress=progress.report)
         progress.report(len(costs.ops), len(costs.ops), "done")
-        return costs
+        return graph, costs
 
 
 def _write(path: Path, text: str) -> None:

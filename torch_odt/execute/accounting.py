@@ -110,11 +110,12 @@ class Allowance:
         """
         expected_bytes = max(self.spent_bytes, self.usual_spent_bytes + self.planning_bytes)
         named = growth_bytes - self.spent_bytes + expected_bytes + expected_bytes // 4 + _NOISE_BYTES
-        return named if self.budget.of == "training" else named + self.budget.level_bytes
+        return self.budget.in_terms_of(named)
 
     def describe(self) -> str:
-        held = format_bytes(self.budget.level_bytes)
+        held, children = format_bytes(self.budget.level_bytes), self.budget.children_bytes
         before = f"the process held {held} before; " if self.budget.of == "process" else ""
+        before += f"its child processes hold {format_bytes(children)} under the same limit; " if children else ""
         fixed = self.spent_bytes + self.reserve_bytes + self.state_bytes
         return f"{before}{format_bytes(fixed)} are taken by optimizer state, capture and reserve"
 
@@ -155,9 +156,14 @@ def held_by_process() -> int:
 
     What models and captures left in reference cycles may hold hundreds of MiB until the collector comes by.
     """
+    give_back()
+    return memory.process_bytes()
+
+
+def give_back() -> None:
+    """Return to the system what nothing refers to any more."""
     gc.collect()
     memory.trim()
-    return memory.process_bytes()
 
 
 def make_room(arena: Any, budget_bytes: int) -> None:

@@ -9,12 +9,16 @@ import torch
 from torch import nn
 
 from torch_odt import memory
-from torch_odt.cache import Cache
+from torch_odt.cache import Cache, CacheOption
 from torch_odt.capture.cost_table import CostTable, table_of
+from torch_odt.capture.costs import Costs
+from torch_odt.capture.graph import TrainingGraph
+from torch_odt.capture.machine import settings_name
+from torch_odt.capture.profile import Progress
 from torch_odt.execute.loss import make_compute
 from torch_odt.execute.optimizer_cost import optimizer_cost
 from torch_odt.execute.prepare import capture_whole, make_plan, profile_graph
-from torch_odt.execute.request import CacheOption, StepRequest
+from torch_odt.execute.request import StepRequest
 from torch_odt.execute.step import check_trainable
 from torch_odt.planning.plan import Plan
 from torch_odt.runtime.budget import Budget
@@ -74,11 +78,27 @@ def profile(
     Raises:
         CaptureError: the step cannot be captured.
     """
+    return table_of(*measured(model, loss_fn, batch, cache=cache), settings=settings_name())
+
+
+def measured(
+    model: nn.Module,
+    loss_fn: Callable[..., Any] | None,
+    batch: Batch,
+    *,
+    cache: CacheOption = None,
+    progress: Progress | None = None,
+) -> tuple[TrainingGraph, Costs]:
+    """The graph of a training step, and what each of its operators costs on this machine.
+
+    Raises:
+        CaptureError: the step cannot be captured.
+    """
     request = _request(model, loss_fn, "auto", None, "auto", None, None, cache)
     args, kwargs = ((), batch) if isinstance(batch, dict) else (tuple(batch), {})
     graph = capture_whole(request, args, kwargs)
     try:
-        return table_of(graph, profile_graph(request, graph))
+        return graph, profile_graph(request, graph, progress=progress)
     finally:
         request.release()
 

@@ -24,7 +24,7 @@ from torch_odt.execute.randomness import RandomState
 # A refusal must name a budget, so measuring may take this much even where the budget is smaller.
 _MEASURING_BYTES = 64 << 20
 # A choice that did not fit is followed by one whose estimate is smaller by this factor.
-_NEXT_ESTIMATE = 0.8
+NEXT_ESTIMATE = 0.8
 
 
 @dataclass
@@ -135,20 +135,24 @@ class FallbackStep:
         return self._choices[key]
 
     def _measure(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ModuleCosts | None:
+        limit_bytes = max(self.budget_bytes, _MEASURING_BYTES)
+
+        def run_forward() -> torch.Tensor:
+            return self._compute_loss(*args, **kwargs)
+
         try:
-            with _capped(max(self.budget_bytes, _MEASURING_BYTES)):
-                return measure(self.model, lambda: self._compute_loss(*args, **kwargs))
-        except (torch.OutOfMemoryError, MemoryError):
-            pass
+            costs = measured_inside(self.model, run_forward, limit_bytes)
         except RuntimeError as error:
             if "inside its forward pass" not in str(error):
                 raise
             return None
+        if costs is not None:
+            return costs
         raise InfeasibleBudget(
             self.budget_bytes,
-            2 * max(self.budget_bytes, _MEASURING_BYTES),
+            self._fixed_bytes() + forward_bytes_beyond(self.model, run_forward, limit_bytes),
             hints=("a smaller batch",),
-            detail="not even a forward pass that keeps nothing fits; the smallest budget is a guess",
+            detail="not even a forward pass that keeps nothing fits",
         )
 
     def _describe(self, costs: ModuleCosts | None, names: list[str]) -> CheckpointChoice:
@@ -169,7 +173,7 @@ class FallbackStep:
                 detail=f"the step does not fit with {len(failed.names)} submodules checkpointed"
                 + (f" (it cannot be captured: {self.reason})" if self.reason else ""),
             )
-        return self._describe(costs, choose(costs, int(estimate * _NEXT_ESTIMATE)))
+        return self._describe(costs, choose(costs, int(estimate * NEXT_ESTIMATE)))
 
     def _fixed_bytes(self) -> int:
         """What a step needs whatever is checkpointed: new gradients and the copies that undo a failed step."""
@@ -177,20 +181,53 @@ class FallbackStep:
         return gradients + sum(buffer.nbytes for buffer in self._state.buffers())
 
     def _attempt(self, choice: CheckpointChoice, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
-        with _undone_on_failure(self._state), _counted(choice), _capped(self.budget_bytes):
+        with undone_on_failure(self._state), _counted(choice), capped(self.budget_bytes):
             with checkpointed(self.model, choice.names), torch.enable_grad():
                 loss = self._compute_loss(*args, **kwargs)
             loss.backward()
             return loss.detach()
 
 
+def measured_inside(model: nn.Module, run_forward: Callable[[], Any], limit_bytes: int) -> ModuleCosts | None:
+    """Measure submodules with no more than so many bytes; None when a forward pass that keeps nothing takes more."""
+    try:
+        with capped(limit_bytes):
+            return measure(model, run_forward)
+    except (torch.OutOfMemoryError, MemoryError):
+        return None
+
+
+def forward_bytes_beyond(model: nn.Module, run_forward: Callable[[], Any], limit_bytes: int) -> int:
+    """For a refusal: what a step needs besides gradients, found by forward passes in twice the bytes, and twice again.
+
+    Where the machine has no more to try with, it is a guess.
+    """
+    while True:
+        limit_bytes *= 2
+        if limit_bytes > memory.available():
+            return limit_bytes
+        costs = measured_inside(model, run_forward, limit_bytes)
+        if costs is not None:
+            return max(limit_bytes, _with_margin(costs.estimate(smallest(costs))))
+
+
+def with_temporaries(estimated_bytes: int) -> int:
+    """An estimate, and about what operators take for an instant, which it leaves out."""
+    return estimated_bytes + estimated_bytes // 4
+
+
+def without_temporaries(nbytes: int) -> int:
+    """The largest estimate that, with temporaries, is no more than so many bytes."""
+    return nbytes * 4 // 5
+
+
 def _with_margin(predicted_bytes: int) -> int:
-    """A budget that will be accepted: the prediction leaves out the temporaries of operators."""
-    return predicted_bytes + predicted_bytes // 4 + (4 << 20)
+    """A budget that will be accepted."""
+    return with_temporaries(predicted_bytes) + (4 << 20)
 
 
 @contextlib.contextmanager
-def _undone_on_failure(model: nn.Module) -> Iterator[None]:
+def undone_on_failure(model: nn.Module) -> Iterator[None]:
     """When the body fails, gradients, buffers, attributes and random number generators are as if it had not run.
 
     Gradients that exist already are put aside and added at the end, in the order in which autograd adds them.
@@ -219,10 +256,10 @@ def _undone_on_failure(model: nn.Module) -> Iterator[None]:
             parameter.grad = gradient
 
 
-def _capped(budget_bytes: int) -> contextlib.AbstractContextManager[Any]:
+def capped(budget_bytes: int) -> contextlib.AbstractContextManager[Any]:
     """Bounds what is allocated above the present level; does nothing where nothing is tracked."""
     level = memory.stats().allocated_bytes
-    return contextlib.nullcontext() if level is None else memory.cap(level + budget_bytes)
+    return contextlib.nullcontext() if level is None else memory.cap(max(1, level + budget_bytes))
 
 
 @contextlib.contextmanager

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
+from torch_odt import memory
 from torch_odt.capture.graph import Output
 from torch_odt.capture.partition import Constant, GraphPiece
 from torch_odt.execute.executor import Executor, Table
@@ -133,6 +134,8 @@ class GraphRunner:
         collector = Collector()
         with _disable_current_modes():
             call.executor.run_backward(table, collector)
+        for gradient in collector.tensors.values():
+            memory.tag(gradient, "gradient")
         return [collector.tensors.get(i) for i in range(self.piece.gradient_count)]
 
     def _run_forward(self, executor: Executor, args: list[Any]) -> tuple[Table, list[Any]]:

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
+from torch_odt import memory
 from torch_odt.execute.optimizer_cost import optimizer_cost
 
 # Adam's two moments, where no optimizer is found.
@@ -51,13 +52,21 @@ class OptimizerReserve:
     @property
     def missing_state_bytes(self) -> int:
         """The part of the optimizers' state that does not exist yet."""
-        return max(0, self._state_bytes - sum(_existing_bytes(reference()) for reference in self._optimizers))
+        return max(
+            0, self._state_bytes - sum(t.nbytes for reference in self._optimizers for t in _state_of(reference()))
+        )
+
+    def tag_state(self) -> None:
+        """Count the state that exists as the optimizers'."""
+        for reference in self._optimizers:
+            for tensor in _state_of(reference()):
+                memory.tag(tensor, "optimizer")
 
 
-def _existing_bytes(optimizer: torch.optim.Optimizer | None) -> int:
+def _state_of(optimizer: torch.optim.Optimizer | None) -> list[torch.Tensor]:
     if optimizer is None:
-        return 0
-    return sum(t.nbytes for state in optimizer.state.values() for t in state.values() if isinstance(t, torch.Tensor))
+        return []
+    return [t for state in optimizer.state.values() for t in state.values() if isinstance(t, torch.Tensor)]
 
 
 def _optimizers_of(parameters: list[nn.Parameter]) -> list[torch.optim.Optimizer]:

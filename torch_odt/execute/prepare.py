@@ -15,10 +15,11 @@ import torch
 import torch.utils._pytree as pytree
 from torch import nn
 
+from torch_odt import memory
 from torch_odt.cache import plan_key
 from torch_odt.capture.costs import Costs
 from torch_odt.capture.graph import OutputKind, TrainingGraph
-from torch_odt.capture.profile import apply_costs, costs_to_json, machine_name, profile, settings_name
+from torch_odt.capture.profile import Progress, apply_costs, costs_to_json, machine_name, profile, settings_name
 from torch_odt.capture.rewrite import rewrite
 from torch_odt.capture.trace import TracedStep
 from torch_odt.capture.trace_cache import remembered_trace
@@ -37,6 +38,7 @@ from torch_odt.planning.pool import Layout
 # Planning may have to be repeated for what it has left behind itself.
 _MOST_ATTEMPTS = 3
 _NOISE_BYTES = 1 << 20
+_MEASURING_SHARE = 0.9
 
 
 @dataclass
@@ -47,6 +49,7 @@ class Prepared:
         plan: what will happen, for people.
         samples: the batch size.
         tables: the addresses that it has loaded into the arena.
+        traces: the step at every batch size that was captured: another budget needs no other capture.
     """
 
     plan: Plan
@@ -58,6 +61,7 @@ class Prepared:
     fallback: UncapturedStep | None = None
     tables: Sequence[int] = ()
     wants_results: bool = False
+    traces: Mapping[int, TracedStep] = field(default_factory=dict)
 
     def run(
         self,
@@ -130,8 +134,9 @@ class _Session:
     notes: list[str] = field(default_factory=list)
 
     def capture(self, sizes: Sequence[int]) -> dict[int, TrainingGraph]:
-        found = capture_sizes(self.request, self.args, self.kwargs, self.samples, sizes)
-        self.traced |= found
+        missing = [size for size in sizes if size not in self.traced]
+        self.traced |= capture_sizes(self.request, self.args, self.kwargs, self.samples, missing)
+        found = {size: self.traced[size] for size in sizes}
         drop: tuple[OutputKind, ...] = () if self.want_results else ("result",)
         return {size: rewrite(step.graph, drop=drop) for size, step in found.items()}
 
@@ -148,14 +153,22 @@ class _Session:
 
 
 def prepare(
-    request: StepRequest, args: tuple[Any, ...], kwargs: dict[str, Any], *, want_results: bool = False
+    request: StepRequest,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    want_results: bool = False,
+    traces: Mapping[int, TracedStep] | None = None,
 ) -> Prepared:
     """Make a step ready for batches like this one.
+
+    Args:
+        traces: those of an earlier preparation of the same step, for another budget.
 
     Raises:
         InfeasibleBudget: no plan fits.
     """
-    session = _Session(request, args, kwargs, count_samples(args, kwargs), want_results)
+    session = _Session(request, args, kwargs, count_samples(args, kwargs), want_results, dict(traces or {}))
     candidates = session.candidates()
     try:
         candidates.sized(session.samples)
@@ -294,6 +307,7 @@ def _assemble(
         shared=_shared_gradients(candidate.parts[candidate.sizes[0]].graph),
         tables=tables,
         wants_results=session.want_results,
+        traces=session.traced,
         result_axes={} if separation is None else separation.result_axes,
     )
 
@@ -337,12 +351,18 @@ def capture_whole(request: StepRequest, args: tuple[Any, ...], kwargs: dict[str,
     return _Session(request, args, kwargs, samples, False).capture((samples,))[samples]
 
 
-def profile_graph(request: StepRequest, graph: TrainingGraph, *, within_budget: bool = False) -> Costs:
+def profile_graph(
+    request: StepRequest, graph: TrainingGraph, *, within_budget: bool = False, progress: Progress | None = None
+) -> Costs:
     """What the graph's operators cost: as given with the request, or measured here."""
     if request.costs is not None:
         return apply_costs(graph, request.costs)
-    limit = request.resolve_budget().total_bytes - held_by_process() if within_budget else None
-    return profile(graph, cache=request.cache, limit_bytes=None if limit is None else max(0, limit))
+    limit_bytes = memory.available()
+    if within_budget:
+        room = request.resolve_budget().total_bytes - held_by_process()
+        # What operators and libraries allocate inside of a call is known only after it.
+        limit_bytes = min(limit_bytes, int(_MEASURING_SHARE * room))
+    return profile(graph, cache=request.cache, limit_bytes=max(0, limit_bytes), progress=progress)
 
 
 def make_plan(request: StepRequest, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:

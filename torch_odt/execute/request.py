@@ -6,8 +6,7 @@ import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from torch import nn
 
@@ -19,8 +18,6 @@ from torch_odt.errors import OdtWarning
 from torch_odt.execute.optimizer_cost import OptimizerCost
 from torch_odt.planning.plan import Plan
 from torch_odt.runtime.budget import Budget, ResolvedBudget
-
-CacheOption = str | Path | Cache | Literal[False] | None
 
 
 @dataclass
@@ -93,12 +90,9 @@ class StepRequest:
 
     def report_misses(self, plan: Plan) -> None:
         """Say once when allocations depart from the plan: the step stays right, but takes more than was planned."""
-        if self.arena is None or self._reported:
-            return
-        misses = {reason: count for reason, count in self.arena.stats()["misses"].items() if count}
-        if misses:
+        text = "" if self._reported else departures(self.arena)
+        if text:
             self._reported = True
-            text = f"allocations departed from the plan ({misses}); they are ordinary ones, beside the planned bytes"
             plan.notes = (*plan.notes, text)
             warnings.warn(text, OdtWarning, stacklevel=5)
 
@@ -118,3 +112,12 @@ class StepRequest:
         if self.arena is not None:
             self.arena.release()
             self.arena = None
+
+
+def departures(arena: Any) -> str:
+    """Why allocations departed from the plan, in words; empty where none has."""
+    misses = {} if arena is None else arena.stats()["misses"]
+    reasons = ", ".join(f"{count} {reason}" for reason, count in misses.items() if count)
+    if not reasons:
+        return ""
+    return f"allocations departed from the plan ({reasons}); they are ordinary ones, beside the planned bytes"

@@ -5,18 +5,18 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterable
-from pathlib import Path
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from typing import Any, Literal, TypeVar
 
 import torch
 from torch import nn
 
 from torch_odt import memory
-from torch_odt.cache import Cache
+from torch_odt.cache import Cache, CacheOption
 from torch_odt.capture.loss_modules import loss_module
+from torch_odt.capture.trace import TracedStep
 from torch_odt.errors import NonFiniteLossWarning, OdtWarning
-from torch_odt.execute.accounting import held_by_process, make_room
+from torch_odt.execute.accounting import give_back, held_by_process, make_room
 from torch_odt.execute.gradients import has_gradient_hooks, run_gradient_hooks
 from torch_odt.execute.loss import make_compute
 from torch_odt.execute.optimizer_cost import optimizer_cost
@@ -83,7 +83,7 @@ class TrainStep:
         micro_batch: int | None = None,
         accumulation_steps: int = 1,
         clip_grad_norm: float | None = None,
-        cache: str | Path | Cache | Literal[False] | None = None,
+        cache: CacheOption = None,
         nonfinite: NonFinite = "warn",
     ) -> None:
         check_trainable(model)
@@ -116,6 +116,8 @@ class TrainStep:
             cache=Cache.of_value(cache),
         )
         self._prepared: OrderedDict[Hashable, Prepared] = OrderedDict()
+        # Of a step whose budget has been changed since.
+        self._traces: dict[Hashable, Mapping[int, TracedStep]] = {}
         self._captures = 0
         self._has_told = False
         # Of steps that were not captured: the values that their code could read then, and at the last call.
@@ -128,13 +130,15 @@ class TrainStep:
 
     @property
     def budget(self) -> Budget:
-        """The budget; setting another one makes the next call plan anew."""
+        """The budget; setting another one makes the next call plan anew, from what has been captured before."""
         return self._request.budget
 
     @budget.setter
     def budget(self, budget: int | str | Budget) -> None:
         self._request.budget = Budget.of_value(budget)
+        traces = {key: prepared.traces for key, prepared in self._prepared.items() if prepared.traces}
         self.close()
+        self._traces = traces
 
     @property
     def plan(self) -> Plan:
@@ -167,6 +171,7 @@ class TrainStep:
     def close(self) -> None:
         """Return the memory that the plans hold. The next call plans anew."""
         self._prepared.clear()
+        self._traces.clear()
         self._current = None
         self._request.release()
 
@@ -203,7 +208,10 @@ class TrainStep:
         if prepared is None:
             self._forget_oldest()
             self._request.renew(optimizer_cost(self.optimizer))
-            prepared = prepare(self._request, args, kwargs, want_results=want_results)
+            traces = self._traces.pop(key, None)
+            prepared = prepare(self._request, args, kwargs, want_results=want_results, traces=traces)
+            # The graphs and plans that were not chosen must not stand beside the first step.
+            give_back()
             if not prepared.plan.captured:
                 key = outline
                 self._refused[outline] = values

@@ -5,22 +5,31 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import fx, nn
 
-from torch_odt.cache import Cache
+from torch_odt.cache import Cache, CacheOption
 from torch_odt.capture.partition import GraphPiece, inference_piece, partition
 from torch_odt.capture.trace import eager_recurrent_layers
-from torch_odt.errors import CaptureError, OdtWarning
+from torch_odt.errors import CaptureError, OdtWarning, first_line
 from torch_odt.execute.checkpointing import checkpointed
-from torch_odt.execute.fallback import batch_signature
+from torch_odt.execute.fallback import (
+    NEXT_ESTIMATE,
+    batch_signature,
+    capped,
+    forward_bytes_beyond,
+    measured_inside,
+    undone_on_failure,
+    with_temporaries,
+    without_temporaries,
+)
 from torch_odt.execute.graph_calls import GraphRunner, boxed
-from torch_odt.execute.module_costs import choose, measure
+from torch_odt.execute.module_costs import ModuleCosts, choose
 from torch_odt.execute.wrap_session import WrapSession
 from torch_odt.planning.plan import Plan
-from torch_odt.runtime.budget import Budget
+from torch_odt.runtime.budget import Budget, ResolvedBudget
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -33,7 +42,7 @@ def wrap(
     *,
     budget: int | str | Budget,
     planner: str = "auto",
-    cache: str | Path | Cache | Literal[False] | None = None,
+    cache: CacheOption = None,
 ) -> Model:
     """Keep a model's training inside a budget while the loop stays as it is.
 
@@ -120,7 +129,8 @@ class _WrappedCall:
         self.session = session
         self._model = model
         self._compiled = torch.compile(model._call_impl, backend=self._backend, dynamic=False)
-        self._checkpoints: dict[Any, list[str]] = {}
+        self._costs: dict[Any, ModuleCosts] = {}
+        self._checkpoints: dict[Any, tuple[list[str], ResolvedBudget]] = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.session.ledger.fallback:
@@ -136,7 +146,7 @@ class _WrappedCall:
             if session.run_count > ran:
                 # A graph has run: running everything again would update buffers and draw random numbers twice.
                 raise
-            reason = _first_line(error)
+            reason = f"{type(error).__name__}: {first_line(error)}"
         else:
             if not session.runner_count and torch.is_grad_enabled():
                 session.ledger.fallback = "torch.compile found no graph in it"
@@ -167,18 +177,48 @@ class _WrappedCall:
     def _call_checkpointed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         call = self._model._call_impl
         if not torch.is_grad_enabled():
-            return call(*args, **kwargs)
+            return self._call_inside(self.session.room_bytes(), args, kwargs)
         key = (batch_signature(args, kwargs), tuple(module.training for module in self._model.modules()))
-        if key not in self._checkpoints:
-            costs = measure(self._model, lambda: call(*args, **kwargs))
-            gradients = sum(p.nbytes for p in self._model.parameters() if p.requires_grad)
-            names = choose(costs, self.session.room_bytes() - gradients)
-            self.session.check(
-                costs.estimate(names) + gradients, self.session.room_bytes(), "nothing more to checkpoint"
-            )
-            self._checkpoints[key] = names
-        with checkpointed(self._model, self._checkpoints[key]):
-            return call(*args, **kwargs)
+        room = self.session.room_bytes()
+        gradients = sum(p.nbytes for p in self._model.parameters() if p.requires_grad)
+        if key not in self._costs:
+            self._costs[key] = self._measure_checkpoints(lambda: call(*args, **kwargs), room, gradients)
+        costs = self._costs[key]
+        names, budget = self._checkpoints.get(key, ([], None))
+        if budget is not self.session.budget or with_temporaries(costs.estimate(names)) + gradients > room:
+            names = choose(costs, without_temporaries(room - gradients))
+        while True:
+            self._checkpoints[key] = names, self.session.budget
+            needed = with_temporaries(costs.estimate(names)) + gradients
+            self.session.check(needed, room, "nothing more to checkpoint")
+            try:
+                with undone_on_failure(self._model), capped(room), checkpointed(self._model, names):
+                    return call(*args, **kwargs)
+            except (torch.OutOfMemoryError, MemoryError):
+                estimate = costs.estimate(names)
+            # Outside the handler: while it ran, the traceback held the activations of the failed attempt.
+            frugal = choose(costs, int(estimate * NEXT_ESTIMATE))
+            if costs.estimate(frugal) >= estimate:
+                self.session.check(room + max(1, gradients), room, "nothing more to checkpoint")
+            names = frugal
+
+    def _call_inside(self, room: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A call whose values nobody keeps."""
+        try:
+            with capped(room):
+                return self._model._call_impl(*args, **kwargs)
+        except (torch.OutOfMemoryError, MemoryError):
+            pass
+        needed = forward_bytes_beyond(self._model, lambda: self._model._call_impl(*args, **kwargs), max(1, room))
+        self.session.check(needed, room, "a forward pass that keeps nothing does not fit")
+
+    def _measure_checkpoints(self, run_forward: Callable[[], Any], room: int, gradients: int) -> ModuleCosts:
+        costs = measured_inside(self._model, run_forward, max(1, room))
+        if costs is None:
+            needed = gradients + forward_bytes_beyond(self._model, run_forward, max(1, room))
+            self.session.check(needed, room, "not even a forward pass that keeps nothing fits")
+        assert costs is not None
+        return costs
 
 
 class _Compilation:
@@ -262,8 +302,3 @@ def _note_graph_break(session: WrapSession, module: fx.GraphModule) -> None:
         text = f"{text.strip()} ({Path(frame.filename).name}, line {frame.lineno}: {frame.line})"
     if text not in session.ledger.graph_breaks:
         session.ledger.graph_breaks.append(text)
-
-
-def _first_line(error: Exception) -> str:
-    text = next((line for line in str(error).splitlines() if line.strip()), "")
-    return f"{type(error).__name__}: {text.strip()}"

@@ -74,11 +74,15 @@ class Ledger:
             self.notes.append(text)
 
 
-def summarize_wrap(ledger: Ledger, budget: ResolvedBudget, planner: str) -> Plan:
-    """The plan of a wrapped model as it stands."""
+def summarize_wrap(ledger: Ledger, budget: ResolvedBudget, planner: str, departures: str = "") -> Plan:
+    """The plan of a wrapped model as it stands.
+
+    Args:
+        departures: what has been seen of allocations that departed from it.
+    """
     step = None if ledger.fallback else ledger.step
     lines = tuple(line for line in (*_step_lines(step), *_other_lines(ledger)) if line.nbytes)
-    notes = tuple(_notes(ledger))
+    notes = (*_notes(ledger), *([departures] if departures else []))
     if step is None:
         name = "checkpointing" if ledger.fallback else planner
         return Plan(

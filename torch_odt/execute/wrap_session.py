@@ -16,23 +16,33 @@ from torch import nn
 
 from torch_odt import memory
 from torch_odt._extensions import memory_module
-from torch_odt.cache import Cache
+from torch_odt.cache import Cache, plan_key
 from torch_odt.capture.concatenate import Concatenation, concatenate
 from torch_odt.capture.costs import Costs
 from torch_odt.capture.graph import TrainingGraph
+from torch_odt.capture.machine import machine_name, settings_name
 from torch_odt.capture.profile import profile
-from torch_odt.errors import InfeasibleBudget
-from torch_odt.execute.accounting import allow, held_by_process, make_room
+from torch_odt.errors import InfeasibleBudget, PlanError
+from torch_odt.execute.accounting import allow, held_by_process, make_room, nearby, rounded
 from torch_odt.execute.executor import Executor
 from torch_odt.execute.graph_calls import Calls, GraphRunner
 from torch_odt.execute.optimizer_reserve import OptimizerReserve
+from torch_odt.execute.request import departures
 from torch_odt.execute.smallest_plans import remembered_smallest
 from torch_odt.execute.wrap_plan import Ledger, StepPlan, summarize_wrap
 from torch_odt.planning.auto import auto
 from torch_odt.planning.plan import Plan
 from torch_odt.planning.pool import pack
 from torch_odt.planning.registry import get_planner
-from torch_odt.planning.schedule import Deliver, Free, Instruction, Run, Schedule
+from torch_odt.planning.schedule import (
+    Deliver,
+    Free,
+    Instruction,
+    Run,
+    Schedule,
+    schedule_from_data,
+    schedule_to_data,
+)
 from torch_odt.planning.simulate import simulate
 from torch_odt.runtime.budget import Budget, ResolvedBudget
 
@@ -73,6 +83,7 @@ class WrapSession:
         memory.install()
         self.calls = Calls()
         self.level_bytes = held_by_process()
+        self._asked = budget
         self.budget: ResolvedBudget = budget.resolve(self.level_bytes)
         self.ledger = Ledger()
         self.runner_count = 0
@@ -99,12 +110,13 @@ class WrapSession:
 
     def set_budget(self, budget: Budget) -> None:
         """Use another budget from the next step on; nothing is compiled again."""
+        self._asked = budget
         self.budget = budget.resolve(self.level_bytes)
 
     @property
     def plan(self) -> Plan:
         """The plan as it stands, for people."""
-        return summarize_wrap(self.ledger, self.budget, self._planner)
+        return summarize_wrap(self.ledger, self.budget, self._planner, departures(self._arena))
 
     # What is held, and what is left.
 
@@ -124,7 +136,7 @@ class WrapSession:
         """Raises InfeasibleBudget when something needs more than there is room."""
         if needed_bytes <= room_bytes:
             return
-        given = self.budget.total_bytes if self.budget.of == "process" else self.budget.growth_bytes
+        given = self.budget.in_terms_of(self.budget.growth_bytes)
         # What a capture leaves in the process differs from start to start; the named budget must be accepted each time.
         given += max(0, self._usual_tracing_bytes - self.ledger.tracing_bytes) + _NOISE_BYTES
         hints = ("a smaller batch", "TrainStep, which sees the loss and can cut the batch")
@@ -135,7 +147,11 @@ class WrapSession:
         if self._counted_runners == self.runner_count:
             return
         self._counted_runners = self.runner_count
-        allowance = allow(self.budget, None, graph)
+        if self._asked.share is None:
+            # The workers of a DataLoader have started since.
+            self.budget = self._asked.resolve(self.level_bytes)
+        library_bytes = max((costs.library_bytes for costs in self._costs.values()), default=0)
+        allowance = allow(self.budget, None, graph, library_bytes=library_bytes)
         idle = 0 if self._arena is None else max(0, self._arena.resident_bytes - self._arena.live_bytes)
         grown = allowance.spent_bytes - self._tensor_bytes() - idle
         usual = _BYTES_PER_ENTRY * (len(graph.ops) + len(graph.values)) + allowance.reserve_bytes
@@ -170,6 +186,8 @@ class WrapSession:
         self._note_sequence()
         self._current = []
         self._backward_began = False
+        if self._optimizer is not None and self._steps <= _STEPS_WITHOUT_OPTIMIZER:
+            self._optimizer.tag_state()
         make_room(self._arena, self.budget.total_bytes)
         self._level_of_step = self.ledger.held_bytes = self.used_bytes()
         self._follows = self._expected.get(runner)
@@ -240,15 +258,35 @@ class WrapSession:
             sequence.whole = concatenate([runner.piece.graph for runner in sequence.runners])
         graphs = [runner.piece.graph for runner in sequence.runners]
         graph, costs = sequence.whole.graph, self._costs_of(sequence.whole.graph)
-        plan = self._place(sequence.whole, graphs, self._schedule(graph, costs, room), room)
+        plan = self._place(sequence.whole, graphs, self._remembered_schedule(graph, costs, room), room)
         if plan.peak_bytes > room:
-            plan = self._place(sequence.whole, graphs, remembered_smallest(self._cache, graph, costs), room)
-            self.check(plan.peak_bytes, room, "not even the schedule of the fewest bytes fits")
+            plan = self._place(sequence.whole, graphs, self._smallest(graph), room)
+        if plan.peak_bytes > room and self._measure_all(graph):
+            plan = self._place(sequence.whole, graphs, self._smallest(graph), room)
+        self.check(plan.peak_bytes, room, "not even the schedule of the fewest bytes fits")
         return plan
 
     def _optimizer_step_bytes(self) -> int:
         """Gradients and temporaries of an optimizer step, when nothing else of the step is left."""
         return 0 if self._optimizer is None else self._optimizer.gradient_bytes + self._optimizer.workspace_bytes
+
+    def _remembered_schedule(self, graph: TrainingGraph, costs: Costs, room: int) -> Schedule:
+        """The schedule that an earlier process has made for about this room, or a new one."""
+        for nbytes in nearby(room) if room > 0 else ():
+            data = self._cache.load_plan(self._plan_key(graph, nbytes))
+            if data is not None:
+                with contextlib.suppress(PlanError, ValueError, KeyError, TypeError, IndexError):
+                    schedule = schedule_from_data(data)
+                    simulate(graph, costs, schedule)
+                    if _footprint(graph, costs, schedule) <= room:
+                        return schedule
+        schedule = self._schedule(graph, costs, rounded(max(0, room)))
+        if not costs.too_large:
+            self._cache.save_plan(self._plan_key(graph, rounded(max(0, room))), schedule_to_data(schedule))
+        return schedule
+
+    def _plan_key(self, graph: TrainingGraph, rounded_bytes: int) -> str:
+        return plan_key("wrap", graph.fingerprint, machine_name(), settings_name(), rounded_bytes, self._planner)
 
     def _schedule(self, graph: TrainingGraph, costs: Costs, room: int) -> Schedule:
         if self._planner == "auto":
@@ -305,44 +343,63 @@ class WrapSession:
     def _frugal_executor(self, runner: GraphRunner) -> Executor:
         """The schedule of the fewest bytes of one graph, whose later calls are not known."""
         graph = runner.piece.graph
-        costs = self._costs_of(graph)
+        self._costs_of(graph)
         self._take_stock(graph)
         room = self.room_bytes() - self._reserve_for([graph])
         plan = self._frugal.get(runner)
         if plan is None or plan.peak_bytes > room:
-            schedule = self._frugal_schedule(graph, costs)
-            plan = self._frugal[runner] = self._place(concatenate([graph]), [graph], schedule, room)
+            whole = concatenate([graph])
+            plan = self._place(whole, [graph], self._frugal_schedule(graph), room)
+            if plan.peak_bytes > room and self._measure_all(graph):
+                plan = self._place(whole, [graph], self._frugal_schedule(graph), room)
+            self._frugal[runner] = plan
         is_first = len(self._current) == 1
         needed = max(plan.peak_bytes, self._optimizer_step_bytes()) if is_first else plan.peak_bytes
         self.check(needed, room, "not even the schedule of the fewest bytes fits")
         self._describe(plan, [called.piece.graph for called in self._current])
         return plan.executors[0]
 
-    def _frugal_schedule(self, graph: TrainingGraph, costs: Costs) -> Schedule:
+    def _frugal_schedule(self, graph: TrainingGraph) -> Schedule:
         if self._planner == "keep-all":
             # It promises that nothing is recomputed: not in the first step either.
-            return get_planner("keep-all")(graph, costs, 0)
-        return remembered_smallest(self._cache, graph, costs)
+            return get_planner("keep-all")(graph, self._costs_of(graph), 0)
+        return self._smallest(graph)
+
+    def _smallest(self, graph: TrainingGraph) -> Schedule:
+        costs = self._costs_of(graph)
+        # One that rests on estimates is not to be remembered.
+        return remembered_smallest(Cache(enabled=False) if costs.too_large else self._cache, graph, costs)
 
     def _inference_executor_for(self, runner: GraphRunner) -> Executor:
         self.run_count += 1
-        plan = self._frugal.get(runner)
-        if plan is None:
-            graph = runner.piece.graph
-            costs = Costs({})
-            schedule = get_planner("keep-all")(graph, costs, 0)
-            simulation = simulate(graph, costs, schedule)
-            peak, seconds = simulation.peak_bytes, simulation.seconds
-            plan = StepPlan(graph, costs, schedule, [Executor(graph, schedule)], None, peak, 0, 0, seconds, 0.0)
-            self._frugal[runner] = plan
-        self.check(plan.peak_bytes, self.room_bytes(), "a forward pass that keeps nothing does not fit")
+        graph, room = runner.piece.graph, self.room_bytes()
+        plan = self._frugal.get(runner) or self._inference_plan(graph)
+        if plan.peak_bytes > room and self._measure_all(graph):
+            plan = self._inference_plan(graph)
+        self._frugal[runner] = plan
+        self.check(plan.peak_bytes, room, "a forward pass that keeps nothing does not fit")
         return plan.executors[0]
+
+    def _inference_plan(self, graph: TrainingGraph) -> StepPlan:
+        costs = self._costs_of(graph)
+        schedule = get_planner("keep-all")(graph, costs, 0)
+        simulation = simulate(graph, costs, schedule)
+        peak, seconds = simulation.peak_bytes, simulation.seconds
+        return StepPlan(graph, costs, schedule, [Executor(graph, schedule)], None, peak, 0, 0, seconds, 0.0)
 
     def _costs_of(self, graph: TrainingGraph) -> Costs:
         key = graph.fingerprint
         if key not in self._costs:
-            self._costs[key] = profile(graph, cache=self._cache)
+            room = min(memory.available(), self.budget.total_bytes - held_by_process())
+            self._costs[key] = profile(graph, cache=self._cache, limit_bytes=max(0, room))
         return self._costs[key]
+
+    def _measure_all(self, graph: TrainingGraph) -> bool:
+        """Before a refusal: measure what was too large for the budget too. Whether there was any."""
+        if not self._costs_of(graph).too_large:
+            return False
+        self._costs[graph.fingerprint] = profile(graph, cache=self._cache, limit_bytes=memory.available())
+        return True
 
     def _describe(self, plan: StepPlan, graphs: list[TrainingGraph]) -> None:
         self.ledger.step = plan

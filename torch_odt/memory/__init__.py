@@ -11,6 +11,7 @@ from torch_odt.memory._phantom import phantom_tensor
 from torch_odt.memory._process import (
     available,
     available_detail,
+    children_bytes,
     peak_process_bytes,
     process_bytes,
     reset_process_peak,
@@ -41,6 +42,7 @@ __all__ = [
     "available_detail",
     "cap",
     "category",
+    "children_bytes",
     "install",
     "is_tracking",
     "peak_process_bytes",

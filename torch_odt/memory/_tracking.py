@@ -63,7 +63,7 @@ class MemoryStats:
         allocated_bytes: bytes of live tensors, exactly as requested.
         peak_bytes: the most there have been since the last `reset_peak`.
         outside_bytes: the part of `allocated_bytes` that does not live in an arena.
-        allocation_count: allocations since the process began.
+        allocation_count: allocations since `install`.
         by_category: bytes by what they were allocated for.
         arena: all arenas together.
     """

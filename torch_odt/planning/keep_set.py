@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from torch_odt.planning.problem import BOUNDARY, Problem
+from torch_odt.planning.problem import Problem
 
 
 def forward_storages(problem: Problem) -> list[int]:
@@ -45,14 +45,3 @@ def uses_with_recomputation(problem: Problem, dropped: Collection[int]) -> list[
     for source, positions in extra.items():
         extended[source] = sorted({*uses[source], *positions})
     return extended
-
-
-def recomputed_storages(problem: Problem, dropped: Collection[int]) -> list[int]:
-    """The dropped storages that the backward pass needs, directly or for recomputing others."""
-    uses = uses_with_recomputation(problem, dropped)
-    return [s for s in dropped if uses[s] and uses[s][-1] > problem.boundary]
-
-
-def program_positions(problem: Problem) -> list[tuple[int, int]]:
-    """(position, op) of every step of the program."""
-    return [(p, op) for p, op in enumerate(problem.steps) if op != BOUNDARY]

@@ -9,18 +9,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch_odt.capture.costs import Costs
+from torch_odt.capture.estimates import estimate
 from torch_odt.capture.graph import TrainingGraph
 from torch_odt.errors import PlanError
-from torch_odt.planning.estimates import estimate
-from torch_odt.planning.pool import Layout, pack
+from torch_odt.planning.pool import Layout
 from torch_odt.planning.schedule import Run, Schedule, schedule_from_data, schedule_to_data
-from torch_odt.planning.timeline import Timeline, recomputing_runs, timeline_of
+from torch_odt.planning.timeline import Timeline, recomputing_runs
 
 if TYPE_CHECKING:
     from torch_odt.runtime.budget import ResolvedBudget
 
 FORMAT = 1
-ARENA_LABEL = "activations and temporaries"
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,49 +212,6 @@ class Plan:
         except ValueError as error:
             raise PlanError(f"{path} is no plan: {error}") from error
         return cls.from_state(state)
-
-
-def plan_of(
-    graph: TrainingGraph,
-    costs: Costs,
-    schedule: Schedule,
-    *,
-    lines: Iterable[PlanLine] = (),
-    batch: int | None = None,
-    micro_batch: int | None = None,
-    budget: ResolvedBudget | None = None,
-    notes: Iterable[str] = (),
-    smallest_feasible_bytes: int | None = None,
-) -> Plan:
-    """The plan of one schedule, run once or once for each micro-batch.
-
-    Args:
-        graph, costs, schedule: what runs; the graph is that of one micro-batch.
-        lines: the parts of the footprint besides the arena and what leaves it (gradients, losses, results).
-        batch, micro_batch, budget, notes, smallest_feasible_bytes: see `Plan`.
-    """
-    passes = 1 if batch is None or micro_batch is None else -(-batch // micro_batch)
-    layout = pack(graph, costs, schedule)
-    later = pack(graph, costs, schedule, gradients="accumulate") if passes > 1 else None
-    arena_bytes = max(layout.address_peak_bytes, later.address_peak_bytes if later is not None else 0)
-    outside_bytes = max(layout.outside_peak_bytes, later.outside_peak_bytes if later is not None else 0)
-    own = [PlanLine(ARENA_LABEL, arena_bytes), PlanLine("gradients, losses and results", outside_bytes)]
-    return Plan(
-        planner=schedule.planner,
-        lines=(*own, *lines),
-        step_seconds=passes * _seconds(graph, costs, (i.op for i in schedule.instructions if isinstance(i, Run))),
-        eager_seconds=passes * eager_seconds(graph, costs),
-        batch=batch,
-        micro_batch=micro_batch,
-        budget=budget,
-        recomputed=recomputed_in(graph, costs, schedule, passes=passes),
-        notes=(*graph.notes, *costs.notes, *notes),
-        smallest_feasible_bytes=smallest_feasible_bytes,
-        schedule=schedule,
-        layout=layout,
-        later_layout=later,
-        timeline=timeline_of(graph, costs, schedule),
-    )
 
 
 def eager_seconds(graph: TrainingGraph, costs: Costs) -> float:

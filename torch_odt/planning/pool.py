@@ -9,18 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 
 from torch_odt.capture.costs import Costs, OpCost
+from torch_odt.capture.estimates import estimate
 from torch_odt.capture.graph import Op, Output, TrainingGraph
 from torch_odt.errors import PlanError
 from torch_odt.planning import packing
-from torch_odt.planning.estimates import estimate
+from torch_odt.planning.problem import Gradients
 from torch_odt.planning.schedule import Deliver, Free, Run, Schedule
 
-Gradients = Literal["keep", "accumulate"]
 OUTSIDE = -1
 
 # Blocks that together are less than this share of the peak are stacked without a search.

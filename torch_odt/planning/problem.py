@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from torch_odt.capture.costs import Costs, OpCost
+from torch_odt.capture.estimates import estimate
 from torch_odt.capture.graph import Op, TrainingGraph
-from torch_odt.planning.estimates import estimate
 
 Gradients = Literal["keep", "accumulate"]
 

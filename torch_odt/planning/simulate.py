@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from torch_odt.capture.costs import Costs, OpCost
+from torch_odt.capture.estimates import estimate
 from torch_odt.capture.graph import Op, TrainingGraph
 from torch_odt.errors import ScheduleError
-from torch_odt.planning.estimates import estimate
 from torch_odt.planning.problem import Gradients, is_alias, live_ops, peak_without
 from torch_odt.planning.schedule import Deliver, Free, Instruction, Run, Schedule
 
@@ -49,7 +49,6 @@ class Simulation:
         boundary_bytes: live where the forward pass ends.
         timeline: one `Moment` for each instruction.
         recomputed_ops: the ops that run because something was dropped, in order; an op may stand in it often.
-        peak_instruction: the position of the instruction during which the peak is reached.
     """
 
     peak_bytes: int
@@ -60,7 +59,6 @@ class Simulation:
     boundary_bytes: int
     timeline: list[Moment]
     recomputed_ops: tuple[int, ...]
-    peak_instruction: int
 
 
 @dataclass(slots=True)
@@ -239,7 +237,7 @@ class _Simulator:
             made.setdefault(storage.made_by, []).append(storage)
             if storage.ended_by is not None and not storage.is_outside:
                 ended[storage.ended_by] = ended.get(storage.ended_by, 0) + storage.nbytes
-        arena = outside = peak = arena_peak = peak_instruction = boundary_bytes = 0
+        arena = outside = peak = arena_peak = boundary_bytes = 0
         seconds = 0.0
         timeline: list[Moment] = []
         for position, instruction in enumerate(instructions):
@@ -260,8 +258,7 @@ class _Simulator:
                         arena += storage.nbytes
             else:
                 arena -= ended.get(position, 0)
-            if during > peak:
-                peak, peak_instruction = during, position
+            peak = max(peak, during)
             arena_peak = max(arena_peak, arena_during)
             timeline.append(Moment(arena, outside, during, arena_during))
         if self.schedule.boundary == len(instructions):
@@ -275,7 +272,6 @@ class _Simulator:
             boundary_bytes=boundary_bytes,
             timeline=timeline,
             recomputed_ops=tuple(self.recomputed),
-            peak_instruction=peak_instruction,
         )
 
     def _name(self, value: int) -> str:

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from torch_odt.capture.costs import Costs
+from torch_odt.capture.estimates import estimate
 from torch_odt.capture.graph import TrainingGraph
 from torch_odt.planning import packing
-from torch_odt.planning.estimates import estimate
-from torch_odt.planning.pool import Gradients, allocations
+from torch_odt.planning.pool import allocations
+from torch_odt.planning.problem import Gradients
 from torch_odt.planning.schedule import Run, Schedule
 
 

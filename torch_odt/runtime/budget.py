@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
-from torch_odt.memory import available
+from torch_odt.memory import available, available_detail, children_bytes
 from torch_odt.memory._units import format_bytes, parse_bytes
 
 __all__ = ["AUTO_SHARE", "Budget", "BudgetOf", "ResolvedBudget", "format_bytes", "parse_bytes"]
@@ -39,6 +39,8 @@ class ResolvedBudget:
         growth_bytes: what may be added to that; negative if the level is above the budget already.
         of: what the budget was stated for.
         text: the budget in words.
+        children_bytes: what child processes take of a fixed number of bytes, because a control group limits all
+            together: the workers of a DataLoader.
     """
 
     total_bytes: int
@@ -46,6 +48,12 @@ class ResolvedBudget:
     growth_bytes: int
     of: BudgetOf
     text: str
+    children_bytes: int = 0
+
+    def in_terms_of(self, growth_bytes: int) -> int:
+        """The budget that would leave so much growth, stated as this one is."""
+        level_bytes = self.level_bytes if self.of == "process" else 0
+        return level_bytes + growth_bytes + self.children_bytes
 
 
 @dataclass(frozen=True)
@@ -108,18 +116,20 @@ class Budget:
         """
         if level_bytes < 0:
             raise ValueError(f"a process cannot hold {level_bytes} bytes")
-        share = self.share
+        share, taken_bytes = self.share, 0
         if share is not None:
             growth_bytes = int(share * available())
         else:
+            taken_bytes = children_bytes() if _is_group_limited() else 0
             amount_bytes = parse_bytes(self.amount)
-            growth_bytes = amount_bytes if self.of == "training" else amount_bytes - level_bytes
+            growth_bytes = (amount_bytes if self.of == "training" else amount_bytes - level_bytes) - taken_bytes
         return ResolvedBudget(
             total_bytes=level_bytes + growth_bytes,
             level_bytes=level_bytes,
             growth_bytes=growth_bytes,
             of=self.of,
             text=str(self),
+            children_bytes=taken_bytes,
         )
 
     def __str__(self) -> str:
@@ -127,3 +137,8 @@ class Budget:
             what = "auto" if self.amount == "auto" else f"{self.amount} of the available memory"
             return f"{what} ({self.of})"
         return f"{format_bytes(parse_bytes(self.amount))} ({self.of})"
+
+
+def _is_group_limited() -> bool:
+    """Whether a control group limits this process and its children together."""
+    return any(source.startswith("cgroup") for source in available_detail())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from math import prod
 
-from torch_odt.capture.costs import Costs, OpCost
+from torch_odt.capture.costs import OpCost
 from torch_odt.capture.graph import Op, Ref, TrainingGraph
 
 BYTES_PER_SECOND = 10e9
@@ -29,11 +29,6 @@ def estimate(graph: TrainingGraph, op: Op) -> OpCost:
     traffic = sum(graph.values[v].nbytes for v in op.reads) + sum(size for _, size in events)
     seconds = traffic / BYTES_PER_SECOND + 2 * _multiplications(graph, op) / FLOPS_PER_SECOND
     return OpCost(seconds, tuple(events), tuple(ordinals), "estimated")
-
-
-def estimate_all(graph: TrainingGraph) -> Costs:
-    """Estimated costs of every op of a graph."""
-    return Costs({op.index: estimate(graph, op) for op in graph.ops}, "estimated")
 
 
 def _multiplications(graph: TrainingGraph, op: Op) -> int:

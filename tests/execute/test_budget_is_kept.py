@@ -1,0 +1,186 @@
+"""What `TrainStep` promises of bytes: every planner inside its budget, the prediction counted, validation beside it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+import torch.nn.functional as F
+from small_steps import PLENTY, assert_equal_models, make_step, plain_step, sgd
+from torch import Tensor, nn
+
+import torch_odt as odt
+from torch_odt import memory
+from torch_odt.commands.gauge import MemoryGauge
+from torch_odt.execute import prepare
+
+needs_allocator = pytest.mark.skipif(not memory.install(), reason="torch_odt._memory is not built")
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> Iterator[None]:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        yield
+
+
+class Deep(nn.Module):
+    """A chain whose activations are most of what a step holds."""
+
+    def __init__(self, *, norm: bool = True, depth: int = 10) -> None:
+        super().__init__()
+        layers: list[nn.Module] = []
+        for i in range(depth):
+            layers += [nn.Conv2d(8 if i else 3, 8, 3, padding=1), nn.BatchNorm2d(8) if norm else nn.Tanh(), nn.ReLU()]
+        self.layers = nn.Sequential(*layers)
+        self.head = nn.Linear(8, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.layers(x).mean((2, 3)))
+
+
+def images(count: int = 8, size: int = 48) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(5)
+    return torch.randn(count, 3, size, size, generator=generator), torch.arange(count) % 5
+
+
+def training(nbytes: float) -> odt.Budget:
+    return odt.Budget(int(nbytes), of="training")
+
+
+def bytes_of_keeping_everything(model: nn.Module, batch: tuple[Tensor, Tensor]) -> int:
+    plan = odt.plan(model, F.cross_entropy, batch, budget=PLENTY, optimizer=sgd(model.parameters()), cache=False)
+    assert plan.recomputed_ops == 0
+    return plan.peak_bytes
+
+
+def counted(call: Callable[[], object], level: int) -> int:
+    """The allocator's peak while something runs, above a level."""
+    memory.reset_peak()
+    call()
+    peak = memory.stats().peak_bytes
+    assert peak is not None
+    return peak - level
+
+
+def allocated() -> int:
+    return memory.stats().allocated_bytes or 0
+
+
+@pytest.mark.parametrize("planner", ["chen", "melon", "min-cut", "auto"])
+def test_every_planner_recomputes_the_same_bits_inside_its_budget(planner: str) -> None:
+    model, batch = Deep(), images()
+    budget_bytes = int(0.6 * bytes_of_keeping_everything(model, batch))
+    plain = copy.deepcopy(model)
+    optimizer = sgd(plain.parameters())
+    level = allocated()
+    step = make_step(model, budget=training(budget_bytes), planner=planner)
+    for _ in range(3):
+        peak = counted(lambda: step(*batch), level)
+        plain_step(plain, batch, optimizer)
+        assert_equal_models(model, plain)
+        assert not memory.is_tracking() or peak <= budget_bytes
+    assert step.plan.recomputed_ops > 0
+    assert step.plan.peak_bytes <= budget_bytes
+
+
+def test_a_planner_that_cannot_recompute_is_refused() -> None:
+    model, batch = Deep(), images()
+    full = bytes_of_keeping_everything(model, batch)
+    step = make_step(model, budget=training(0.6 * full), planner="keep-all")
+    with pytest.raises(odt.InfeasibleBudget) as refusal:
+        step(*batch)
+    assert any("auto" in hint for hint in refusal.value.hints)
+    step.budget = training(refusal.value.smallest_feasible_bytes)
+    step(*batch)
+    assert step.plan.recomputed_ops == 0
+
+
+@needs_allocator
+@pytest.mark.parametrize("share", [1.0, 0.6])
+def test_the_predicted_peak_is_the_counted_one(share: float) -> None:
+    model, batch = Deep(), images()
+    full = bytes_of_keeping_everything(model, batch)
+    level = allocated()
+    step = make_step(model, budget=training(share * full + (1 << 20)))
+    for _ in range(2):
+        step(*batch)
+    peak = counted(lambda: step(*batch), level)
+    assert step.plan.tensor_peak_bytes == pytest.approx(peak, rel=0.02)
+
+
+def test_the_batch_is_cut_where_that_is_exact_and_the_budget_asks_for_it() -> None:
+    batch = images(32, 64)
+    for norm in (False, True):
+        model = Deep(norm=norm)
+        with pytest.raises(odt.InfeasibleBudget) as refusal:
+            make_step(model, budget=training(4096))(*batch)
+        step = make_step(model, budget=training(refusal.value.smallest_feasible_bytes))
+        plain = copy.deepcopy(model)
+        plain_step(plain, batch, sgd(plain.parameters()))
+        step(*batch)
+        for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-3, atol=1e-4)
+        assert (step.plan.micro_batch is None) == norm, "BatchNorm looks at the whole batch"
+
+
+@needs_allocator
+def test_a_validation_pass_takes_the_room_of_the_idle_arena() -> None:
+    model, batch = Deep(), images(32, 96)
+    budget = training(0.6 * bytes_of_keeping_everything(model, batch))
+    many = images(48, 96)[0]
+    with MemoryGauge() as gauge:
+        step = make_step(model, budget=budget)
+        for _ in range(2):
+            step(*batch)
+            yields = memory.stats().arena.yields  # type: ignore[union-attr]
+            with torch.no_grad():
+                model.eval()(many)
+            model.train()
+        assert memory.stats().arena.yields > yields  # type: ignore[union-attr]
+        step(*batch)
+    # What the math library compiles for the validation's own shapes is nobody's plan.
+    assert gauge.peak_bytes <= budget.resolve(gauge.base_bytes).total_bytes + (4 << 20)
+
+
+def test_another_budget_needs_no_other_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes: list[int] = []
+    capture_sizes = prepare.capture_sizes
+
+    def noted(request, args, kwargs, samples, wanted):  # type: ignore[no-untyped-def]
+        sizes.extend(wanted)
+        return capture_sizes(request, args, kwargs, samples, wanted)
+
+    monkeypatch.setattr(prepare, "capture_sizes", noted)
+    model, batch = Deep(), images()
+    plain = copy.deepcopy(model)
+    optimizer = sgd(plain.parameters())
+    step = make_step(model)
+    peaks: list[int] = []
+    for share in (1.0, 0.6, 0.8):
+        if peaks:
+            step.budget = training(share * peaks[0])
+        step(*batch)
+        plain_step(plain, batch, optimizer)
+        assert_equal_models(model, plain)
+        assert (step.plan.recomputed_ops > 0) == (share < 1)
+        peaks.append(step.plan.peak_bytes)
+    assert peaks[1] <= 0.6 * peaks[0] and peaks[2] <= 0.8 * peaks[0]
+    assert sizes == [8], "captured once"
+
+
+@needs_allocator
+def test_bytes_are_told_apart_by_what_they_are_for() -> None:
+    model, batch = Deep(), images()
+    parameter_bytes = sum(p.nbytes for p in model.parameters())
+    step = make_step(model)
+    before = {name: count.allocated_bytes for name, count in (memory.stats().by_category or {}).items()}
+    step(*batch)
+    grown = {name: count.allocated_bytes - before[name] for name, count in (memory.stats().by_category or {}).items()}
+    assert grown["gradient"] == grown["optimizer"] == parameter_bytes
+    assert grown["activation"] == grown["workspace"] == 0, "all of it is free again"
+    peaks = memory.stats().by_category or {}
+    assert peaks["activation"].peak_bytes > 10 * batch[0].nbytes
+    assert before["parameter"] >= parameter_bytes, "the allocator was there before the model"
