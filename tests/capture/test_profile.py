@@ -425,10 +425,10 @@ def wide(size: int) -> TrainingGraph:
 def test_an_op_larger_than_the_room_is_estimated_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     graph = wide(512)
     nbytes = 512 * 512 * 4
-    small = fast(graph, limit_bytes=2 * nbytes)
+    small = fast(graph, limit_bytes=lambda: 2 * nbytes)
     assert small.too_large == 1 and small.ops[0].source == "estimated"
     assert any("1 operators were estimated" in note for note in small.notes)
-    large = fast(graph, limit_bytes=4 * nbytes)
+    large = fast(graph, limit_bytes=lambda: 4 * nbytes)
     assert large.too_large == 0 and large.ops[0].source == "measured"
 
 
@@ -439,7 +439,7 @@ def test_measuring_stays_inside_its_limit() -> None:
     memory.install()
     memory.reset_peak()
     level = memory.stats().allocated_bytes
-    costs = fast(graph, limit_bytes=2 * largest)
+    costs = fast(graph, limit_bytes=lambda: 2 * largest)
     assert costs.too_large == 0
     assert memory.stats().peak_bytes - level <= 2.5 * largest  # type: ignore[operator]
 

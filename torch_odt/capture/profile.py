@@ -80,7 +80,7 @@ def profile(
     min_seconds: float = 0.002,
     arena: DynamicArena | None = None,
     progress: Progress | None = None,
-    limit_bytes: int | None = None,
+    limit_bytes: Callable[[], int] | None = None,
 ) -> Costs:
     """Measure every op of a graph, rematerializers included.
 
@@ -94,12 +94,17 @@ def profile(
         min_seconds: an op is timed at least this long in total, or 20 times.
         arena: where results lie while ops are timed; by default one is made and dropped again.
         progress: called before each op.
-        limit_bytes: what measuring may take. An op whose inputs and results are more is estimated.
+        limit_bytes: asked what measuring may take when there is something to measure. An op whose inputs and results
+            are more is estimated.
     """
     machine, key = machine_name(), profile_key()
     known, damaged = costs_from_entries(cache.load_profile(key)) if cache is not None else ({}, 0)
+    remembered = _remembered(graph, known)
+    if remembered is not None:
+        return Costs(remembered, machine, _notes_of(damaged))
+    limit = None if limit_bytes is None else limit_bytes()
     with _quiet_state(), _tracking() as recorder:
-        bench = _Bench(graph, recorder, arena or _arena_for(graph, recorder), repeats, min_seconds, limit_bytes)
+        bench = _Bench(graph, recorder, arena or _arena_for(graph, recorder), repeats, min_seconds, limit)
         ops = {}
         for op in graph.ops:
             if progress is not None:
@@ -107,17 +112,35 @@ def profile(
             ops[op.index] = bench.cost(op, known)
         fresh, notes, too_large = bench.fresh, bench.notes, bench.too_large
         del bench
-    if recorder is None:
-        notes.append("torch_odt._memory is absent: what operators allocate inside is not seen, results alone count")
+    notes += _notes_of(damaged)
     if too_large:
         notes.append(
             f"{too_large} operators were estimated: measuring one of them would have taken more than there is room for"
         )
-    if damaged:
-        notes.append(f"{damaged} damaged measurements in the cache were measured anew")
     if cache is not None and fresh:
         cache.save_profile(key, {name: cost_to_list(cost) for name, cost in fresh.items()})
     return Costs(ops, machine, list(dict.fromkeys(notes)), too_large)
+
+
+def _remembered(graph: TrainingGraph, known: Mapping[str, OpCost]) -> dict[int, OpCost] | None:
+    """The costs of all ops if every one has been measured before."""
+    layouts, found = RealLayouts(graph), {}
+    for op in graph.ops:
+        cost = view_cost(op) if op.is_view else known.get(signature(op, layouts))
+        if cost is None:
+            return None
+        found[op.index] = cost
+        layouts.learn(op, cost)
+    return found
+
+
+def _notes_of(damaged: int) -> list[str]:
+    notes = []
+    if _extensions.memory_module is None:
+        notes.append("torch_odt._memory is absent: what operators allocate inside is not seen, results alone count")
+    if damaged:
+        notes.append(f"{damaged} damaged measurements in the cache were measured anew")
+    return notes
 
 
 def profile_key() -> str:

@@ -128,6 +128,7 @@ def allow(
     held_bytes: int = 0,
     cuts: int = 0,
     library_bytes: int = 0,
+    collects: bool = True,
 ) -> Allowance:
     """Take stock after capture and profiling: what is spent is measured, not guessed.
 
@@ -135,8 +136,9 @@ def allow(
         held_bytes: gradients that exist already; the plan counts them.
         cuts: how many sizes of micro-batches may be tried.
         library_bytes: what math libraries were seen to take for such calls.
+        collects: look for garbage first, which takes a fraction of a second; without, what is spent may seem more.
     """
-    held = held_by_process()
+    held = held_by_process() if collects else memory.process_bytes()
     kinds = 0 if graph is None else len(_calls(graph))
     entries = 0 if graph is None else len(graph.ops) + len(graph.values)
     return Allowance(
@@ -156,14 +158,9 @@ def held_by_process() -> int:
 
     What models and captures left in reference cycles may hold hundreds of MiB until the collector comes by.
     """
-    give_back()
-    return memory.process_bytes()
-
-
-def give_back() -> None:
-    """Return to the system what nothing refers to any more."""
     gc.collect()
     memory.trim()
+    return memory.process_bytes()
 
 
 def make_room(arena: Any, budget_bytes: int) -> None:

@@ -187,7 +187,7 @@ def _plan_inside(request: StepRequest, candidates: Candidates, held_bytes: int =
     budget = request.resolve_budget()
     graph = candidates.sized(candidates.batch).graph
 
-    def take_stock() -> Allowance:
+    def take_stock(collects: bool = True) -> Allowance:
         return allow(
             budget,
             request.optimizer_cost,
@@ -195,11 +195,12 @@ def _plan_inside(request: StepRequest, candidates: Candidates, held_bytes: int =
             held_bytes=held_bytes,
             cuts=candidates.cuts,
             library_bytes=candidates.library_bytes,
+            collects=collects,
         )
 
-    allowance = take_stock()
-    candidate = _load(request, candidates, allowance)
+    candidate = _load(request, candidates, take_stock(collects=False))
     if candidate is None:
+        allowance = take_stock()
         candidate = _fastest(request, candidates, allowance, allowance.planning_bytes)
     for _ in range(_MOST_ATTEMPTS):
         allowance = take_stock()
@@ -357,12 +358,15 @@ def profile_graph(
     """What the graph's operators cost: as given with the request, or measured here."""
     if request.costs is not None:
         return apply_costs(graph, request.costs)
-    limit_bytes = memory.available()
-    if within_budget:
+
+    def limit_bytes() -> int:
+        if not within_budget:
+            return memory.available()
         room = request.resolve_budget().total_bytes - held_by_process()
         # What operators and libraries allocate inside of a call is known only after it.
-        limit_bytes = min(limit_bytes, int(_MEASURING_SHARE * room))
-    return profile(graph, cache=request.cache, limit_bytes=max(0, limit_bytes), progress=progress)
+        return max(0, min(memory.available(), int(_MEASURING_SHARE * room)))
+
+    return profile(graph, cache=request.cache, limit_bytes=limit_bytes, progress=progress)
 
 
 def make_plan(request: StepRequest, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:

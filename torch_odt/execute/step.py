@@ -16,7 +16,7 @@ from torch_odt.cache import Cache, CacheOption
 from torch_odt.capture.loss_modules import loss_module
 from torch_odt.capture.trace import TracedStep
 from torch_odt.errors import NonFiniteLossWarning, OdtWarning
-from torch_odt.execute.accounting import give_back, held_by_process, make_room
+from torch_odt.execute.accounting import held_by_process, make_room
 from torch_odt.execute.gradients import has_gradient_hooks, run_gradient_hooks
 from torch_odt.execute.loss import make_compute
 from torch_odt.execute.optimizer_cost import optimizer_cost
@@ -210,8 +210,8 @@ class TrainStep:
             self._request.renew(optimizer_cost(self.optimizer))
             traces = self._traces.pop(key, None)
             prepared = prepare(self._request, args, kwargs, want_results=want_results, traces=traces)
-            # The graphs and plans that were not chosen must not stand beside the first step.
-            give_back()
+            # What the graphs and plans that were not chosen held must not stand beside the first step.
+            memory.trim()
             if not prepared.plan.captured:
                 key = outline
                 self._refused[outline] = values

@@ -390,15 +390,17 @@ class WrapSession:
     def _costs_of(self, graph: TrainingGraph) -> Costs:
         key = graph.fingerprint
         if key not in self._costs:
-            room = min(memory.available(), self.budget.total_bytes - held_by_process())
-            self._costs[key] = profile(graph, cache=self._cache, limit_bytes=max(0, room))
+            self._costs[key] = profile(graph, cache=self._cache, limit_bytes=self._measuring_bytes)
         return self._costs[key]
+
+    def _measuring_bytes(self) -> int:
+        return max(0, min(memory.available(), self.budget.total_bytes - held_by_process()))
 
     def _measure_all(self, graph: TrainingGraph) -> bool:
         """Before a refusal: measure what was too large for the budget too. Whether there was any."""
         if not self._costs_of(graph).too_large:
             return False
-        self._costs[graph.fingerprint] = profile(graph, cache=self._cache, limit_bytes=memory.available())
+        self._costs[graph.fingerprint] = profile(graph, cache=self._cache, limit_bytes=memory.available)
         return True
 
     def _describe(self, plan: StepPlan, graphs: list[TrainingGraph]) -> None:
