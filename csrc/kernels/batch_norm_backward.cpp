@@ -13,18 +13,35 @@ namespace torch_odt::kernels {
 
 namespace {
 
-// Where a gradient ends: at a bound and beyond it. An infinite bound is none, not even for an infinite output, and NaNs
-// are passed; comparing with a NaN says both.
-template <typename Parameter>
+// The largest number that is stored as the bound or less; the bound is a value of the storage's type.
+template <typename Storage, typename Parameter>
+Parameter last_stored_within(Parameter bound) {
+  if constexpr (std::is_same_v<Storage, Parameter>) {
+    return bound;
+  } else {
+    // A step up is stored as the bound again, or as 0 where that is -0: what follows it has the next bits.
+    Storage next;
+    store(std::nextafter(bound, std::numeric_limits<Parameter>::infinity()), next);
+    next.bits = static_cast<uint16_t>(bound < 0 ? next.bits - 1 : next.bits + 1);
+    const Parameter middle = bound + (load(next) - bound) / 2;
+    return rounded<Storage>(middle) <= bound ? middle : std::nextafter(middle, bound);
+  }
+}
+
+// Where a gradient ends: at a bound and beyond it, once the output is stored. An infinite bound is none, not even for an
+// infinite output, and NaNs are passed; comparing with a NaN says both.
+template <typename Storage, typename Parameter>
 Bounds<Parameter> borders(const Bounds<Parameter>& bounds) {
   constexpr Parameter kNone = std::numeric_limits<Parameter>::quiet_NaN();
-  return {std::isinf(bounds.low) ? kNone : bounds.low, std::isinf(bounds.high) ? kNone : bounds.high};
+  return {
+      std::isinf(bounds.low) ? kNone : last_stored_within<Storage>(bounds.low),
+      std::isinf(bounds.high) ? kNone : -last_stored_within<Storage>(-bounds.high)};
 }
 
 template <typename Storage, typename Parameter>
 TORCH_ODT_INLINE Parameter
 clamped_gradient(Storage gradient, Parameter input, Parameter scale, Parameter shift, const Bounds<Parameter>& border) {
-  const Parameter output = rounded<Storage>(input * scale + shift);
+  const Parameter output = input * scale + shift;
   // Out of bits and not of branches, which keep compilers from using vectors. An infinite gradient becomes 0 too.
   using Bits = std::conditional_t<sizeof(Parameter) == 4, uint32_t, uint64_t>;
   const Bits ends = Bits{output <= border.low} | Bits{output >= border.high};
@@ -129,7 +146,7 @@ void sum_gradients(
     int64_t end,
     const GradientSums& sums) {
   GradientTerms<Storage, Parameter> terms{gradient, normalised};
-  terms.normalised.bounds = borders(normalised.bounds);
+  terms.normalised.bounds = borders<Storage>(normalised.bounds);
   run<sums_body<Storage, Parameter>>(terms, slices, begin, end, sums);
 }
 
@@ -172,7 +189,7 @@ void input_gradient_rows(
     int64_t end,
     Storage* grad_input) {
   Normalised<Storage, Parameter> bordered = normalised;
-  bordered.bounds = borders(normalised.bounds);
+  bordered.bounds = borders<Storage>(normalised.bounds);
   run<rows_body<Storage, Parameter>>(gradient, bordered, factors, layout, begin, end, grad_input);
 }
 
