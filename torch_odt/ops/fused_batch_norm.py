@@ -189,8 +189,11 @@ def _act_in_torch(
     high: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """As the compiled operator, in plain torch."""
-    if not input.numel():
-        raise RuntimeError("batch_norm_act: the input must have elements")
+    if input.dim() < 2 or not input.numel():
+        raise RuntimeError("batch_norm_act: the input must have elements and at least 2 dimensions")
+    for parameter in (weight, bias, running_mean, running_var):
+        if parameter is not None and (parameter.shape, parameter.dtype) != (input.shape[1:2], _parameter_dtype(input)):
+            raise RuntimeError("batch_norm_act: parameters must have one element a channel and the input's precision")
     wide = _dense(input).to(_parameter_dtype(input))
     _, mean, invstd, *running = torch.ops.aten._native_batch_norm_legit_functional(
         wide, weight, bias, running_mean, running_var, True, momentum, eps
