@@ -28,8 +28,8 @@ Parameter last_stored_within(Parameter bound) {
   }
 }
 
-// Where a gradient ends: at a bound and beyond it, once the output is stored. An infinite bound is none, not even for an
-// infinite output, and NaNs are passed; comparing with a NaN says both.
+// Where a gradient ends: at a bound and beyond it, once the output is stored. An infinite bound is none, not even for
+// an infinite output, and NaNs are passed; comparing with a NaN says both.
 template <typename Storage, typename Parameter>
 Bounds<Parameter> borders(const Bounds<Parameter>& bounds) {
   constexpr Parameter kNone = std::numeric_limits<Parameter>::quiet_NaN();
