@@ -64,7 +64,7 @@ def extensions() -> dict[str, Any]:
     flags = [*WARNINGS, "-g0", *(f"-isystem{path}" for path in include_paths())]
     operators = Extension(
         "torch_odt._C",
-        ["csrc/ops.cpp", *sources("kernels")],
+        [*sources("."), *sources("kernels")],
         depends=headers(),
         library_dirs=library_paths(),
         libraries=["c10", "torch", "torch_cpu"],

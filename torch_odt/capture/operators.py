@@ -118,6 +118,7 @@ def output_mask_position(target: str) -> int | None:
         "aten.native_batch_norm_backward.default": 9,
         "aten.native_layer_norm_backward.default": 7,
         "aten.native_group_norm_backward.default": 9,
+        "torch_odt.batch_norm_act_backward.default": 8,
     }.get(target)
 
 

@@ -67,7 +67,8 @@ def _normalize_in_torch(
     # In evaluation mode with mean 0 and variance 1 the kernel computes input * scale + shift, as in training mode.
     ones, zeros = torch.ones_like(mean), torch.zeros_like(mean)
     source = input if _keeps_format(input) else input.contiguous()
-    return torch.native_batch_norm(source, scale, shift, zeros, ones, False, 0.0, 0.0)[0]
+    output = torch.native_batch_norm(source, scale, shift, zeros, ones, False, 0.0, 0.0)[0]
+    return output if output.stride() == source.stride() else torch.empty_like(source).copy_(output)
 
 
 def _fake(input: Tensor, mean: Tensor, invstd: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
