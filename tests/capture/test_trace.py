@@ -94,7 +94,7 @@ def test_a_child_takes_the_tracers_memory_along() -> None:
     assert int(grown) < 10 << 20
 
 
-def test_after_a_backward_pass_the_step_is_traced_in_this_process() -> None:
+def test_after_a_backward_pass_a_step_is_captured_whether_or_not_a_child_can_trace_it() -> None:
     code = """
         import torch
         import torch_odt as odt
@@ -113,7 +113,8 @@ def test_after_a_backward_pass_the_step_is_traced_in_this_process() -> None:
         step(*batch)
         print(step.plan.captured)
     """
-    assert in_process(code).split() == ["refused", "True"]
+    first, captured = in_process(code).split()
+    assert first in ("child", "refused") and captured == "True"
 
 
 def test_what_a_child_raises_is_raised_here() -> None:

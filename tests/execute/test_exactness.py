@@ -309,11 +309,11 @@ def test_under_bfloat16_autocast(trials: Trials, door: str) -> None:
     assert_as_exact(kept, plain, trials.exact, exactness.BFLOAT16_ROUNDING)
     _assert_as_planned(plan, trials.case, door)
     budget_bytes = int(0.7 * plan.peak_bytes)
-    with contextlib.suppress(odt.InfeasibleBudget):
-        tight, plan = opened.train(odt.Budget(budget_bytes, of="training"))
-        assert_as_exact(tight, plain, trials.exact, exactness.BFLOAT16_ROUNDING)
-        _assert_as_planned(plan, trials.case, door)
-        _assert_inside(tight, budget_bytes)
+    budget_bytes = _refusal(lambda: opened.train(odt.Budget(budget_bytes, of="training"))) or budget_bytes
+    tight, plan = opened.train(odt.Budget(budget_bytes, of="training"))
+    assert_as_exact(tight, plain, trials.exact, exactness.BFLOAT16_ROUNDING)
+    _assert_as_planned(plan, trials.case, door)
+    _assert_inside(tight, budget_bytes)
 
 
 def test_the_table_holds_what_it_promises() -> None:

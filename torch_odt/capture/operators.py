@@ -100,15 +100,26 @@ def is_random(op: torch._ops.OpOverload, arguments: dict[str, Any]) -> bool:
     return not (has_dropout and arguments.get("dropout_p", 0.0) == 0.0)
 
 
-def shape_only_positions(target: str, args: tuple[Any, ...]) -> tuple[int, ...]:
-    """Positions of the tensor arguments whose data the call never reads."""
+def shape_only_positions(target: str, args: tuple[Any, ...], dtype: str) -> tuple[int, ...]:
+    """Positions of the tensor arguments whose data the call never reads, for results of that type."""
     if target == "aten.convolution_backward.default":
         wants_input, wants_weight, wants_bias = args[10]
+        if args[9] > 1 and not _convolves_by_onednn(dtype):
+            # ATen's own kernels copy every group's part of the input and of the weight, whatever is wanted.
+            return ()
         # The gradient of the bias alone makes the kernel read its input all the same.
         return (() if wants_weight or wants_bias else (1,)) + (() if wants_input else (2,))
     if target == "aten.native_batch_norm_backward.default" and args[7]:
         return (3, 4)
     return _SHAPE_ONLY.get(target, ())
+
+
+def _convolves_by_onednn(dtype: str) -> bool:
+    """Whether convolutions in groups are oneDNN's here, with the settings of now."""
+    onednn = torch.backends.mkldnn
+    if not (onednn.is_available() and onednn.enabled):
+        return False
+    return dtype == "float32" or (dtype == "bfloat16" and torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def output_mask_position(target: str) -> int | None:

@@ -83,7 +83,8 @@ def mark_shape_reads(graph: TrainingGraph) -> str | None:
     """Arguments that an operator uses for their shape alone need not be kept for it."""
     freed = 0
     for op in graph.ops:
-        positions = operators.shape_only_positions(op.target, op.args)
+        dtype = graph.values[op.reads[0]].dtype if op.reads else ""
+        positions = operators.shape_only_positions(op.target, op.args, dtype)
         shapes = {op.args[p].value for p in positions if isinstance(op.args[p], Ref)}
         data = set(refs([a for i, a in enumerate(op.args) if i not in positions])) | set(refs(op.kwargs))
         shapes -= data

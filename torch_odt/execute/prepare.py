@@ -49,7 +49,7 @@ class Prepared:
         plan: what will happen, for people.
         samples: the batch size.
         tables: the addresses that it has loaded into the arena.
-        traces: the step at every batch size that was captured: another budget needs no other capture.
+        traces: the rewritten step at every batch size that was captured: another budget needs no other capture.
     """
 
     plan: Plan
@@ -135,10 +135,10 @@ class _Session:
 
     def capture(self, sizes: Sequence[int]) -> dict[int, TrainingGraph]:
         missing = [size for size in sizes if size not in self.traced]
-        self.traced |= capture_sizes(self.request, self.args, self.kwargs, self.samples, missing)
-        found = {size: self.traced[size] for size in sizes}
+        found = capture_sizes(self.request, self.args, self.kwargs, self.samples, missing)
         drop: tuple[OutputKind, ...] = () if self.want_results else ("result",)
-        return {size: rewrite(step.graph, drop=drop) for size, step in found.items()}
+        self.traced |= {size: replace(step, graph=rewrite(step.graph, drop=drop)) for size, step in found.items()}
+        return {size: self.traced[size].graph for size in sizes}
 
     def candidates(self) -> Candidates:
         request = self.request
