@@ -71,7 +71,7 @@ def allocated() -> int:
 
 @pytest.mark.parametrize("planner", ["chen", "melon", "min-cut", "auto"])
 def test_every_planner_recomputes_the_same_bits_inside_its_budget(planner: str) -> None:
-    model, batch = Deep(), images()
+    model, batch = Deep(), images(8, 96)
     budget_bytes = int(0.6 * bytes_of_keeping_everything(model, batch))
     plain = copy.deepcopy(model)
     optimizer = sgd(plain.parameters())
