@@ -22,6 +22,7 @@ _BASE_RESERVE_BYTES = 2 * _MIB
 _BYTES_PER_ENTRY = 4 * 1024
 _PLANNING_BYTES_PER_ENTRY = 1536
 _NOISE_BYTES = 2 * _MIB
+_SETTLING_STEPS = 3
 # A plan that was made for this share of what is allowed is hardly slower than one that would take seconds to make.
 _GOOD_ENOUGH = 0.97
 
@@ -163,12 +164,18 @@ def held_by_process() -> int:
     return memory.process_bytes()
 
 
-def make_room(arena: Any, budget_bytes: int) -> None:
+def make_room(arena: Any, budget_bytes: int, step: int | None = None) -> None:
     """Before a step: what other code has freed since the last one must not stand in the arena's way.
 
-    malloc keeps freed pages for itself; they are returned when the step would not fit beside them.
+    malloc keeps freed pages for itself; they are returned when the step would not fit beside them. In the first steps of
+    a plan they always are: what other plans and the optimizer's first step have freed lies where gradients do not fit in.
+
+    Args:
+        step: how many steps of the plan have run; None after one.
     """
-    if arena is not None and memory.process_bytes() + arena.reserve_bytes - arena.resident_bytes > budget_bytes:
+    if step is not None and step < _SETTLING_STEPS:
+        memory.trim()
+    elif arena is not None and memory.process_bytes() + arena.reserve_bytes - arena.resident_bytes > budget_bytes:
         memory.trim()
 
 

@@ -50,6 +50,7 @@ class Prepared:
         samples: the batch size.
         tables: the addresses that it has loaded into the arena.
         traces: the rewritten step at every batch size that was captured: another budget needs no other capture.
+        steps: how many it has begun.
     """
 
     plan: Plan
@@ -62,6 +63,7 @@ class Prepared:
     tables: Sequence[int] = ()
     wants_results: bool = False
     traces: Mapping[int, TracedStep] = field(default_factory=dict)
+    steps: int = 0
 
     def run(
         self,

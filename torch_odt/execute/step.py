@@ -181,7 +181,8 @@ class TrainStep:
             self.optimizer.zero_grad(set_to_none=True)
         prepared = self._prepare(args, kwargs, want_results)
         if prepared.plan.budget is not None:
-            make_room(self._request.arena, prepared.plan.budget.total_bytes)
+            make_room(self._request.arena, prepared.plan.budget.total_bytes, prepared.steps)
+        prepared.steps += 1
         try:
             loss, results = self._differentiate(prepared, args, kwargs)
             self._tell_of_fallback(prepared.plan)
@@ -210,8 +211,6 @@ class TrainStep:
             self._request.renew(optimizer_cost(self.optimizer))
             traces = self._traces.pop(key, None)
             prepared = prepare(self._request, args, kwargs, want_results=want_results, traces=traces)
-            # What the graphs and plans that were not chosen held must not stand beside the first step.
-            memory.trim()
             if not prepared.plan.captured:
                 key = outline
                 self._refused[outline] = values

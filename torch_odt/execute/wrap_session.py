@@ -188,7 +188,7 @@ class WrapSession:
         self._backward_began = False
         if self._optimizer is not None and self._steps <= _STEPS_WITHOUT_OPTIMIZER:
             self._optimizer.tag_state()
-        make_room(self._arena, self.budget.total_bytes)
+        make_room(self._arena, self.budget.total_bytes, self._steps - 1)
         self._level_of_step = self.ledger.held_bytes = self.used_bytes()
         self._follows = self._expected.get(runner)
         self._running = None if self._follows is None else self._plan_for(self._follows)
