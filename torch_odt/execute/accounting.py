@@ -167,16 +167,21 @@ def held_by_process() -> int:
 def make_room(arena: Any, budget_bytes: int, step: int | None = None) -> None:
     """Before a step: what other code has freed since the last one must not stand in the arena's way.
 
-    malloc keeps freed pages for itself; they are returned when the step would not fit beside them. In the first steps of
-    a plan they always are: what other plans and the optimizer's first step have freed lies where gradients do not fit in.
+    malloc keeps freed pages for itself; they are returned when the step would not fit beside them. In the first steps
+    of a plan they always are: what other plans and the optimizer's first step have freed lies scattered, where
+    gradients do not fit in.
 
     Args:
         step: how many steps of the plan have run; None after one.
     """
-    if step is not None and step < _SETTLING_STEPS:
+    is_settling = step is not None and step < _SETTLING_STEPS
+    if is_settling or (arena is not None and _held_with(arena) > budget_bytes):
         memory.trim()
-    elif arena is not None and memory.process_bytes() + arena.reserve_bytes - arena.resident_bytes > budget_bytes:
-        memory.trim()
+
+
+def _held_with(arena: Any) -> int:
+    """What the process will hold when all of an arena is in use."""
+    return memory.process_bytes() + int(arena.reserve_bytes) - int(arena.resident_bytes)
 
 
 def _calls(graph: TrainingGraph) -> set[Any]:
