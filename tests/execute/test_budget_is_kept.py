@@ -16,7 +16,8 @@ from torch_odt import memory
 from torch_odt.commands.gauge import MemoryGauge
 from torch_odt.execute import prepare
 
-needs_allocator = pytest.mark.skipif(not memory.install(), reason="torch_odt._memory is not built")
+# Without it, what is free cannot be given back, and budgets this small are taken up by what capture leaves.
+pytestmark = pytest.mark.skipif(not memory.install(), reason="torch_odt._memory is not built")
 
 
 @pytest.fixture(autouse=True)
@@ -81,7 +82,7 @@ def test_every_planner_recomputes_the_same_bits_inside_its_budget(planner: str) 
         peak = counted(lambda: step(*batch), level)
         plain_step(plain, batch, optimizer)
         assert_equal_models(model, plain)
-        assert not memory.is_tracking() or peak <= budget_bytes
+        assert peak <= budget_bytes
     assert step.plan.recomputed_ops > 0
     assert step.plan.peak_bytes <= budget_bytes
 
@@ -98,7 +99,6 @@ def test_a_planner_that_cannot_recompute_is_refused() -> None:
     assert step.plan.recomputed_ops == 0
 
 
-@needs_allocator
 @pytest.mark.parametrize("share", [1.0, 0.6])
 def test_the_predicted_peak_is_the_counted_one(share: float) -> None:
     model, batch = Deep(), images()
@@ -126,7 +126,6 @@ def test_the_batch_is_cut_where_that_is_exact_and_the_budget_asks_for_it() -> No
         assert (step.plan.micro_batch is None) == norm, "BatchNorm looks at the whole batch"
 
 
-@needs_allocator
 def test_a_validation_pass_takes_the_room_of_the_idle_arena() -> None:
     model, batch = Deep(), images(32, 96)
     budget = training(0.6 * bytes_of_keeping_everything(model, batch))
@@ -171,7 +170,6 @@ def test_another_budget_needs_no_other_capture(monkeypatch: pytest.MonkeyPatch) 
     assert sizes == [8], "captured once"
 
 
-@needs_allocator
 def test_bytes_are_told_apart_by_what_they_are_for() -> None:
     model, batch = Deep(), images()
     parameter_bytes = sum(p.nbytes for p in model.parameters())
