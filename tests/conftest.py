@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import os
 
@@ -20,3 +21,13 @@ importlib.import_module("torch.fx.experimental.proxy_tensor")
 # What an example takes says nothing on a machine that runs two workers.
 settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("untimed")
+
+
+def pytest_collection_finish() -> None:
+    """What is imported by now stays; every start of a training step looks for garbage, and need not look there."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_sessionfinish() -> None:
+    gc.unfreeze()
