@@ -93,7 +93,8 @@ class TrackingAllocator final : public c10::Allocator {
 
  private:
   static void* allocate_block(size_t size) {
-    if (size > static_cast<size_t>(std::numeric_limits<int64_t>::max())) {
+    // Half, so that adding it to what lives cannot overflow.
+    if (size > static_cast<size_t>(std::numeric_limits<int64_t>::max() / 2)) {
       return c10::alloc_cpu(size); // raises torch's own error for an impossible size
     }
     const auto bytes = static_cast<int64_t>(size);

@@ -381,7 +381,7 @@ void ArenaCore::give_way(int64_t outside_bytes) {
   const std::lock_guard<std::mutex> guard(mutex_);
   const bool is_idle = live_.empty() && active_threads_ == 0 && stats_.resident_bytes > 0;
   if (is_idle && yield_limit_bytes_ != kUnlimited &&
-      outside_bytes + total_resident.load(std::memory_order_relaxed) > yield_limit_bytes_) {
+      outside_bytes > yield_limit_bytes_ - total_resident.load(std::memory_order_relaxed)) {
     discard_pages();
     ++stats_.yields;
   }
@@ -423,7 +423,7 @@ void* arena_serve(int64_t bytes, ArenaCore** owner) {
 
 void arenas_give_way(int64_t outside_bytes) {
   const int64_t limit = smallest_yield_limit.load(std::memory_order_relaxed);
-  if (limit == kNoYieldLimit || outside_bytes + total_resident.load(std::memory_order_relaxed) <= limit) {
+  if (limit == kNoYieldLimit || outside_bytes <= limit - total_resident.load(std::memory_order_relaxed)) {
     return;
   }
   const std::lock_guard<std::mutex> guard(registry().mutex);

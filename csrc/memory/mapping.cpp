@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
+#include <limits>
 #include <mutex>
 #include <stdexcept>
 #include <string>
@@ -26,6 +27,12 @@ Phantom& phantom() {
   return *instance;
 }
 
+// Sizes next to the largest number would overflow; the system refuses the largest number of whole pages as it is.
+int64_t whole_pages(int64_t bytes) {
+  const int64_t most = std::numeric_limits<int64_t>::max() - page_bytes() + 1;
+  return round_up(std::clamp<int64_t>(bytes, 1, most), page_bytes());
+}
+
 } // namespace
 
 int64_t page_bytes() {
@@ -34,10 +41,10 @@ int64_t page_bytes() {
 }
 
 int64_t round_up(int64_t value, int64_t multiple) {
-  return (value + multiple - 1) / multiple * multiple;
+  return (value + (multiple - 1)) / multiple * multiple;
 }
 
-Mapping::Mapping(int64_t bytes, Access access) : base_(nullptr), bytes_(round_up(std::max<int64_t>(bytes, 1), page_bytes())) {
+Mapping::Mapping(int64_t bytes, Access access) : base_(nullptr), bytes_(whole_pages(bytes)) {
   const int protection = access == Access::none ? PROT_NONE : PROT_READ | PROT_WRITE;
   void* const address = mmap(nullptr, static_cast<size_t>(bytes_), protection, kFlags, -1, 0);
   if (address == MAP_FAILED) {
