@@ -41,6 +41,8 @@ class ModelCase:
         random: whether a step draws random numbers.
         batch_size: samples in a batch of the tests.
         doors: how it can be trained: "step" (`TrainStep`), "wrap" (`odt.wrap`).
+        large: a batch size, and batches of the kind with which half of what keeping everything takes is enough. None
+            where gradients, the optimizer's state and the largest operator are more at any size a test can afford.
     """
 
     name: str
@@ -52,6 +54,11 @@ class ModelCase:
     random: bool = False
     batch_size: int = 4
     doors: tuple[str, ...] = ("step", "wrap")
+    large: tuple[int, MakeBatch] | None = None
+
+    def enlarged(self) -> ModelCase | None:
+        """The case with the batches of `large`."""
+        return self.large and replace(self, batch_size=self.large[0], batch=self.large[1])
 
     def loss(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         """The loss as a user's own loop computes it."""
@@ -103,7 +110,8 @@ def _channels_last(case: ModelCase, size: int = 64) -> ModelCase:
         return case.make().to(memory_format=torch.channels_last)
 
     batch = _images(size, torch.channels_last)
-    return replace(case, name=f"{case.name}-channels_last", make=make, batch=batch)
+    large = case.large and (case.large[0], _images(96, torch.channels_last))
+    return replace(case, name=f"{case.name}-channels_last", make=make, batch=batch, large=large)
 
 
 def _narrow_vgg11_bn() -> nn.Module:
@@ -183,11 +191,13 @@ def _named_logits_loss(outputs: dict[str, torch.Tensor], target: torch.Tensor) -
 
 
 RESNET18 = _image_case("resnet18")
-MOBILENET_V2 = _image_case("mobilenet_v2", random=True)
-SQUEEZENET = _image_case("squeezenet1_1", random=True, micro_batchable=True)
+MOBILENET_V2 = _image_case("mobilenet_v2", random=True, large=(16, _images(96)))
+SQUEEZENET = _image_case("squeezenet1_1", random=True, micro_batchable=True, large=(16, _images(96)))
 VIT = _image_case("vit_b_16", size=32, options={"image_size": 32}, micro_batchable=True)
 
-_GOOGLENET = _image_case("googlenet", options={"aux_logits": False, "init_weights": False}, random=True)
+_GOOGLENET = _image_case(
+    "googlenet", options={"aux_logits": False, "init_weights": False}, random=True, large=(16, _images(160))
+)
 
 NETWORKS: tuple[ModelCase, ...] = (
     RESNET18,
@@ -195,7 +205,7 @@ NETWORKS: tuple[ModelCase, ...] = (
     _image_case("resnet50"),
     MOBILENET_V2,
     _channels_last(MOBILENET_V2),
-    _image_case("mobilenet_v3_small", random=True),
+    _image_case("mobilenet_v3_small", random=True, large=(16, _images(160))),
     SQUEEZENET,
     _channels_last(SQUEEZENET),
     _GOOGLENET,
@@ -204,15 +214,18 @@ NETWORKS: tuple[ModelCase, ...] = (
         name="googlenet-auxiliary",
         make=_torchvision("googlenet", aux_logits=True, init_weights=False),
         loss_fn=_googlenet_loss,
+        large=None,
     ),
-    _image_case("densenet121"),
+    _image_case("densenet121", large=(8, _images(128))),
     _image_case("shufflenet_v2_x0_5"),
-    _image_case("efficientnet_b0", random=True),
+    _image_case("efficientnet_b0", random=True, large=(16, _images(112))),
     _image_case("convnext_tiny", random=True, micro_batchable=True),
     ModelCase("vgg11_bn", _narrow_vgg11_bn, _images(32), random=True),
     ModelCase("alexnet", _narrow_alexnet, _images(64), random=True, micro_batchable=True),
     VIT,
-    ModelCase("bert_small", make_bert_small, bert_batch, None, random=True, micro_batchable=True),
+    ModelCase(
+        "bert_small", make_bert_small, bert_batch, None, random=True, micro_batchable=True, large=(16, bert_batch)
+    ),
     ModelCase("autoencoder", awkward.Autoencoder, _autoencoder_batch, nn.MSELoss(), micro_batchable=True),
     ModelCase("lstm", awkward.SequenceClassifier, _sequence_batch, micro_batchable=True),
     ModelCase("tied_language_model", awkward.TiedLanguageModel, _token_batch, _token_loss, micro_batchable=True),

@@ -112,7 +112,7 @@ def run_micro(captured: Captured) -> Outcome:
     graph, separation = hoisted.graph, hoisted.separation
     assert not any(op.target == draw.op.target for op in graph.program for draw in hoisted.draws)
     whole = fill(graph, captured.model, _tensors(captured.batch))
-    drawn = [(draw, draw.draw()) for draw in hoisted.draws]
+    kept = [(draw, draw.keep(draw.draw())) for draw in hoisted.draws]
     outcomes: list[Outcome] = []
     shares: list[float] = []
     for start in range(0, separation.batch, separation.micro_batch):
@@ -120,7 +120,7 @@ def run_micro(captured: Captured) -> Outcome:
         for value in separation.input_axes:
             table[value] = separation.take(graph, value, whole[value], start)
         stop = start + separation.micro_batch
-        table |= {draw.value: draw.slice(numbers, start, stop) for draw, numbers in drawn}
+        table |= {draw.value: draw.slice(numbers, start, stop) for draw, numbers in kept}
         if separation.count_value is not None:
             shares.append(float(valid_targets(graph, separation, table)))
         else:

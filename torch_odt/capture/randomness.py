@@ -16,6 +16,7 @@ from torch_odt.capture import rewrite
 from torch_odt.capture.batch_axis import NotSeparable, RandomPair, Separation, laid_out, with_values
 from torch_odt.capture.graph import Op, Ref, TrainingGraph, Value, map_refs, refs
 from torch_odt.capture.operators import resolve
+from torch_odt.ops import pack_bits, unpack_bits
 
 _DROPOUT = "aten.native_dropout.default"
 # Operators that use their first argument for its shape, strides and dtype alone.
@@ -68,6 +69,19 @@ class Layout:
     def of(cls, value: Value) -> Layout:
         return cls(value.shape, value.stride, value.dtype)
 
+    def is_dense_outside(self, dim: int) -> bool:
+        """Whether the elements fill their memory, and those of one index along `dim` lie together."""
+        if prod(self.shape) == 0:
+            return False
+        expected = 1
+        order = sorted((axis for axis in range(len(self.shape)) if axis != dim), key=self.stride.__getitem__)
+        for axis in (*order, dim):
+            if self.shape[axis] != 1 or axis == dim:
+                if self.stride[axis] != expected:
+                    return False
+                expected *= self.shape[axis]
+        return True
+
     def empty(self) -> torch.Tensor:
         return torch.empty_strided(self.shape, self.stride, dtype=getattr(torch, self.dtype))
 
@@ -107,8 +121,27 @@ class Draw:
         return getattr(torch, self.layout.dtype)
 
     @property
-    def nbytes(self) -> int:
+    def is_packed(self) -> bool:
+        """Whether the numbers are kept as bits: a mask in which every micro-batch is one run of memory."""
+        if self.dim is None or self.outer != 1 or self.dtype != torch.bool:
+            return False
+        return self.layout.is_dense_outside(self.dim)
+
+    @property
+    def drawn_bytes(self) -> int:
+        """The numbers for the whole batch, as they are drawn."""
         return prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def kept_bytes(self) -> int:
+        """The numbers for the whole batch, as they are kept during the step."""
+        return (prod(self.shape) + 7) // 8 if self.is_packed else self.drawn_bytes
+
+    def slice_bytes(self, samples: int) -> int:
+        """What a micro-batch's slice takes beside them."""
+        if self.dim is None or not self.is_packed:
+            return 0
+        return self.layout.stride[self.dim] * self.rows * samples
 
     def draw(self) -> torch.Tensor:
         """The numbers for the whole batch, drawn from torch's default generator as in the full step."""
@@ -121,14 +154,25 @@ class Draw:
                 return resolve(self.op.target)(self.like.empty(), *self.op.args[1:], **self.op.kwargs)
             return _evaluate(self.needs, self.op)
 
-    def slice(self, drawn: torch.Tensor, start: int, stop: int) -> torch.Tensor:
-        """The part of the numbers for the micro-batch of the samples from `start` to `stop`, a view if possible."""
-        if self.dim is None:
+    def keep(self, drawn: torch.Tensor) -> torch.Tensor:
+        """What `draw` returned, in as few bytes as `slice` can take it from."""
+        if not self.is_packed:
             return drawn
+        return pack_bits(drawn.as_strided((drawn.numel(),), (1,)))
+
+    def slice(self, kept: torch.Tensor, start: int, stop: int) -> torch.Tensor:
+        """The part of what is kept for the micro-batch of the samples from `start` to `stop`, a view if possible."""
+        if self.dim is None:
+            return kept
         first, count = start * self.rows, (stop - start) * self.rows
+        if self.is_packed:
+            shape = tuple(count if dim == self.dim else n for dim, n in enumerate(self.shape))
+            outermost = self.layout.stride[self.dim]
+            bits = unpack_bits(kept, first * outermost, count * outermost)
+            return laid_out(bits.as_strided(shape, self.layout.stride), self.stride)
         if self.outer == 1:
-            return laid_out(drawn.narrow(self.dim, first, count), self.stride)
-        runs = drawn.unflatten(self.dim, (self.outer, -1)).narrow(self.dim + 1, first, count)
+            return laid_out(kept.narrow(self.dim, first, count), self.stride)
+        runs = kept.unflatten(self.dim, (self.outer, -1)).narrow(self.dim + 1, first, count)
         return laid_out(runs.flatten(self.dim, self.dim + 1), self.stride)
 
 

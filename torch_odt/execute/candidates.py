@@ -67,7 +67,7 @@ class Candidate:
         parts: by size.
         arena_bytes: the arena that all parts share.
         outside_bytes: gradients, losses and results.
-        mask_bytes: random tensors of the whole batch, drawn ahead.
+        mask_bytes: random tensors of the whole batch, drawn ahead, and a micro-batch's part of them.
         seconds: predicted for the whole batch.
     """
 
@@ -95,6 +95,13 @@ class Candidate:
     @property
     def recomputes(self) -> bool:
         return any(part.simulation.recomputed_ops for part in self.parts.values())
+
+
+def mask_bytes(draws: Sequence[Draw], sizes: Sequence[int]) -> int:
+    """The most that random tensors drawn ahead take at once, while they are drawn or while a micro-batch runs."""
+    slices = max(sum(draw.slice_bytes(size) for draw in draws) for size in set(sizes))
+    whole = max((draw.drawn_bytes for draw in draws if draw.is_packed), default=0)
+    return sum(draw.kept_bytes for draw in draws) + max(slices, whole)
 
 
 @dataclass(frozen=True)
@@ -227,7 +234,7 @@ class Candidates:
         """Plan a cut for a limit, or for the fewest bytes."""
         prepared = self._prepare(sizes)
         first = prepared[sizes[0]]
-        room = None if limit_bytes is None else limit_bytes - sum(draw.nbytes for draw in first.draws)
+        room = None if limit_bytes is None else limit_bytes - mask_bytes(first.draws, sizes)
         several = len(sizes) > 1 or self.gradients_exist
         return self._assemble(sizes, {n: self._schedule(sized, room, several) for n, sized in prepared.items()})
 
@@ -257,7 +264,7 @@ class Candidates:
             parts=parts,
             arena_bytes=max(layout.address_peak_bytes for layout in layouts),
             outside_bytes=outside,
-            mask_bytes=sum(draw.nbytes for draw in parts[sizes[0]].draws),
+            mask_bytes=mask_bytes(parts[sizes[0]].draws, sizes),
             seconds=self._draw_seconds(parts[sizes[0]].draws)
             + sum(_seconds(parts[size], is_first=position == 0) for position, size in enumerate(sizes)),
         )

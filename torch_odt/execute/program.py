@@ -100,7 +100,7 @@ class StepProgram:
             gradients_exist: gradients are there already, and are added to.
             gradient_scale: what the gradients are multiplied with on top of a micro-batch's share.
         """
-        drawn = [draw.draw() for draw in self.parts[self.sizes[0]].draws]
+        drawn = [draw.keep(draw.draw()) for draw in self.parts[self.sizes[0]].draws]
         start = 0
         weights = self._weights(leaves)
         for size, weight in zip(self.sizes, weights, strict=True):
@@ -116,6 +116,8 @@ class StepProgram:
                 executor.run(table, receiver)
                 gradients_exist = True
             start += size
+            # It holds this micro-batch's masks, which the next one's would have to lie beside.
+            del table
 
     def _weights(self, leaves: Sequence[Any]) -> list[float]:
         """The share of each micro-batch in the loss of the batch."""

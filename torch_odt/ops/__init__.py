@@ -8,6 +8,14 @@ gradients.
 from __future__ import annotations
 
 from torch_odt.ops.batch_norm import batch_norm_normalize
+from torch_odt.ops.bits import pack_bits, unpack_bits
 from torch_odt.ops.fused_batch_norm import batch_norm_act, batch_norm_act_backward, batch_norm_act_normalize
 
-__all__ = ["batch_norm_act", "batch_norm_act_backward", "batch_norm_act_normalize", "batch_norm_normalize"]
+__all__ = [
+    "batch_norm_act",
+    "batch_norm_act_backward",
+    "batch_norm_act_normalize",
+    "batch_norm_normalize",
+    "pack_bits",
+    "unpack_bits",
+]
