@@ -101,6 +101,18 @@ def test_entries_of_another_format_are_as_good_as_absent(tmp_path: Path) -> None
     assert cache.load_plan("key") is None
 
 
+def test_entries_of_other_code_are_neither_used_nor_overwritten(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = Cache(tmp_path)
+    cache.save_profile("here", {"a": [1]})
+    with monkeypatch.context() as other:
+        other.setattr("torch_odt.cache.code_digest", lambda: "other")
+        assert cache.load_profile("here") == {}
+        cache.save_profile("here", {"a": [2]})
+    assert cache.load_profile("here") == {"a": [1]}
+
+
 def test_a_folder_that_cannot_be_made_is_named_once(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     cache = Cache(tmp_path / "file" / "cache")

@@ -6,6 +6,7 @@ depends on it: a folder that cannot be used costs time, and a warning.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import os
@@ -17,6 +18,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Literal, Union
 
+from torch_odt import _extensions
 from torch_odt.errors import OdtWarning
 
 FOLDER_VARIABLE = "TORCH_ODT_CACHE"
@@ -32,6 +34,20 @@ def default_folder() -> Path:
     if sys.platform == "win32":
         return Path(os.environ.get("LOCALAPPDATA", "~/AppData/Local")).expanduser() / "torch_odt" / "cache"
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "torch_odt"
+
+
+@functools.cache
+def code_digest() -> str:
+    """Tells this torch_odt's code, compiled parts included, from any other.
+
+    What was measured, planned or traced by other code is not ours to use: an operator of ours may allocate otherwise.
+    """
+    digest = hashlib.sha256(f"compiled operators: {_extensions.has_kernels}".encode())
+    root = Path(__file__).parent
+    for path in sorted(path for path in root.rglob("*") if path.suffix in (".py", ".so")):
+        digest.update(str(path.relative_to(root)).encode())
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]
 
 
 CacheOption = Union[str, Path, "Cache", Literal[False], None]
@@ -102,7 +118,9 @@ class Cache:
                     path.unlink()
 
     def _path(self, kind: str, key: str) -> Path:
-        return self.folder / kind / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.json"
+        # Other code's entries keep names of their own: two installations do not overwrite each other's.
+        name = hashlib.sha256(f"{code_digest()} {key}".encode()).hexdigest()[:32]
+        return self.folder / kind / f"{name}.json"
 
     def _save(self, kind: str, key: str, data: Any) -> None:
         path = self._path(kind, key)
@@ -122,7 +140,7 @@ class Cache:
             return None
         try:
             entry = json.loads(content)
-            if entry["format"] != FORMAT or entry["key"] != key:
+            if entry["format"] != FORMAT or entry["code"] != code_digest() or entry["key"] != key:
                 return None
             return entry["data"]
         except (ValueError, KeyError, TypeError) as error:
@@ -149,7 +167,7 @@ class Cache:
 
     def _write(self, path: Path, key: str, data: Any) -> None:
         """Write to a file of its own and rename it: a reader sees the old content or the new, never half of it."""
-        text = json.dumps({"format": FORMAT, "key": key, "data": data}, separators=(",", ":"))
+        text = json.dumps({"format": FORMAT, "code": code_digest(), "key": key, "data": data}, separators=(",", ":"))
         temporary: Path | None = None
         try:
             with tempfile.NamedTemporaryFile(

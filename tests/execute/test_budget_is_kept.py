@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -182,3 +184,41 @@ def test_bytes_are_told_apart_by_what_they_are_for() -> None:
     peaks = memory.stats().by_category or {}
     assert peaks["activation"].peak_bytes > 10 * batch[0].nbytes
     assert before["parameter"] >= parameter_bytes, "the allocator was there before the model"
+
+
+_UNCAPTURED = """
+import sys, torch, torch_odt as odt
+from torch import nn
+from torch_odt.commands.gauge import MemoryGauge
+
+class Branching(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.features = nn.Sequential(
+            nn.Conv2d(3, 32, 3, padding=1), nn.BatchNorm2d(32), nn.ReLU(),
+            nn.Conv2d(32, 32, 3, padding=1), nn.BatchNorm2d(32), nn.ReLU(), nn.MaxPool2d(2), nn.Dropout(0.2),
+            nn.Conv2d(32, 64, 3, padding=1), nn.BatchNorm2d(64), nn.ReLU(), nn.MaxPool2d(2),
+        )
+        self.head = nn.Linear(64, 10)
+
+    def forward(self, x):
+        hidden = self.features(x).mean((2, 3))
+        return self.head(hidden * 0.5 if hidden.mean() > 0.3 else hidden)
+
+model, batch = Branching(), (torch.randn(32, 3, 64, 64), torch.arange(32) % 10)
+optimizer = torch.optim.AdamW(model.parameters())
+step = odt.TrainStep(model, nn.functional.cross_entropy, optimizer, budget=odt.Budget("125MiB", of="training"))
+with MemoryGauge(0.001) as gauge:
+    for _ in range(4):
+        step(*batch)
+assert not step.plan.captured
+print(gauge.peak_bytes - gauge.base_bytes)
+"""
+
+
+def test_what_malloc_keeps_of_uncaptured_steps_is_inside_the_budget_too() -> None:
+    """In a process of its own: how soon malloc returns memory is a setting of the whole process."""
+    command = [sys.executable, "-W", "ignore", "-c", _UNCAPTURED]
+    outcome = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert outcome.returncode == 0, outcome.stderr
+    assert int(outcome.stdout) <= 125 << 20

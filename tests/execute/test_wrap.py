@@ -514,6 +514,11 @@ def test_bad_input() -> None:
         wrap(Conv().to("meta"), budget="1GiB")
 
 
+def test_what_torch_compile_returned_is_refused() -> None:
+    with pytest.raises(TypeError, match="wrap the model itself"):
+        wrap(torch.compile(nn.Linear(3, 2)), budget="1GiB")
+
+
 @needs_allocator
 def test_graphs_around_a_break_share_one_budget() -> None:
     torch.manual_seed(0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -98,7 +99,9 @@ def _show_range(arguments: argparse.Namespace, task: Task, costs: CostTable | No
         names = ["none", *map(bytes_text, [*limits, smallest])]
         rows = [_row(name, plan, keep_all) for name, plan in zip(names, plans, strict=True)]
         print(render(rows, ["budget", "peak", "of all", "time per step", "micro-batch", "recomputed"]))
-        print(f"\nThe smallest feasible budget is {bytes_text(smallest)}.")
+        # Rounded up: what is printed is to be accepted.
+        budget = f"--budget {math.ceil(smallest / 2**20)}MiB --budget-of training"
+        print(f"\nThe smallest feasible budget is {bytes_text(smallest)} above the idle process: {budget}")
     _draw(keep_all, arguments.plot)
     return 0
 

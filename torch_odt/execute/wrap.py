@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any, TypeVar
 import torch
 from torch import fx, nn
 
+from torch_odt import memory
 from torch_odt.cache import Cache, CacheOption
 from torch_odt.capture.partition import GraphPiece, inference_piece, partition
 from torch_odt.capture.trace import eager_recurrent_layers
@@ -62,7 +64,7 @@ def wrap(
     Raises:
         InfeasibleBudget: at a forward pass, before the first operator that cannot fit.
         ValueError: a parameter is not on the CPU.
-        TypeError: `model` is no `nn.Module`.
+        TypeError: `model` is no `nn.Module`, or is what torch.compile made of one.
 
     Warns:
         OdtWarning: the model cannot be captured; checkpointed submodules take the place of planned graphs.
@@ -76,6 +78,8 @@ def wrap(
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"wrap takes an nn.Module, not a {type(model).__name__}")
+    if "torch._dynamo" in sys.modules and isinstance(model, torch._dynamo.OptimizedModule):
+        raise TypeError("the model is what torch.compile returned; wrap the model itself, which wrap compiles")
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if tensor.device.type != "cpu":
             raise ValueError(f"{name} is on {tensor.device}; torch_odt trains on the CPU in this version")
@@ -170,6 +174,8 @@ class _WrappedCall:
         return outputs
 
     def _warn_uncaptured(self) -> None:
+        # No arena serves it, and what malloc kept of freed tensors would stand in its way.
+        memory.tune_malloc()
         reason = self.session.ledger.fallback
         text = f"the model cannot be captured ({reason}); from now on submodules of it are checkpointed instead"
         warnings.warn(text, OdtWarning, stacklevel=5)
