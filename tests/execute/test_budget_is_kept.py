@@ -17,6 +17,7 @@ import torch_odt as odt
 from torch_odt import memory
 from torch_odt.commands.gauge import MemoryGauge
 from torch_odt.execute import prepare
+from torch_odt.execute.step import _warn_if_scarce
 
 # Without it, what is free cannot be given back, and budgets this small are taken up by what capture leaves.
 pytestmark = pytest.mark.skipif(not memory.install(), reason="torch_odt._memory is not built")
@@ -184,6 +185,15 @@ def test_bytes_are_told_apart_by_what_they_are_for() -> None:
     peaks = memory.stats().by_category or {}
     assert peaks["activation"].peak_bytes > 10 * batch[0].nbytes
     assert before["parameter"] >= parameter_bytes, "the allocator was there before the model"
+
+
+def test_a_plan_that_takes_more_than_there_is_warns(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, batch = Deep(), images()
+    plan = odt.plan(model, F.cross_entropy, batch, budget=PLENTY, optimizer=sgd(model.parameters()), cache=False)
+    _warn_if_scarce(plan)
+    monkeypatch.setattr(memory, "available", lambda: 1 << 20)
+    with pytest.warns(odt.OdtWarning, match=r"1\.0 MiB are available"):
+        _warn_if_scarce(plan)
 
 
 _UNCAPTURED = """

@@ -24,7 +24,7 @@ from torch_odt.execute.prepare import Prepared, prepare
 from torch_odt.execute.request import StepRequest
 from torch_odt.execute.signature import step_outline, step_values
 from torch_odt.planning.plan import Plan
-from torch_odt.runtime.budget import Budget
+from torch_odt.runtime.budget import Budget, format_bytes
 
 # Batches of so many kinds keep their plans.
 _MOST_PREPARED = 8
@@ -211,7 +211,9 @@ class TrainStep:
             self._request.renew(optimizer_cost(self.optimizer))
             traces = self._traces.pop(key, None)
             prepared = prepare(self._request, args, kwargs, want_results=want_results, traces=traces)
-            if not prepared.plan.captured:
+            if prepared.plan.captured:
+                _warn_if_scarce(prepared.plan)
+            else:
                 key = outline
                 self._refused[outline] = values
             self._prepared[key] = prepared
@@ -361,3 +363,17 @@ def _named(tensors_of: Callable[..., Iterable[tuple[str, T]]], model: nn.Module,
     if own is not None:
         found |= {f"loss_fn:{name}": tensor for name, tensor in tensors_of(own, remove_duplicate=False)}
     return found
+
+
+def _warn_if_scarce(plan: Plan) -> None:
+    """A budget says what a step may take, not that it is there."""
+    assert plan.budget is not None
+    missing_bytes = plan.budget.level_bytes + plan.peak_bytes - memory.process_bytes()
+    available_bytes = memory.available()
+    if missing_bytes > available_bytes:
+        warnings.warn(
+            f"the step takes {format_bytes(missing_bytes)} more, and {format_bytes(available_bytes)} are available: "
+            'the system may end the process. The budget "auto" takes what is available',
+            OdtWarning,
+            stacklevel=5,
+        )

@@ -46,7 +46,8 @@ def parse_bytes(text: int | str) -> int:
         try:
             amount = operator.index(text)
         except TypeError:
-            raise ValueError(refusal) from None
+            whole = " (a number of bytes is an int)" if isinstance(text, float) else ""
+            raise ValueError(refusal + whole) from None
     if amount <= 0:
         raise ValueError(refusal)
     return amount

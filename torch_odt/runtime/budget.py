@@ -134,7 +134,7 @@ class Budget:
 
     def __str__(self) -> str:
         if self.share is not None:
-            what = "auto" if self.amount == "auto" else f"{self.amount} of the available memory"
+            what = "auto" if "%" not in str(self.amount) else f"{self.amount} of the available memory"
             return f"{what} ({self.of})"
         return f"{format_bytes(parse_bytes(self.amount))} ({self.of})"
 
