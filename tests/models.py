@@ -114,22 +114,22 @@ def _channels_last(case: ModelCase, size: int = 64) -> ModelCase:
     return replace(case, name=f"{case.name}-channels_last", make=make, batch=batch, large=large)
 
 
-def _narrow_vgg11_bn() -> nn.Module:
-    """VGG-11 whose two hidden linear layers have 64 units in place of 4096: 100 million parameters less to compare."""
-    model = torchvision.models.vgg11_bn(weights=None, num_classes=CLASSES)
-    model.classifier[0] = nn.Linear(512 * 7 * 7, 64)
-    model.classifier[3] = nn.Linear(64, 64)
-    model.classifier[6] = nn.Linear(64, CLASSES)
-    return model
+def _narrow(name: str, linear: tuple[int, int], units: int) -> Callable[[], nn.Module]:
+    """A network whose two hidden linear layers have `units` in place of 4096: millions of parameters less to compare.
 
+    Args:
+        linear: where in the classifier they are; its last layer follows them.
+    """
 
-def _narrow_alexnet() -> nn.Module:
-    """AlexNet whose two hidden linear layers have 256 units in place of 4096: 52 million parameters less to compare."""
-    model = torchvision.models.alexnet(weights=None, num_classes=CLASSES)
-    model.classifier[1] = nn.Linear(256 * 6 * 6, 256)
-    model.classifier[4] = nn.Linear(256, 256)
-    model.classifier[6] = nn.Linear(256, CLASSES)
-    return model
+    def make() -> nn.Module:
+        model = _torchvision(name)()
+        first, second = linear
+        model.classifier[first] = nn.Linear(model.classifier[first].in_features, units)
+        model.classifier[second] = nn.Linear(units, units)
+        model.classifier[6] = nn.Linear(units, CLASSES)
+        return model
+
+    return make
 
 
 def _googlenet_loss(outputs: Any, target: torch.Tensor) -> torch.Tensor:
@@ -220,8 +220,8 @@ NETWORKS: tuple[ModelCase, ...] = (
     _image_case("shufflenet_v2_x0_5"),
     _image_case("efficientnet_b0", random=True, large=(16, _images(112))),
     _image_case("convnext_tiny", random=True, micro_batchable=True),
-    ModelCase("vgg11_bn", _narrow_vgg11_bn, _images(32), random=True),
-    ModelCase("alexnet", _narrow_alexnet, _images(64), random=True, micro_batchable=True),
+    ModelCase("vgg11_bn", _narrow("vgg11_bn", (0, 3), 64), _images(32), random=True),
+    ModelCase("alexnet", _narrow("alexnet", (1, 4), 256), _images(64), random=True, micro_batchable=True),
     VIT,
     ModelCase(
         "bert_small", make_bert_small, bert_batch, None, random=True, micro_batchable=True, large=(16, bert_batch)

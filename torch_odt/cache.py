@@ -118,7 +118,7 @@ class Cache:
                     path.unlink()
 
     def _path(self, kind: str, key: str) -> Path:
-        # Other code's entries keep names of their own: two installations do not overwrite each other's.
+        # Entries of other code have other names: they are not found, and installations do not overwrite each other's.
         name = hashlib.sha256(f"{code_digest()} {key}".encode()).hexdigest()[:32]
         return self.folder / kind / f"{name}.json"
 
@@ -140,7 +140,7 @@ class Cache:
             return None
         try:
             entry = json.loads(content)
-            if entry["format"] != FORMAT or entry["code"] != code_digest() or entry["key"] != key:
+            if entry["format"] != FORMAT or entry["key"] != key:
                 return None
             return entry["data"]
         except (ValueError, KeyError, TypeError) as error:
@@ -167,7 +167,7 @@ class Cache:
 
     def _write(self, path: Path, key: str, data: Any) -> None:
         """Write to a file of its own and rename it: a reader sees the old content or the new, never half of it."""
-        text = json.dumps({"format": FORMAT, "code": code_digest(), "key": key, "data": data}, separators=(",", ":"))
+        text = json.dumps({"format": FORMAT, "key": key, "data": data}, separators=(",", ":"))
         temporary: Path | None = None
         try:
             with tempfile.NamedTemporaryFile(

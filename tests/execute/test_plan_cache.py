@@ -18,21 +18,22 @@ GIB = 2**30
 
 
 @given(st.integers(1, 2**45))
-def test_nearby_bytes_are_rounded_and_a_little_less(nbytes: int) -> None:
+def test_nearby_bytes_are_rounded_and_a_little_more_or_less(nbytes: int) -> None:
     found = list(nearby(nbytes))
     assert found[0] == rounded(nbytes) <= nbytes
-    assert found == sorted(set(found), reverse=True)
+    assert len(found) == len(set(found)) < 20
     assert all(n == rounded(n) for n in found)
-    assert all(n >= 0.97 * nbytes for n in found[1:])
-    assert len(found) < 10
+    assert all(0.97 * nbytes <= n <= nbytes / 0.97 for n in found[1:])
 
 
-@given(st.integers(2**20, 2**45), st.floats(0.98, 1))
-def test_a_plan_for_a_little_less_is_looked_for(nbytes: int, share: float) -> None:
+@given(st.integers(2**20, 2**45), st.floats(0.98, 1.02))
+def test_a_plan_for_a_little_more_or_less_is_looked_for(nbytes: int, share: float) -> None:
     assert rounded(int(nbytes * share)) in nearby(nbytes)
 
 
-@pytest.mark.parametrize(("first", "second", "plans_made"), [(1, 1, 1), (1, 1.015, 1), (1, 1.2, 2), (1.2, 1, 2)])
+@pytest.mark.parametrize(
+    ("first", "second", "plans_made"), [(1, 1, 1), (1, 1.015, 1), (1.015, 1, 1), (1, 1.2, 2), (1.2, 1, 2)]
+)
 def test_a_second_start_takes_the_plan_of_the_first(
     first: float, second: float, plans_made: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

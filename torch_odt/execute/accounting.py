@@ -22,8 +22,8 @@ _BASE_RESERVE_BYTES = 2 * _MIB
 _BYTES_PER_ENTRY = 4 * 1024
 _PLANNING_BYTES_PER_ENTRY = 1536
 _NOISE_BYTES = 2 * _MIB
-# What math libraries take unseen by torch's allocator in a step whose calls nobody has measured.
-UNCAPTURED_LIBRARY_BYTES = 8 * _MIB
+# What math libraries take unseen by torch's allocator in a step that has no graph, whose calls nobody has measured.
+_UNCAPTURED_LIBRARY_BYTES = 8 * _MIB
 _SETTLING_STEPS = 3
 # A plan that was made for this share of what is allowed is hardly slower than one that would take seconds to make.
 _GOOD_ENOUGH = 0.97
@@ -138,12 +138,14 @@ def allow(
     Args:
         held_bytes: gradients that exist already; the plan counts them.
         cuts: how many sizes of micro-batches may be tried.
-        library_bytes: what math libraries were seen to take for such calls.
+        graph: None for a step without one.
+        library_bytes: what math libraries were seen to take for the graph's calls.
         collects: look for garbage first, which takes a fraction of a second; without, what is spent may seem more.
     """
     held = held_by_process() if collects else memory.process_bytes()
     kinds = 0 if graph is None else len(_calls(graph))
     entries = 0 if graph is None else len(graph.ops) + len(graph.values)
+    library_bytes = _UNCAPTURED_LIBRARY_BYTES if graph is None else library_bytes
     return Allowance(
         budget=budget,
         optimizer=optimizer,
@@ -193,14 +195,26 @@ def _calls(graph: TrainingGraph) -> set[Any]:
 
 def rounded(nbytes: int) -> int:
     """Down to about one percent, so that two starts of the same program look for the same plan."""
-    unit = 1 << max(0, nbytes.bit_length() - 8)
+    unit = _rounding_unit(nbytes)
     return nbytes // unit * unit
 
 
+def _rounding_unit(nbytes: int) -> int:
+    return 1 << max(0, nbytes.bit_length() - 8)
+
+
 def nearby(nbytes: int) -> Iterator[int]:
-    """The rounded bytes whose plans serve as well, the best first: what capture leaves differs from start to start."""
-    yield rounded(nbytes)
-    lower = rounded(rounded(nbytes) - 1)
-    while lower > 0 and lower >= _GOOD_ENOUGH * nbytes:
-        yield lower
-        lower = rounded(lower - 1)
+    """The rounded bytes whose plans may serve as well, the best first: what capture leaves differs from start to start.
+
+    A plan that was made for more than there is now may still fit: that is to be seen from the plan.
+    """
+    exact = rounded(nbytes)
+    yield exact
+    more = exact + _rounding_unit(exact)
+    while _GOOD_ENOUGH * more <= nbytes:
+        yield more
+        more += _rounding_unit(more)
+    less = rounded(exact - 1)
+    while less > 0 and less >= _GOOD_ENOUGH * nbytes:
+        yield less
+        less = rounded(less - 1)

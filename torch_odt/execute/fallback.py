@@ -20,6 +20,7 @@ from torch_odt.errors import InfeasibleBudget
 from torch_odt.execute.checkpointing import PlainAttributes, checkpointed
 from torch_odt.execute.module_costs import ModuleCosts, choose, measure, smallest
 from torch_odt.execute.randomness import RandomState
+from torch_odt.planning.plan import PlanLine
 
 # A refusal must name a budget, so measuring may take this much even where the budget is smaller.
 _MEASURING_BYTES = 64 << 20
@@ -209,6 +210,12 @@ def forward_bytes_beyond(model: nn.Module, run_forward: Callable[[], Any], limit
         costs = measured_inside(model, run_forward, limit_bytes)
         if costs is not None:
             return max(limit_bytes, _with_margin(costs.estimate(smallest(costs))))
+
+
+def step_line(names: list[str], nbytes: int, note: str) -> PlanLine:
+    """A plan's line of a step with these submodules checkpointed."""
+    label = f"steps with {len(names)} checkpointed submodules" if names else "plain steps"
+    return PlanLine(label, nbytes, note)
 
 
 def with_temporaries(estimated_bytes: int) -> int:

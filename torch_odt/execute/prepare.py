@@ -24,14 +24,7 @@ from torch_odt.capture.rewrite import rewrite
 from torch_odt.capture.trace import TracedStep
 from torch_odt.capture.trace_cache import remembered_trace
 from torch_odt.errors import CaptureError, InfeasibleBudget, PlanError
-from torch_odt.execute.accounting import (
-    UNCAPTURED_LIBRARY_BYTES,
-    Allowance,
-    allow,
-    held_by_process,
-    nearby,
-    rounded,
-)
+from torch_odt.execute.accounting import Allowance, allow, held_by_process, nearby, rounded
 from torch_odt.execute.candidates import Candidate, Candidates, PlannedPart, candidate_to_data
 from torch_odt.execute.executor import Executor
 from torch_odt.execute.gradients import StepReceiver
@@ -344,7 +337,7 @@ def _prepare_fallback(request: StepRequest, samples: int, reason: str) -> Prepar
     """A step that has no graph runs as plain PyTorch, with measured submodules checkpointed where it must be."""
     # No arena serves such a step, and what malloc kept of freed tensors would stand in its way.
     memory.tune_malloc()
-    allowance = allow(request.resolve_budget(), request.optimizer_cost, None, library_bytes=UNCAPTURED_LIBRARY_BYTES)
+    allowance = allow(request.resolve_budget(), request.optimizer_cost, None)
     step = UncapturedStep(request.model, request.loss_fn, request.compute, allowance, reason)
     return Prepared(plan=summarize_fallback(request, allowance, samples, step), samples=samples, fallback=step)
 

@@ -12,7 +12,7 @@ from torch_odt.capture.loss_modules import loss_module
 from torch_odt.capture.trace import Compute
 from torch_odt.errors import InfeasibleBudget
 from torch_odt.execute.accounting import Allowance
-from torch_odt.execute.fallback import FallbackStep
+from torch_odt.execute.fallback import FallbackStep, step_line
 from torch_odt.planning.plan import PlanLine
 
 
@@ -52,15 +52,11 @@ class UncapturedStep:
         """The footprint as far as it is known: counted in the last step, before that the limit."""
         choice = self.step.choice
         if choice is None:
-            steps = PlanLine("plain steps", max(0, self._allowance.step_bytes), "the limit; counted when they run")
+            steps = step_line([], max(0, self._allowance.step_bytes), "the limit; counted when they run")
+        elif choice.counted_bytes is None:
+            steps = step_line(choice.names, choice.predicted_bytes, "estimated")
         else:
-            name = f"steps with {len(choice.names)} checkpointed submodules" if choice.names else "plain steps"
-            counted = choice.counted_bytes
-            steps = (
-                PlanLine(name, choice.predicted_bytes, "estimated")
-                if counted is None
-                else PlanLine(name, counted, "counted in the last one")
-            )
+            steps = step_line(choice.names, choice.counted_bytes, "counted in the last one")
         return (steps, *(line for line in self._allowance.fixed_lines() if line.nbytes))
 
     @property

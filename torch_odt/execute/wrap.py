@@ -11,7 +11,6 @@ from typing import Any, TypeVar
 import torch
 from torch import fx, nn
 
-from torch_odt import memory
 from torch_odt.cache import Cache, CacheOption
 from torch_odt.capture.partition import GraphPiece, inference_piece, partition
 from torch_odt.capture.trace import eager_recurrent_layers
@@ -23,6 +22,7 @@ from torch_odt.execute.fallback import (
     capped,
     forward_bytes_beyond,
     measured_inside,
+    step_line,
     undone_on_failure,
     with_temporaries,
     without_temporaries,
@@ -153,7 +153,7 @@ class _WrappedCall:
             reason = f"{type(error).__name__}: {first_line(error)}"
         else:
             if not session.runner_count and torch.is_grad_enabled():
-                session.ledger.fallback = "torch.compile found no graph in it"
+                session.fall_back("torch.compile found no graph in it")
                 self._warn_uncaptured()
             return outputs
         return self._call_uncaptured(reason, args, kwargs)
@@ -164,7 +164,7 @@ class _WrappedCall:
 
     def _call_uncaptured(self, reason: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The first call after a failed capture: an error of the model's own surfaces here as it is."""
-        self.session.ledger.fallback = reason
+        self.session.fall_back(reason)
         try:
             outputs = self._call_checkpointed(args, kwargs)
         except BaseException:
@@ -174,8 +174,6 @@ class _WrappedCall:
         return outputs
 
     def _warn_uncaptured(self) -> None:
-        # No arena serves it, and what malloc kept of freed tensors would stand in its way.
-        memory.tune_malloc()
         reason = self.session.ledger.fallback
         text = f"the model cannot be captured ({reason}); from now on submodules of it are checkpointed instead"
         warnings.warn(text, OdtWarning, stacklevel=5)
@@ -197,6 +195,7 @@ class _WrappedCall:
             self._checkpoints[key] = names, self.session.budget
             needed = with_temporaries(costs.estimate(names)) + gradients
             self.session.check(needed, room, "nothing more to checkpoint")
+            self.session.ledger.fallback_line = step_line(names, needed, "estimated, new gradients included")
             try:
                 with undone_on_failure(self._model), capped(room), checkpointed(self._model, names):
                     return call(*args, **kwargs)

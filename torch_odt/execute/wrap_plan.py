@@ -55,6 +55,7 @@ class Ledger:
         graph_breaks: why the model is in more than one graph; operators between them run plainly.
         notes: what the captures and the rewrites did, and what was not possible.
         fallback: why the model could not be captured at all, so that checkpointed submodules run instead.
+        fallback_line: what a step then takes.
         step: the plan of the last step.
     """
 
@@ -67,6 +68,7 @@ class Ledger:
     graph_breaks: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     fallback: str = ""
+    fallback_line: PlanLine | None = None
     step: StepPlan | None = None
 
     def note(self, text: str) -> None:
@@ -81,7 +83,8 @@ def summarize_wrap(ledger: Ledger, budget: ResolvedBudget, planner: str, departu
         departures: what has been seen of allocations that departed from it.
     """
     step = None if ledger.fallback else ledger.step
-    lines = tuple(line for line in (*_step_lines(step), *_other_lines(ledger)) if line.nbytes)
+    steps = _step_lines(step) if ledger.fallback_line is None else [ledger.fallback_line]
+    lines = tuple(line for line in (*steps, *_other_lines(ledger)) if line.nbytes)
     notes = (*_notes(ledger), *([departures] if departures else []))
     if step is None:
         name = "checkpointing" if ledger.fallback else planner

@@ -23,7 +23,7 @@ from torch_odt.capture.graph import TrainingGraph
 from torch_odt.capture.machine import machine_name, settings_name
 from torch_odt.capture.profile import profile
 from torch_odt.errors import InfeasibleBudget, PlanError
-from torch_odt.execute.accounting import allow, held_by_process, make_room, nearby, rounded
+from torch_odt.execute.accounting import Allowance, allow, held_by_process, make_room, nearby, rounded
 from torch_odt.execute.executor import Executor
 from torch_odt.execute.graph_calls import Calls, GraphRunner
 from torch_odt.execute.optimizer_reserve import OptimizerReserve
@@ -142,6 +142,13 @@ class WrapSession:
         hints = ("a smaller batch", "TrainStep, which sees the loss and can cut the batch")
         raise InfeasibleBudget(self.budget.text, given + needed_bytes - room_bytes, hints, what)
 
+    def fall_back(self, reason: str) -> None:
+        """From now on the model runs without graphs: no arena serves it, and failed captures have left their traces."""
+        self.ledger.fallback = reason
+        # What malloc kept of freed tensors would stand in the way of the next ones.
+        memory.tune_malloc()
+        self._count_untracked(allow(self.budget, None, None))
+
     def _take_stock(self, graph: TrainingGraph) -> None:
         """After a capture: what tracing and the math libraries hold besides tensors."""
         if self._counted_runners == self.runner_count:
@@ -152,10 +159,13 @@ class WrapSession:
             self.budget = self._asked.resolve(self.level_bytes)
         library_bytes = max((costs.library_bytes for costs in self._costs.values()), default=0)
         allowance = allow(self.budget, None, graph, library_bytes=library_bytes)
-        idle = 0 if self._arena is None else max(0, self._arena.resident_bytes - self._arena.live_bytes)
-        grown = allowance.spent_bytes - self._tensor_bytes() - idle
         usual = _BYTES_PER_ENTRY * (len(graph.ops) + len(graph.values)) + allowance.reserve_bytes
         self._usual_tracing_bytes = max(self._usual_tracing_bytes, usual)
+        self._count_untracked(allowance)
+
+    def _count_untracked(self, allowance: Allowance) -> None:
+        idle = 0 if self._arena is None else max(0, self._arena.resident_bytes - self._arena.live_bytes)
+        grown = allowance.spent_bytes - self._tensor_bytes() - idle
         self.ledger.tracing_bytes = max(self.ledger.tracing_bytes, grown + allowance.reserve_bytes)
 
     # The calls of a step.

@@ -71,6 +71,22 @@ struct Sample {
   explicit Sample(const ChannelLayout& of);
 };
 
+// The sample normalised and clamped, as it is stored.
+template <typename Storage, typename Parameter>
+std::vector<Storage> normalised(const Sample<Storage, Parameter>& sample, const Bounds<Parameter>& bounds) {
+  std::vector<Storage> output(sample.input.size());
+  kernels::normalise_rows(
+      sample.input.data(),
+      sample.scale.data(),
+      sample.shift.data(),
+      bounds,
+      sample.layout,
+      0,
+      rows_of(sample.layout),
+      output.data());
+  return output;
+}
+
 // Calls function<Storage, Parameter>() for every pair of types that there are kernels for.
 template <typename Function>
 void for_each_type(const Function& function) {

@@ -8,21 +8,6 @@
 namespace torch_odt::tests {
 namespace {
 
-template <typename Storage, typename Parameter>
-std::vector<Storage> normalised(const Sample<Storage, Parameter>& sample, const Bounds<Parameter>& bounds) {
-  std::vector<Storage> output(sample.input.size());
-  kernels::normalise_rows(
-      sample.input.data(),
-      sample.scale.data(),
-      sample.shift.data(),
-      bounds,
-      sample.layout,
-      0,
-      rows_of(sample.layout),
-      output.data());
-  return output;
-}
-
 double clamped(double value, double low, double high) {
   return value < low ? low : value > high ? high : value;
 }

@@ -11,18 +11,8 @@ namespace {
 // Which gradients end at the clamp, said with the output as it is stored: what an activation function of its own sees.
 template <typename Storage, typename Parameter>
 std::vector<bool> ended_gradients(const Sample<Storage, Parameter>& sample, const Bounds<Parameter>& bounds) {
-  std::vector<Storage> output(sample.input.size());
-  kernels::normalise_rows(
-      sample.input.data(),
-      sample.scale.data(),
-      sample.shift.data(),
-      bounds,
-      sample.layout,
-      0,
-      rows_of(sample.layout),
-      output.data());
   std::vector<bool> ended;
-  for (const Storage& value : output) {
+  for (const Storage& value : normalised(sample, bounds)) {
     const Parameter y = kernels::load(value);
     ended.push_back(
         (std::isfinite(bounds.low) && y <= bounds.low) || (std::isfinite(bounds.high) && y >= bounds.high));
