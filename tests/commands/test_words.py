@@ -84,6 +84,7 @@ def test_json_has_no_numbers_that_json_lacks(capsys: pytest.CaptureFixture[str])
         (("train", "--model", "resnet18", "--data", "absent"), "neither a folder nor one of digits"),
         (("train", "--model", "resnet18", "--data", "cifar10"), "needs --data-dir"),
         (("train", "--model", "resnet18", "--data", "digits", "--save", "no/such/folder.st"), "there is no folder"),
+        (("profile", "--model", "resnet18", "--out", "no/such/costs.json"), "there is no folder"),
         (("demo", "--budget", "lots"), "'lots' is not a number of bytes"),
         (("demo", "--steps", "0"), "is not a whole number above 0"),
     ],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -133,6 +134,7 @@ def test_masks_drawn_ahead_are_counted_as_they_are_kept() -> None:
     """As bits, beside a micro-batch's part of them as booleans."""
     model = nn.Sequential(nn.Linear(64, 512), nn.Dropout(0.5), nn.Linear(512, 512), nn.Dropout(0.5), nn.Linear(512, 5))
     batch = torch.randn(4096, 64), torch.arange(4096) % 5
+    gc.collect()
     level = allocated()
     step = make_step(model, micro_batch=512)
     for _ in range(2):

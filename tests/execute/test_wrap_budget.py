@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -92,6 +93,9 @@ def test_the_peak_is_what_was_planned_and_a_budget_too_small_is_refused() -> Non
     set_budget(model, training(session.used_bytes() + full // 20))
     with pytest.raises(InfeasibleBudget) as refused:
         model(x)
+    assert "_dynamo" not in "".join(traceback.format_exception(refused.value)), (
+        "how it was called hides what was refused"
+    )
     assert torch.equal(rng, torch.get_rng_state())
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     set_budget(model, training(refused.value.smallest_feasible_bytes))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch_odt.commands.errors import UserError
@@ -49,6 +50,12 @@ def add_budget(parser: argparse.ArgumentParser, *, default: str | None, absent: 
         help="count the whole process, or what training adds to it (default: process)",
     )
     parser.add_argument("--planner", default="auto", help="who makes the plan (default: auto)")
+
+
+def check_folder(option: str, path: Path | None) -> None:
+    """That a file can be written there: before hours of work, not after."""
+    if path is not None and not path.parent.is_dir():
+        raise UserError(f"{option} {path}: there is no folder {path.parent}")
 
 
 def positive_int(text: str) -> int:

@@ -102,6 +102,8 @@ def _show_range(arguments: argparse.Namespace, task: Task, costs: CostTable | No
         # Rounded up: what is printed is to be accepted.
         budget = f"--budget {math.ceil(smallest / 2**20)}MiB --budget-of training"
         print(f"\nThe smallest feasible budget is {bytes_text(smallest)} above the idle process: {budget}")
+        for note in dict.fromkeys(note for plan in plans for note in plan.notes):
+            print(f"note: {note}")
     _draw(keep_all, arguments.plot)
     return 0
 
@@ -141,8 +143,7 @@ def _check_plot(path: Path | None) -> None:
         return
     if path.suffix.lower() not in DRAWN:
         raise UserError(f"--plot {path}: the name must end in {', '.join(DRAWN)}")
-    if not path.parent.is_dir():
-        raise UserError(f"--plot {path}: there is no folder {path.parent}")
+    options.check_folder("--plot", path)
 
 
 def _draw(plan: Plan, path: Path | None) -> None:

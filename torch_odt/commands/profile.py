@@ -52,6 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Capture, measure, show, write."""
+    options.check_folder("--out", arguments.out)
     task = task_of(arguments)
     graph, costs = _measure(task, fresh=arguments.fresh, quiet=arguments.json)
     totals = sum_up(graph, costs)

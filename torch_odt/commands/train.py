@@ -83,7 +83,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Train, validate every epoch, save."""
-    _check_target(arguments.save)
+    options.check_folder("--save", arguments.save)
     options.check_planner(arguments.planner)
     budget = options.make_budget(arguments.budget, arguments.budget_of)
     torch.manual_seed(arguments.seed)
@@ -197,12 +197,6 @@ def save(model: nn.Module, path: Path) -> None:
         partial.replace(path)
     except OSError as error:
         raise UserError(f"--save {path}: {error.strerror or error}") from error
-
-
-def _check_target(path: Path | None) -> None:
-    """Before hours of training, not after."""
-    if path is not None and not path.parent.is_dir():
-        raise UserError(f"--save {path}: there is no folder {path.parent}")
 
 
 def _introduction(arguments: argparse.Namespace, data: ImageData, report: Report, batches: int) -> str:

@@ -61,6 +61,7 @@ class TrainStep:
 
     Raises:
         InfeasibleBudget: at the first call, when no plan fits; it names the smallest budget that does.
+        CaptureError: at the first call, when `micro_batch` is given and micro-batches would not add up to the step.
         ValueError: the model has nothing to train, or lies on another device, or the optimizer needs a closure.
 
     Example:

@@ -14,7 +14,7 @@ from torch import fx, nn
 from torch_odt.cache import Cache, CacheOption
 from torch_odt.capture.partition import GraphPiece, inference_piece, partition
 from torch_odt.capture.trace import eager_recurrent_layers
-from torch_odt.errors import CaptureError, OdtWarning, first_line
+from torch_odt.errors import CaptureError, InfeasibleBudget, OdtWarning, first_line
 from torch_odt.execute.checkpointing import checkpointed
 from torch_odt.execute.fallback import (
     NEXT_ESTIMATE,
@@ -151,6 +151,9 @@ class _WrappedCall:
                 # A graph has run: running everything again would update buffers and draw random numbers twice.
                 raise
             reason = f"{type(error).__name__}: {first_line(error)}"
+        except InfeasibleBudget as error:
+            # How torch.compile has called the graph that was refused says nothing of the budget.
+            raise error.with_traceback(None) from None
         else:
             if not session.runner_count and torch.is_grad_enabled():
                 session.fall_back("torch.compile found no graph in it")
