@@ -170,13 +170,14 @@ def _too_far(
     beside_kinks: tuple[Outcome, Outcome] | None = None,
 ) -> list[str]:
     too_far = []
+    negligible = {group: NEGLIGIBLE * _group_norm(arrays) for group, arrays in reference.tensors.items()}
     for group, name, expected in _pairs(ours, reference):
         actual, usual = ours.tensors[group][name], plain.tensors[group][name]
         if expected.dtype.kind != "f":
             if not np.array_equal(actual, expected):
                 too_far.append(f"{group}: {name} is {actual.ravel()[:4]}, not {expected.ravel()[:4]}")
             continue
-        scale = max(_norm(expected), NEGLIGIBLE * _group_norm(reference.tensors[group]))
+        scale = max(_norm(expected), negligible[group])
         distance, allowed = _norm(actual - expected), 2 * _norm(usual - expected) + rounding * scale
         if beside_kinks is not None:
             below, above = (run.tensors[group][name] for run in beside_kinks)

@@ -181,6 +181,9 @@ def test_another_budget_needs_no_other_capture(monkeypatch: pytest.MonkeyPatch) 
     peaks: list[int] = []
     for share in (1.0, 0.6, 0.8):
         if peaks:
+            step.budget = training(4096)
+            with pytest.raises(odt.InfeasibleBudget):
+                step(*batch)
             step.budget = training(share * peaks[0])
         step(*batch)
         plain_step(plain, batch, optimizer)

@@ -62,7 +62,7 @@ class Prepared:
     fallback: UncapturedStep | None = None
     tables: Sequence[int] = ()
     wants_results: bool = False
-    traces: Mapping[int, TracedStep] = field(default_factory=dict)
+    traces: dict[int, TracedStep] = field(default_factory=dict)
     steps: int = 0
 
     def run(
@@ -160,17 +160,19 @@ def prepare(
     kwargs: dict[str, Any],
     *,
     want_results: bool = False,
-    traces: Mapping[int, TracedStep] | None = None,
+    traces: dict[int, TracedStep] | None = None,
 ) -> Prepared:
     """Make a step ready for batches like this one.
 
     Args:
-        traces: those of an earlier preparation of the same step, for another budget.
+        traces: those of an earlier preparation of the same step, for another budget; new ones are added, even if the
+            budget is then refused.
 
     Raises:
         InfeasibleBudget: no plan fits.
     """
-    session = _Session(request, args, kwargs, count_samples(args, kwargs), want_results, dict(traces or {}))
+    traced = {} if traces is None else traces
+    session = _Session(request, args, kwargs, count_samples(args, kwargs), want_results, traced)
     candidates = session.candidates()
     try:
         candidates.sized(session.samples)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -117,8 +117,8 @@ class TrainStep:
             cache=Cache.of_value(cache),
         )
         self._prepared: OrderedDict[Hashable, Prepared] = OrderedDict()
-        # Of a step whose budget has been changed since.
-        self._traces: dict[Hashable, Mapping[int, TracedStep]] = {}
+        # Of steps whose budget was refused, or has been changed since.
+        self._traces: dict[Hashable, dict[int, TracedStep]] = {}
         self._captures = 0
         self._has_told = False
         # Of steps that were not captured: the values that their code could read then, and at the last call.
@@ -137,7 +137,7 @@ class TrainStep:
     @budget.setter
     def budget(self, budget: int | str | Budget) -> None:
         self._request.budget = Budget.of_value(budget)
-        traces = {key: prepared.traces for key, prepared in self._prepared.items() if prepared.traces}
+        traces = self._traces | {key: prepared.traces for key, prepared in self._prepared.items() if prepared.traces}
         self.close()
         self._traces = traces
 
@@ -210,8 +210,9 @@ class TrainStep:
         if prepared is None:
             self._forget_oldest()
             self._request.renew(optimizer_cost(self.optimizer))
-            traces = self._traces.pop(key, None)
+            traces = self._traces.setdefault(key, {})
             prepared = prepare(self._request, args, kwargs, want_results=want_results, traces=traces)
+            del self._traces[key]
             if prepared.plan.captured:
                 _warn_if_scarce(prepared.plan)
             else:
@@ -240,6 +241,8 @@ class TrainStep:
         while len(self._prepared) >= _MOST_PREPARED:
             _, oldest = self._prepared.popitem(last=False)
             self._request.unload(oldest.tables)
+        while len(self._traces) > _MOST_PREPARED:
+            del self._traces[next(iter(self._traces))]
 
     def _differentiate(
         self, prepared: Prepared, args: tuple[Any, ...], kwargs: dict[str, Any]
