@@ -224,7 +224,13 @@ NETWORKS: tuple[ModelCase, ...] = (
     ModelCase("alexnet", _narrow("alexnet", (1, 4), 256), _images(64), random=True, micro_batchable=True),
     VIT,
     ModelCase(
-        "bert_small", make_bert_small, bert_batch, None, random=True, micro_batchable=True, large=(16, bert_batch)
+        "bert_small",
+        make_bert_small,
+        bert_batch,
+        None,
+        random=True,
+        micro_batchable=True,
+        large=(16, functools.partial(bert_batch, length=64)),
     ),
     ModelCase("autoencoder", awkward.Autoencoder, _autoencoder_batch, nn.MSELoss(), micro_batchable=True),
     ModelCase("lstm", awkward.SequenceClassifier, _sequence_batch, micro_batchable=True),

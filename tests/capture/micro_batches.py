@@ -112,7 +112,7 @@ def run_micro(captured: Captured) -> Outcome:
     graph, separation = hoisted.graph, hoisted.separation
     assert not any(op.target == draw.op.target for op in graph.program for draw in hoisted.draws)
     whole = fill(graph, captured.model, _tensors(captured.batch))
-    kept = [(draw, draw.keep(draw.draw())) for draw in hoisted.draws]
+    kept = [(draw, draw.draw()) for draw in hoisted.draws]
     outcomes: list[Outcome] = []
     shares: list[float] = []
     for start in range(0, separation.batch, separation.micro_batch):

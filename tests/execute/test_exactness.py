@@ -9,6 +9,7 @@ import abc
 import contextlib
 import copy
 import functools
+import gc
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
@@ -22,6 +23,7 @@ from exactness import Outcome, assert_as_exact, assert_identical, assert_same_ra
 from models import AWKWARD, CASES, Batch, ModelCase, bert_batch, case_named
 
 import torch_odt as odt
+from torch_odt.execute.accounting import held_by_process
 
 # Dynamo looks at the gradients of what crosses from one part of a model to the next.
 pytestmark = [
@@ -144,6 +146,8 @@ class StepDoor(Door):
     def _ready(self, budget: odt.Budget) -> Callable[[Batch], torch.Tensor]:
         self._step.optimizer.state.clear()
         self._step.budget = budget
+        # As a new step would: what the tests have kept since is not training's.
+        self._step._request.level_bytes = held_by_process()
         return lambda batch: self._step(*batch[0], **batch[1])
 
     def _planned(self) -> Planned:
@@ -180,6 +184,9 @@ class WrapDoor(Door):
 
 @pytest.fixture(scope="module")
 def trials(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Trials:
+    gc.collect()
+    # What other tests have left for good need not be searched for garbage at every start of a step.
+    gc.freeze()
     return Trials(request.param, tmp_path_factory.mktemp("cache"))
 
 

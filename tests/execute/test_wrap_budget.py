@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from wrapped_models import Conv, assert_same, images, predicted_bytes, step, training, wrapped
+from wrapped_models import Conv, assert_same, images, planned_step, predicted_bytes, step, training, wrapped
 
 from torch_odt import InfeasibleBudget, OdtWarning, memory
 from torch_odt.execute import wrap as wrap_module
@@ -100,6 +100,21 @@ def test_the_peak_is_what_was_planned_and_a_budget_too_small_is_refused() -> Non
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     set_budget(model, training(refused.value.smallest_feasible_bytes))
     step(model, x)
+
+
+@needs_allocator
+def test_a_refused_start_leaves_no_estimates_to_later_plans() -> None:
+    """A budget in which nothing could be measured; the next one's plans must not rest on what was estimated then."""
+    model, _ = wrapped(Deep(), training(4096))
+    x = images(8, 32)
+    with pytest.raises(InfeasibleBudget) as refused:
+        model(x)
+    set_budget(model, training(refused.value.smallest_feasible_bytes))
+    for _ in range(3):
+        step(model, x)
+        model.zero_grad()
+    assert not planned_step(model).costs.too_large
+    assert not any("departed" in note for note in plan_of(model).notes)
 
 
 @needs_allocator

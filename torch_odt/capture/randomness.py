@@ -16,7 +16,8 @@ from torch_odt.capture import rewrite
 from torch_odt.capture.batch_axis import NotSeparable, RandomPair, Separation, laid_out, with_values
 from torch_odt.capture.graph import Op, Ref, TrainingGraph, Value, map_refs, refs
 from torch_odt.capture.operators import resolve
-from torch_odt.ops import pack_bits, unpack_bits
+from torch_odt.ops import bernoulli_bits, pack_bits, unpack_bits
+from torch_odt.ops.random_bits import draws_like_torch
 
 _DROPOUT = "aten.native_dropout.default"
 # Operators that use their first argument for its shape, strides and dtype alone.
@@ -128,14 +129,23 @@ class Draw:
         return self.layout.is_dense_outside(self.dim)
 
     @property
-    def drawn_bytes(self) -> int:
-        """The numbers for the whole batch, as they are drawn."""
-        return prod(self.shape) * self.dtype.itemsize
+    def is_drawn_as_bits(self) -> bool:
+        """Whether no booleans exist in between."""
+        return self.is_packed and self.op.target == _DROPOUT and _trains(self.op) is not False and draws_like_torch()
+
+    @property
+    def drawing_bytes(self) -> int:
+        """What drawing takes beside what is kept."""
+        return self._whole_bytes if self.is_packed and not self.is_drawn_as_bits else 0
 
     @property
     def kept_bytes(self) -> int:
         """The numbers for the whole batch, as they are kept during the step."""
-        return (prod(self.shape) + 7) // 8 if self.is_packed else self.drawn_bytes
+        return (prod(self.shape) + 7) // 8 if self.is_packed else self._whole_bytes
+
+    @property
+    def _whole_bytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
 
     def slice_bytes(self, samples: int) -> int:
         """What a micro-batch's slice takes beside them."""
@@ -144,24 +154,24 @@ class Draw:
         return self.layout.stride[self.dim] * self.rows * samples
 
     def draw(self) -> torch.Tensor:
-        """The numbers for the whole batch, drawn from torch's default generator as in the full step."""
+        """The numbers for the whole batch, from torch's default generator as in the full step, for `slice`."""
         with torch.no_grad():
-            if self.op.target == _DROPOUT:
-                # `bernoulli_` goes through the elements in the order of memory.
-                mask = self.layout.empty()
-                return mask.fill_(True) if _trains(self.op) is False else mask.bernoulli_(1.0 - self.op.args[1])
-            if self.like is not None:
-                return resolve(self.op.target)(self.like.empty(), *self.op.args[1:], **self.op.kwargs)
-            return _evaluate(self.needs, self.op)
+            if self.is_drawn_as_bits:
+                # `bernoulli_` goes through the elements in the order of memory, and so do bits.
+                return bernoulli_bits(prod(self.shape), 1.0 - self.op.args[1])
+            drawn = self._draw_whole()
+            return pack_bits(drawn.as_strided((drawn.numel(),), (1,))) if self.is_packed else drawn
 
-    def keep(self, drawn: torch.Tensor) -> torch.Tensor:
-        """What `draw` returned, in as few bytes as `slice` can take it from."""
-        if not self.is_packed:
-            return drawn
-        return pack_bits(drawn.as_strided((drawn.numel(),), (1,)))
+    def _draw_whole(self) -> torch.Tensor:
+        if self.op.target == _DROPOUT:
+            mask = self.layout.empty()
+            return mask.fill_(True) if _trains(self.op) is False else mask.bernoulli_(1.0 - self.op.args[1])
+        if self.like is not None:
+            return resolve(self.op.target)(self.like.empty(), *self.op.args[1:], **self.op.kwargs)
+        return _evaluate(self.needs, self.op)
 
     def slice(self, kept: torch.Tensor, start: int, stop: int) -> torch.Tensor:
-        """The part of what is kept for the micro-batch of the samples from `start` to `stop`, a view if possible."""
+        """The part of what was drawn for the micro-batch of the samples from `start` to `stop`, a view if possible."""
         if self.dim is None:
             return kept
         first, count = start * self.rows, (stop - start) * self.rows

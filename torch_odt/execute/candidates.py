@@ -29,6 +29,9 @@ from torch_odt.planning.simulate import Simulation, simulate
 CaptureSizes = Callable[[Sequence[int]], Mapping[int, TrainingGraph]]
 ProfileGraph = Callable[[TrainingGraph, bool], Costs]
 
+# Drawing a mask as bits takes about this share of the operator that draws it as booleans and applies it.
+_BITS_SHARE = 0.1
+
 
 @dataclass
 class LaterPart:
@@ -100,8 +103,8 @@ class Candidate:
 def mask_bytes(draws: Sequence[Draw], sizes: Sequence[int]) -> int:
     """The most that random tensors drawn ahead take at once, while they are drawn or while a micro-batch runs."""
     slices = max(sum(draw.slice_bytes(size) for draw in draws) for size in set(sizes))
-    whole = max((draw.drawn_bytes for draw in draws if draw.is_packed), default=0)
-    return sum(draw.kept_bytes for draw in draws) + max(slices, whole)
+    drawing = max((draw.drawing_bytes for draw in draws), default=0)
+    return sum(draw.kept_bytes for draw in draws) + max(slices, drawing)
 
 
 @dataclass(frozen=True)
@@ -270,9 +273,9 @@ class Candidates:
         )
 
     def _draw_seconds(self, draws: Sequence[Draw]) -> float:
-        """Random numbers that are drawn for the whole batch cost what they cost there."""
+        """What is drawn for the whole batch costs what it costs there, unless it is drawn as bits."""
         costs = self.sized(self.batch).costs.ops
-        return sum(costs[draw.op.index].seconds for draw in draws)
+        return sum(costs[draw.op.index].seconds * (_BITS_SHARE if draw.is_drawn_as_bits else 1) for draw in draws)
 
     def _schedule(self, sized: SizedGraph, room: int | None, several: bool) -> Schedule:
         graph, costs = sized.graph, sized.costs

@@ -100,7 +100,7 @@ class StepProgram:
             gradients_exist: gradients are there already, and are added to.
             gradient_scale: what the gradients are multiplied with on top of a micro-batch's share.
         """
-        drawn = [draw.keep(draw.draw()) for draw in self.parts[self.sizes[0]].draws]
+        drawn = [draw.draw() for draw in self.parts[self.sizes[0]].draws]
         start = 0
         weights = self._weights(leaves)
         for size, weight in zip(self.sizes, weights, strict=True):
