@@ -32,7 +32,7 @@ BFLOAT16_ROUNDING = 2**-7
 # scale: the gradient of a bias in front of a BatchNorm is 0 in theory and rounding in practice.
 NEGLIGIBLE = 1e-6
 # How far a sum of some thousand float32 products is off, in units of the root mean square of all such sums.
-KINK = 1e-5
+KINK = 3e-6
 
 Arrays = dict[str, np.ndarray]
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from torch_odt.cache import FOLDER_VARIABLE, Cache, default_folder, plan_key
+from torch_odt.cache import FOLDER_VARIABLE, Cache, _digest_of, default_folder, plan_key
 from torch_odt.errors import OdtWarning
 
 
@@ -111,6 +111,20 @@ def test_entries_of_other_code_are_neither_used_nor_overwritten(
         assert cache.load_profile("here") == {}
         cache.save_profile("here", {"a": [2]})
     assert cache.load_profile("here") == {"a": [1]}
+
+
+def test_every_edit_makes_other_code(tmp_path: Path) -> None:
+    folder = tmp_path / "package" / "inner"
+    folder.mkdir(parents=True)
+    found = [_digest_of(tmp_path)]
+    for name, text in [("a.py", "1"), ("a.py", "2"), ("inner/b.py", "1"), ("_C.so", "1"), ("_C.so", "2")]:
+        (tmp_path / "package" / name).write_text(text)
+        found.append(_digest_of(tmp_path))
+    (folder / "b.py").rename(folder / "c.py")
+    found.append(_digest_of(tmp_path))
+    (folder / "README.md").write_text("nothing that runs")
+    assert len(set(found)) == len(found)
+    assert _digest_of(tmp_path) == found[-1]
 
 
 def test_a_folder_that_cannot_be_made_is_named_once(tmp_path: Path) -> None:

@@ -42,10 +42,13 @@ def code_digest() -> str:
 
     What was measured, planned or traced by other code is not ours to use: an operator of ours may allocate otherwise.
     """
-    digest = hashlib.sha256(f"compiled operators: {_extensions.has_kernels}".encode())
-    root = Path(__file__).parent
-    for path in sorted(path for path in root.rglob("*") if path.suffix in (".py", ".so")):
-        digest.update(str(path.relative_to(root)).encode())
+    return f"{_digest_of(Path(__file__).parent)}{'' if _extensions.has_kernels else '-plain'}"
+
+
+def _digest_of(package: Path) -> str:
+    digest = hashlib.sha256()
+    for path in sorted(path for path in package.rglob("*") if path.suffix in (".py", ".so")):
+        digest.update(str(path.relative_to(package)).encode())
         digest.update(path.read_bytes())
     return digest.hexdigest()[:16]
 

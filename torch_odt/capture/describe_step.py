@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import builtins
-import functools
-import hashlib
 import os
 import platform
 import sys
 import types
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,7 +15,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import nn
 
-import torch_odt
+from torch_odt.cache import code_digest
 from torch_odt.capture.describe import Describer, Undescribable, is_users_function
 from torch_odt.capture.effects import refuse_hooks
 from torch_odt.capture.loss_modules import loss_module
@@ -102,7 +99,7 @@ def _settings() -> tuple[str, ...]:
     )
     einsum = torch.backends.opt_einsum
     found = {
-        "versions": (sys.version, torch.__version__, torch.version.git_version, np.__version__, _own_version()),
+        "versions": (sys.version, torch.__version__, torch.version.git_version, np.__version__, code_digest()),
         "machine": (platform.platform(), machine_name(), settings_name()),
         "autocast": [(torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in ("cpu", "cuda")],
         "autocast cache": torch.is_autocast_cache_enabled(),
@@ -125,15 +122,6 @@ def _functorch_settings() -> str:
     """What somebody has set in the tracer's configuration; nobody has before it is imported."""
     config = sys.modules.get("torch._functorch.config")
     return "" if config is None else str(config.codegen_config())
-
-
-@functools.cache
-def _own_version() -> str:
-    """Changes with every edit of this package."""
-    digest = hashlib.sha256(torch_odt.__version__.encode())
-    for path in sorted(Path(torch_odt.__path__[0]).rglob("*.py")):
-        digest.update(path.read_bytes())
-    return digest.hexdigest()
 
 
 def _patches() -> Iterator[tuple[str, types.FunctionType]]:

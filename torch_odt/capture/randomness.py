@@ -148,10 +148,14 @@ class Draw:
         return prod(self.shape) * self.dtype.itemsize
 
     def slice_bytes(self, samples: int) -> int:
-        """What a micro-batch's slice takes beside them."""
-        if self.dim is None or not self.is_packed:
+        """What a micro-batch's slice takes beside them: nothing where it is a view."""
+        if self.dim is None:
             return 0
-        return self.layout.stride[self.dim] * self.rows * samples
+        shape = list(self.shape)
+        shape[self.dim] = self.outer * self.rows * samples
+        strides = zip(shape, self.layout.stride, self.stride, strict=True)
+        is_view = not self.is_packed and self.outer == 1 and all(n == 1 or a == b for n, a, b in strides)
+        return 0 if is_view else prod(shape) * self.dtype.itemsize
 
     def draw(self) -> torch.Tensor:
         """The numbers for the whole batch, from torch's default generator as in the full step, for `slice`."""

@@ -77,7 +77,7 @@ class Allowance:
         if self.optimizer is None:
             return 0
         beyond_arena = max(0, self.optimizer.workspace_bytes - candidate.arena_bytes)
-        return max(0, self.gradient_bytes + beyond_arena - candidate.outside_bytes - candidate.mask_bytes)
+        return max(0, self.gradient_bytes + beyond_arena - candidate.outside_bytes - candidate.masks.peak_bytes)
 
     def total_with(self, candidate: Candidate) -> int:
         """Everything above the level at construction."""
@@ -92,7 +92,7 @@ class Allowance:
             PlanLine("activations and temporaries", candidate.arena_bytes, "one arena, mapped once"),
             PlanLine("gradients", gradients, ""),
             PlanLine("losses and outputs", candidate.outside_bytes - gradients, ""),
-            PlanLine("random masks", candidate.mask_bytes, "drawn for the whole batch"),
+            PlanLine("random masks", candidate.masks.peak_bytes, "drawn for the whole batch"),
             PlanLine("optimizer temporaries", self.optimizer_extra_bytes(candidate), "beyond the idle arena"),
             *self.fixed_lines(),
         ]
@@ -210,11 +210,11 @@ def nearby(nbytes: int) -> Iterator[int]:
     """
     exact = rounded(nbytes)
     yield exact
-    more = exact + _rounding_unit(exact)
-    while _GOOD_ENOUGH * more <= nbytes:
-        yield more
-        more += _rounding_unit(more)
     less = rounded(exact - 1)
     while less > 0 and less >= _GOOD_ENOUGH * nbytes:
         yield less
         less = rounded(less - 1)
+    more = exact + _rounding_unit(exact)
+    while _GOOD_ENOUGH * more <= nbytes:
+        yield more
+        more += _rounding_unit(more)

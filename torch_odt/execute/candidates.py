@@ -61,6 +61,33 @@ class PlannedPart:
     draws: Sequence[Draw] = ()
 
 
+@dataclass(frozen=True)
+class Masks:
+    """Random tensors that are drawn for the whole batch before its first micro-batch.
+
+    Attributes:
+        kept_bytes: they themselves.
+        drawing_bytes: what drawing one of them takes beside them.
+        slice_bytes: a micro-batch's part of them, by its size.
+    """
+
+    kept_bytes: int
+    drawing_bytes: int
+    slice_bytes: Mapping[int, int]
+
+    @classmethod
+    def of(cls, draws: Sequence[Draw], sizes: Sequence[int]) -> Masks:
+        return cls(
+            kept_bytes=sum(draw.kept_bytes for draw in draws),
+            drawing_bytes=max((draw.drawing_bytes for draw in draws), default=0),
+            slice_bytes={size: sum(draw.slice_bytes(size) for draw in draws) for size in sizes},
+        )
+
+    @property
+    def peak_bytes(self) -> int:
+        return self.kept_bytes + max(self.drawing_bytes, *self.slice_bytes.values())
+
+
 @dataclass
 class Candidate:
     """A way to run the batch.
@@ -70,7 +97,7 @@ class Candidate:
         parts: by size.
         arena_bytes: the arena that all parts share.
         outside_bytes: gradients, losses and results.
-        mask_bytes: random tensors of the whole batch, drawn ahead, and a micro-batch's part of them.
+        masks: random tensors of the whole batch, drawn ahead, and a micro-batch's part of them.
         seconds: predicted for the whole batch.
     """
 
@@ -78,33 +105,27 @@ class Candidate:
     parts: dict[int, PlannedPart]
     arena_bytes: int
     outside_bytes: int
-    mask_bytes: int
+    masks: Masks
     seconds: float
 
     @property
     def total_bytes(self) -> int:
-        return self.arena_bytes + self.outside_bytes + self.mask_bytes
+        return self.arena_bytes + self.outside_bytes + self.masks.peak_bytes
 
     @property
     def tensor_peak_bytes(self) -> int:
         """The most bytes in tensors at once: what the allocator counts."""
-        peaks = []
-        for part in self.parts.values():
-            peaks.append(part.simulation.peak_bytes)
+        peaks = [self.masks.drawing_bytes]
+        for size, part in self.parts.items():
+            slices = self.masks.slice_bytes[size]
+            peaks.append(slices + part.simulation.peak_bytes)
             if part.later is not None:
-                peaks.append(gradient_bytes_of(part.graph) + part.later.simulation.peak_bytes)
-        return self.mask_bytes + max(peaks)
+                peaks.append(slices + gradient_bytes_of(part.graph) + part.later.simulation.peak_bytes)
+        return self.masks.kept_bytes + max(peaks)
 
     @property
     def recomputes(self) -> bool:
         return any(part.simulation.recomputed_ops for part in self.parts.values())
-
-
-def mask_bytes(draws: Sequence[Draw], sizes: Sequence[int]) -> int:
-    """The most that random tensors drawn ahead take at once, while they are drawn or while a micro-batch runs."""
-    slices = max(sum(draw.slice_bytes(size) for draw in draws) for size in set(sizes))
-    drawing = max((draw.drawing_bytes for draw in draws), default=0)
-    return sum(draw.kept_bytes for draw in draws) + max(slices, drawing)
 
 
 @dataclass(frozen=True)
@@ -237,7 +258,7 @@ class Candidates:
         """Plan a cut for a limit, or for the fewest bytes."""
         prepared = self._prepare(sizes)
         first = prepared[sizes[0]]
-        room = None if limit_bytes is None else limit_bytes - mask_bytes(first.draws, sizes)
+        room = None if limit_bytes is None else limit_bytes - Masks.of(first.draws, sizes).peak_bytes
         several = len(sizes) > 1 or self.gradients_exist
         return self._assemble(sizes, {n: self._schedule(sized, room, several) for n, sized in prepared.items()})
 
@@ -267,7 +288,7 @@ class Candidates:
             parts=parts,
             arena_bytes=max(layout.address_peak_bytes for layout in layouts),
             outside_bytes=outside,
-            mask_bytes=mask_bytes(parts[sizes[0]].draws, sizes),
+            masks=Masks.of(parts[sizes[0]].draws, sizes),
             seconds=self._draw_seconds(parts[sizes[0]].draws)
             + sum(_seconds(parts[size], is_first=position == 0) for position, size in enumerate(sizes)),
         )

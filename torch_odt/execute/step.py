@@ -120,7 +120,7 @@ class TrainStep:
         # Of steps whose budget was refused, or has been changed since.
         self._traces: dict[Hashable, dict[int, TracedStep]] = {}
         self._captures = 0
-        self._has_told = False
+        self._has_told = self._has_told_of_captures = False
         # Of steps that were not captured: the values that their code could read then, and at the last call.
         self._refused: dict[Hashable, Hashable] = {}
         self._last_values: Hashable = None
@@ -211,6 +211,8 @@ class TrainStep:
             self._forget_oldest()
             self._request.renew(optimizer_cost(self.optimizer))
             traces = self._traces.setdefault(key, {})
+            self._captures += not traces
+            self._warn_of_many_captures()
             prepared = prepare(self._request, args, kwargs, want_results=want_results, traces=traces)
             del self._traces[key]
             if prepared.plan.captured:
@@ -228,16 +230,19 @@ class TrainStep:
         previous, self._last_values = self._last_values, values
         return values == previous and values != self._refused[outline]
 
+    def _warn_of_many_captures(self) -> None:
+        if self._captures < _MANY_CAPTURES or self._has_told_of_captures:
+            return
+        self._has_told_of_captures = True
+        warnings.warn(
+            f"the step has been captured {self._captures} times: shapes, modes or plain Python values that "
+            "the model or the loss reads keep changing, and each change is captured and planned anew",
+            OdtWarning,
+            stacklevel=5,
+        )
+
     def _forget_oldest(self) -> None:
         """Plans of batches that do not come any more must not pile up."""
-        self._captures += 1
-        if self._captures == _MANY_CAPTURES:
-            warnings.warn(
-                f"the step has been captured {self._captures} times: shapes, modes or plain Python values that "
-                "the model or the loss reads keep changing, and each change is captured and planned anew",
-                OdtWarning,
-                stacklevel=5,
-            )
         while len(self._prepared) >= _MOST_PREPARED:
             _, oldest = self._prepared.popitem(last=False)
             self._request.unload(oldest.tables)

@@ -64,7 +64,7 @@ def wrap(
     Raises:
         InfeasibleBudget: at a forward pass, before the first operator that cannot fit.
         ValueError: a parameter is not on the CPU.
-        TypeError: `model` is no `nn.Module`, or is what torch.compile made of one.
+        TypeError: `model` is no `nn.Module`, or has been compiled by torch.compile already.
 
     Warns:
         OdtWarning: the model cannot be captured; checkpointed submodules take the place of planned graphs.
@@ -80,6 +80,8 @@ def wrap(
         raise TypeError(f"wrap takes an nn.Module, not a {type(model).__name__}")
     if "torch._dynamo" in sys.modules and isinstance(model, torch._dynamo.OptimizedModule):
         raise TypeError("the model is what torch.compile returned; wrap the model itself, which wrap compiles")
+    if model._compiled_call_impl is not None and not isinstance(model._compiled_call_impl, _WrappedCall):
+        raise TypeError("model.compile() was called; wrap a model on which it was not, wrap compiles it")
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if tensor.device.type != "cpu":
             raise ValueError(f"{name} is on {tensor.device}; torch_odt trains on the CPU in this version")
@@ -171,7 +173,7 @@ class _WrappedCall:
         try:
             outputs = self._call_checkpointed(args, kwargs)
         except BaseException:
-            self.session.ledger.fallback = ""
+            self.session.resume()
             raise
         self._warn_uncaptured()
         return outputs

@@ -107,6 +107,7 @@ class WrapSession:
         self._measured_reserve: int | None = None
         self._counted_runners = 0
         self._usual_tracing_bytes = 0
+        self._tracing_bytes_before = 0
         self._arena: Any = None
 
     def set_budget(self, budget: Budget) -> None:
@@ -147,10 +148,16 @@ class WrapSession:
 
     def fall_back(self, reason: str) -> None:
         """From now on the model runs without graphs: no arena serves it, and failed captures have left their traces."""
+        self._tracing_bytes_before = self.ledger.tracing_bytes
         self.ledger.fallback = reason
         # What malloc kept of freed tensors would stand in the way of the next ones.
         memory.tune_malloc()
         self._count_untracked(allow(self.budget, None, None))
+
+    def resume(self) -> None:
+        """What `fall_back` took for a reason was the model's own error: the next call is captured again."""
+        self.ledger.fallback, self.ledger.fallback_line = "", None
+        self.ledger.tracing_bytes = self._tracing_bytes_before
 
     def _take_stock(self, graph: TrainingGraph) -> None:
         """After a capture: what tracing and the math libraries hold besides tensors."""
