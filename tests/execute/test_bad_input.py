@@ -37,6 +37,17 @@ def assert_same_state(before: list[Any], after: list[Any]) -> None:
     assert str(before[2]) == str(after[2])
 
 
+# torch.compile itself warns of this and that.
+@pytest.mark.filterwarnings("default")
+def test_a_compiled_model_is_refused() -> None:
+    model = nn.Linear(3, 2)
+    with pytest.raises(TypeError, match="hand in the model itself"):
+        make_step(torch.compile(model))  # type: ignore[arg-type]
+    model.compile()
+    with pytest.raises(TypeError, match=r"model\.compile\(\)"):
+        make_step(model)
+
+
 @pytest.mark.parametrize("of", ["training", "process"])
 @pytest.mark.parametrize("amount", [1, 4096, "1MiB"])
 def test_an_absurd_budget_is_refused_beforehand(of: Any, amount: int | str) -> None:

@@ -263,7 +263,7 @@ def test_bad_input() -> None:
 
 
 def test_what_torch_compile_returned_is_refused() -> None:
-    with pytest.raises(TypeError, match="wrap the model itself"):
+    with pytest.raises(TypeError, match="hand in the model itself"):
         wrap(torch.compile(nn.Linear(3, 2)), budget="1GiB")
     compiled = nn.Linear(3, 2)
     compiled.compile()

@@ -17,6 +17,7 @@ from torch_odt.capture.loss_modules import loss_module
 from torch_odt.capture.trace import TracedStep
 from torch_odt.errors import NonFiniteLossWarning, OdtWarning
 from torch_odt.execute.accounting import held_by_process, make_room
+from torch_odt.execute.compiled import refuse_compiled
 from torch_odt.execute.gradients import has_gradient_hooks, run_gradient_hooks
 from torch_odt.execute.loss import make_compute
 from torch_odt.execute.optimizer_cost import optimizer_cost
@@ -63,6 +64,7 @@ class TrainStep:
         InfeasibleBudget: at the first call, when no plan fits; it names the smallest budget that does.
         CaptureError: at the first call, when `micro_batch` is given and micro-batches would not add up to the step.
         ValueError: the model has nothing to train, or lies on another device, or the optimizer needs a closure.
+        TypeError: the model has been compiled by torch.compile, or an argument is none of what it should be.
 
     Example:
         >>> import torch, torch_odt as odt
@@ -330,6 +332,7 @@ def check_trainable(model: nn.Module) -> None:
 
 def _check_roles(model: nn.Module, loss_fn: Any, optimizer: Any) -> None:
     """Raises TypeError or ValueError when the parts of a step are mixed up, or do not belong together."""
+    refuse_compiled(model)
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(f"the optimizer is a {type(optimizer).__name__}; TrainStep takes model, loss_fn, optimizer")
     if loss_fn is not None and (not callable(loss_fn) or isinstance(loss_fn, torch.optim.Optimizer)):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -16,6 +15,7 @@ from torch_odt.capture.partition import GraphPiece, inference_piece, partition
 from torch_odt.capture.trace import eager_recurrent_layers
 from torch_odt.errors import CaptureError, InfeasibleBudget, OdtWarning, first_line
 from torch_odt.execute.checkpointing import checkpointed
+from torch_odt.execute.compiled import refuse_compiled
 from torch_odt.execute.fallback import (
     NEXT_ESTIMATE,
     batch_signature,
@@ -78,10 +78,8 @@ def wrap(
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"wrap takes an nn.Module, not a {type(model).__name__}")
-    if "torch._dynamo" in sys.modules and isinstance(model, torch._dynamo.OptimizedModule):
-        raise TypeError("the model is what torch.compile returned; wrap the model itself, which wrap compiles")
-    if model._compiled_call_impl is not None and not isinstance(model._compiled_call_impl, _WrappedCall):
-        raise TypeError("model.compile() was called; wrap a model on which it was not, wrap compiles it")
+    if not isinstance(model._compiled_call_impl, _WrappedCall):
+        refuse_compiled(model)
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if tensor.device.type != "cpu":
             raise ValueError(f"{name} is on {tensor.device}; torch_odt trains on the CPU in this version")

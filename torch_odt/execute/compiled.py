@@ -1,0 +1,16 @@
+"""Models that torch.compile has been at."""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+from torch import nn
+
+
+def refuse_compiled(model: nn.Module) -> None:
+    """Raises TypeError for a model that calls torch.compile's code: what is planned is the model itself."""
+    if "torch._dynamo" in sys.modules and isinstance(model, torch._dynamo.OptimizedModule):
+        raise TypeError("the model is what torch.compile returned; hand in the model itself, which is captured here")
+    if model._compiled_call_impl is not None:
+        raise TypeError("model.compile() or wrap was called on the model; hand in one that is not compiled")
