@@ -82,6 +82,8 @@ def test_shared_and_strided_tensors_are_saved(tmp_path: Path) -> None:
     model.to(memory_format=torch.channels_last)
     model[2].weight = model[1].weight
     save(model, tmp_path / "out.safetensors")
+    (tmp_path / "other").touch()
+    assert (tmp_path / "out.safetensors").stat().st_mode == (tmp_path / "other").stat().st_mode
     found = load_file(tmp_path / "out.safetensors")
     assert found.keys() == model.state_dict().keys()
     assert all(torch.equal(found[name], tensor) for name, tensor in model.state_dict().items())

@@ -95,7 +95,8 @@ def _show_range(arguments: argparse.Namespace, task: Task, costs: CostTable | No
         }
         options.print_json(document)
     else:
-        print(f"{task.name}, above the idle process:\n")
+        state = f"with {arguments.optimizer}" if arguments.optimizer else "without an optimizer (see --optimizer)"
+        print(f"{task.name}, above the idle process, {state}:\n")
         names = ["none", *map(bytes_text, [*limits, smallest])]
         rows = [_row(name, plan, keep_all) for name, plan in zip(names, plans, strict=True)]
         print(render(rows, ["budget", "peak", "of all", "time per step", "micro-batch", "recomputed"]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -194,9 +195,17 @@ def save(model: nn.Module, path: Path) -> None:
     partial = path.with_name(f"{path.name}.partial")
     try:
         save_file(tensors, partial)
+        # The library's files are for their owner alone.
+        partial.chmod(0o666 & ~_umask())
         partial.replace(path)
     except OSError as error:
         raise UserError(f"--save {path}: {error.strerror or error}") from error
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
 
 
 def _introduction(arguments: argparse.Namespace, data: ImageData, report: Report, batches: int) -> str:
