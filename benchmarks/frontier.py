@@ -129,7 +129,7 @@ class Frontier:
                 raise
             row |= worker.description | {"check": worker.finish()}
         except (WorkerFailed, BrokenPipeError) as failure:
-            return row | {"error": str(failure)}
+            return row | {"error": _reason(failure)}
         ratios = [statistics.median(ours) / statistics.median(plain) for plain, ours in pairs]
         return row | {
             "pairs": pairs,
@@ -156,7 +156,7 @@ class Frontier:
             worker = Worker(configuration, request)
             row |= worker.description | {"check": worker.finish()}
         except (WorkerFailed, BrokenPipeError) as failure:
-            return row | {"error": str(failure)}
+            return row | {"error": _reason(failure)}
         return row | {"second_start": True}
 
     def _channels_last(self) -> bool:
@@ -230,7 +230,9 @@ def parse_options() -> argparse.Namespace:
 def describe_machine(options: argparse.Namespace) -> dict[str, Any]:
     import torch
 
-    chosen = {key: str(value) for key, value in vars(options).items()}
+    # Where the files lay says nothing of what was measured.
+    chosen = {key: str(value) for key, value in vars(options).items() if key not in ("out", "data_dir")}
+    chosen["data"] = "random images" if options.data_dir is None else "Fashion-MNIST"
     return {
         "torch": torch.__version__,
         "capability": torch.backends.cpu.get_cpu_capability(),
@@ -244,6 +246,12 @@ def describe_machine(options: argparse.Namespace) -> dict[str, Any]:
 
 def _is_wanted(configuration: Configuration, only: list[str] | None) -> bool:
     return not only or any(word in configuration.label for word in only)
+
+
+def _reason(failure: Exception) -> str:
+    """What a worker said last; the whole of it is for the person who looks on."""
+    print(failure, file=sys.stderr, flush=True)
+    return str(failure).splitlines()[-1]
 
 
 def _print_progress(model: str, row: dict[str, Any]) -> None:

@@ -146,13 +146,18 @@ def _mib(count: int) -> str:
 
 
 def read_results(paths: list[str]) -> dict[str, Any]:
-    """One result from the files of several runs: of rows of the same name, the last file's counts."""
+    """One result from the files of several runs: of rows of the same name, the last file's counts.
+
+    Of the options, those stay in which all runs agree.
+    """
     results = [json.loads(Path(path).read_text()) for path in paths]
     models: dict[str, dict[str, Any]] = {}
     for model in (model for result in results for model in result["models"]):
         rows = {row["label"]: row for row in (*models.get(model["model"], {"rows": []})["rows"], *model["rows"])}
         models[model["model"]] = {**model, "rows": list(rows.values())}
-    return {**results[-1], "models": list(models.values())}
+    options = [result["machine"]["options"].items() for result in results]
+    agreed = {key: value for key, value in options[-1] if all((key, value) in others for others in options)}
+    return {"machine": {**results[-1]["machine"], "options": agreed}, "models": list(models.values())}
 
 
 if __name__ == "__main__":

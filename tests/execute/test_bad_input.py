@@ -46,6 +46,8 @@ def test_a_compiled_model_is_refused() -> None:
     model.compile()
     with pytest.raises(TypeError, match=r"model\.compile\(\)"):
         make_step(model)
+    with pytest.raises(TypeError, match=r"model\.compile\(\)"):
+        odt.plan(model, F.cross_entropy, (torch.ones(2, 3), torch.tensor([0, 1])), budget=PLENTY)
 
 
 @pytest.mark.parametrize("of", ["training", "process"])

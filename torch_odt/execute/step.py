@@ -319,7 +319,8 @@ class TrainStep:
 
 
 def check_trainable(model: nn.Module) -> None:
-    """Raises ValueError when there is nothing to train, or not on the CPU."""
+    """Raises ValueError when there is nothing to train, or not on the CPU; TypeError when torch.compile was here."""
+    refuse_compiled(model)
     parameters = [p for p in model.parameters() if p.requires_grad]
     if not parameters:
         raise ValueError("the model has no trainable parameter: set requires_grad on those that are to learn")
@@ -332,7 +333,6 @@ def check_trainable(model: nn.Module) -> None:
 
 def _check_roles(model: nn.Module, loss_fn: Any, optimizer: Any) -> None:
     """Raises TypeError or ValueError when the parts of a step are mixed up, or do not belong together."""
-    refuse_compiled(model)
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(f"the optimizer is a {type(optimizer).__name__}; TrainStep takes model, loss_fn, optimizer")
     if loss_fn is not None and (not callable(loss_fn) or isinstance(loss_fn, torch.optim.Optimizer)):

@@ -95,7 +95,6 @@ class WrapSession:
         self._optimizer: OptimizerReserve | None = None
         self._steps = 0
         self._costs: dict[str, Costs] = {}
-        self._measures_everything = False
         self._frugal: dict[GraphRunner, StepPlan] = {}
         self._sequences: dict[tuple[GraphRunner, ...], Sequence] = {}
         self._expected: dict[GraphRunner, Sequence] = {}
@@ -115,7 +114,6 @@ class WrapSession:
         self._asked = budget
         self.budget = budget.resolve(self.level_bytes)
         self._forget_estimates()
-        self._measures_everything = False
 
     @property
     def plan(self) -> Plan:
@@ -281,7 +279,7 @@ class WrapSession:
         plan = self._place(sequence.whole, graphs, self._remembered_schedule(graph, costs, room), room)
         if plan.peak_bytes > room:
             plan = self._place(sequence.whole, graphs, self._smallest(graph), room)
-        if plan.peak_bytes > room and self._measure_all():
+        if plan.peak_bytes > room and self._measure_all(graph):
             plan = self._place(sequence.whole, graphs, self._smallest(graph), room)
         self.check(plan.peak_bytes, room, "not even the schedule of the fewest bytes fits")
         return plan
@@ -370,7 +368,7 @@ class WrapSession:
         if plan is None or plan.peak_bytes > room:
             whole = concatenate([graph])
             plan = self._place(whole, [graph], self._frugal_schedule(graph), room)
-            if plan.peak_bytes > room and self._measure_all():
+            if plan.peak_bytes > room and self._measure_all(graph, whole.graph):
                 plan = self._place(whole, [graph], self._frugal_schedule(graph), room)
             self._frugal[runner] = plan
         is_first = len(self._current) == 1
@@ -394,7 +392,7 @@ class WrapSession:
         self.run_count += 1
         graph, room = runner.piece.graph, self.room_bytes()
         plan = self._frugal.get(runner) or self._inference_plan(graph)
-        if plan.peak_bytes > room and self._measure_all():
+        if plan.peak_bytes > room and self._measure_all(graph):
             plan = self._inference_plan(graph)
         self._frugal[runner] = plan
         self.check(plan.peak_bytes, room, "a forward pass that keeps nothing does not fit")
@@ -414,23 +412,21 @@ class WrapSession:
         return self._costs[key]
 
     def _measuring_bytes(self) -> int:
-        if self._measures_everything:
-            return memory.available()
         return max(0, min(memory.available(), self.budget.total_bytes - held_by_process()))
 
-    def _measure_all(self) -> bool:
-        """Before a refusal: have what was too large for the budget measured too. Whether there was any."""
-        self._measures_everything = True
-        return self._forget_estimates()
+    def _measure_all(self, *graphs: TrainingGraph) -> bool:
+        """Before a refusal: measure what was too large for the budget too. Whether there was any."""
+        estimated = [graph for graph in graphs if self._costs_of(graph).too_large]
+        for graph in estimated:
+            self._costs[graph.fingerprint] = profile(graph, cache=self._cache, limit_bytes=memory.available)
+        return bool(estimated)
 
-    def _forget_estimates(self) -> bool:
-        """Forget costs with estimates of what was too large to measure, and their plans. Whether there were any."""
-        estimated = {key for key, costs in self._costs.items() if costs.too_large}
-        self._costs = {key: costs for key, costs in self._costs.items() if key not in estimated}
+    def _forget_estimates(self) -> None:
+        """With another budget, what was too large to be measured may not be any more; nor are its plans to stay."""
+        self._costs = {key: costs for key, costs in self._costs.items() if not costs.too_large}
         self._frugal = {runner: plan for runner, plan in self._frugal.items() if not plan.costs.too_large}
         for sequence in self._sequences.values():
             sequence.plans = [plan for plan in sequence.plans if not plan.costs.too_large]
-        return bool(estimated)
 
     def _describe(self, plan: StepPlan, graphs: list[TrainingGraph]) -> None:
         self.ledger.step = plan
