@@ -51,9 +51,14 @@ clamped_gradient(Storage gradient, Parameter input, Parameter scale, Parameter s
 template <typename Storage, typename P>
 struct GradientTerms {
   using Parameter = P;
+  static constexpr int64_t kPositionsAtOnce = 1;
   const Storage* gradient;
   Normalised<Storage, Parameter> normalised;
 
+  TORCH_ODT_INLINE void prefetch(int64_t element) const {
+    __builtin_prefetch(gradient + element);
+    __builtin_prefetch(normalised.input + element);
+  }
   TORCH_ODT_INLINE void add(int64_t element, int64_t channel, Parameter& sum, Parameter& product) const {
     const Parameter input = load(normalised.input[element]);
     const Parameter passed = clamped_gradient(

@@ -18,9 +18,13 @@ constexpr int64_t kCentreValues = 16;
 template <typename Storage, typename P>
 struct MomentTerms {
   using Parameter = P;
+  static constexpr int64_t kPositionsAtOnce = 2;
   const Storage* input;
   const Parameter* centre;
 
+  TORCH_ODT_INLINE void prefetch(int64_t element) const {
+    __builtin_prefetch(input + element);
+  }
   TORCH_ODT_INLINE void add(int64_t element, int64_t channel, Parameter& sum, Parameter& square) const {
     const Parameter deviation = load(input[element]) - centre[channel];
     sum += deviation;

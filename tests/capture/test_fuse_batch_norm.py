@@ -30,7 +30,7 @@ def _seeded() -> Iterator[None]:
 
 def capture(model: nn.Module, *args: Tensor, fuse: bool = True, loss_fn: Any = F.mse_loss) -> TrainingGraph:
     traced = trace_step(model, loss_fn, make_compute(loss_fn), (args, {})).graph
-    return rewrite(traced, drop=("result",), fuse=fuse)
+    return rewrite(traced, drop=("result",), disabled=() if fuse else ("fuse_batch_norm",))
 
 
 def run_plainly(model: nn.Module, x: Tensor, y: Tensor) -> dict[tuple[str, Any], Tensor]:

@@ -9,7 +9,6 @@ steps, which is one without such an event.
 from __future__ import annotations
 
 import copy
-import functools
 from pathlib import Path
 
 import exactness
@@ -22,18 +21,12 @@ import torch_odt as odt
 from tests.capture.test_rewrite import execute
 from torch_odt.capture.rewrite import rewrite
 from torch_odt.capture.trace import trace_step
-from torch_odt.execute import prepare
 from torch_odt.execute.loss import make_compute
 
 GRADIENTS = ("first gradients", "last gradients", "parameters")
 CARRIED_OVER = 0.2
 PLENTY = odt.Budget("8GiB", of="training")
 NAMES = ["mobilenet_v2", "mobilenet_v2-channels_last", "resnet18", "resnet18-channels_last"]
-
-
-@pytest.fixture(autouse=True)
-def _fused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prepare, "rewrite", functools.partial(rewrite, fuse=True))
 
 
 def assert_near(
@@ -111,7 +104,7 @@ def test_the_best_of_several_steps_is_as_near_as_plain_float32() -> None:
         model, (batch,) = case.model(seed), case.batches(1, seed)
         exact = gradients_of(copy.deepcopy(model).double(), case, exactness.to_dtype(batch, torch.float64))
         traced = trace_step(model, case.loss_fn, make_compute(case.loss_fn), batch).graph
-        found = execute(rewrite(traced, drop=("result",), fuse=True), model, batch[0])
+        found = execute(rewrite(traced, drop=("result",)), model, batch[0])
         ours = {str(name): tensor for (kind, name), tensor in found.items() if kind == "gradient"}
         distances.append((distance(ours, exact), distance(gradients_of(model, case, batch), exact)))
     best, best_of_plain = (min(column) for column in zip(*distances, strict=True))

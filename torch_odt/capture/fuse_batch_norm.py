@@ -56,7 +56,7 @@ def fuse_batch_norm(graph: TrainingGraph) -> str | None:
         if match.clamp_backward is not None and match.norm_backward is not None:
             replaced |= {match.clamp_backward.index: None, match.norm_backward.index: _backward(match)}
     graph.ops = [new for op in graph.ops if (new := replaced.get(op.index, op)) is not None]
-    return f"{count} BatchNorms fused with the ReLU or hardtanh behind them (fuse_batch_norm)" if count else None
+    return f"{count} BatchNorms fused with the ReLU or hardtanh behind them" if count else None
 
 
 class _Uses:
@@ -153,6 +153,9 @@ def _takes(graph: TrainingGraph, match: _Match) -> bool:
         per_channel += match.norm_backward.writes[1:]
     return (
         x.dtype in ("float32", "bfloat16")
+        # InstanceNorm is a BatchNorm with averages made for the occasion: a batch of it can be cut into micro-batches,
+        # which is worth more.
+        and graph.values[match.norm.args[3].value].kind != "computed"
         and math.prod(x.shape) > 0
         and all((value.shape, value.stride, value.dtype) == (x.shape, x.stride, x.dtype) for value in results)
         and all(graph.values[value].dtype == "float32" for value in per_channel if value is not None)

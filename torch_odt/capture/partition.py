@@ -8,7 +8,7 @@ What runs is the `TrainingGraph`, whose values belong to the executor; so a plan
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -48,12 +48,15 @@ class Constant:
     value: Any
 
 
-def partition(joint: fx.GraphModule, num_fwd_outputs: int) -> tuple[GraphPiece, fx.GraphModule, fx.GraphModule]:
+def partition(
+    joint: fx.GraphModule, num_fwd_outputs: int, disabled_rewrites: Collection[str] = ()
+) -> tuple[GraphPiece, fx.GraphModule, fx.GraphModule]:
     """A joint graph as a `GraphPiece`, and the two modules that AOTAutograd wants.
 
     Args:
         joint: the graph of both; its inputs are primals, then tangents, its outputs are results, then gradients.
         num_fwd_outputs: how many of the outputs are results of the forward pass.
+        disabled_rewrites: names of rewrites that are not to be made.
 
     Raises:
         CaptureError: the graph holds something that a `TrainingGraph` cannot express.
@@ -67,12 +70,12 @@ def partition(joint: fx.GraphModule, num_fwd_outputs: int) -> tuple[GraphPiece, 
     inputs += [("tangent", i) for i in range(len(tangents))]
     outputs = _result_descriptions(joint, primals, results)
     outputs += [("gradient", i) for i in range(len(gradients))]
-    piece = _make_piece(joint, inputs, outputs, len(primals), results)
+    piece = _make_piece(joint, inputs, outputs, len(primals), results, disabled_rewrites)
     piece.gradient_count = len(gradients)
     return piece, _forward_stub(primals, results), _backward_stub(primals, results, tangents, gradients)
 
 
-def inference_piece(module: fx.GraphModule) -> GraphPiece:
+def inference_piece(module: fx.GraphModule, disabled_rewrites: Collection[str] = ()) -> GraphPiece:
     """A graph without backward as a `GraphPiece`.
 
     Raises:
@@ -81,7 +84,8 @@ def inference_piece(module: fx.GraphModule) -> GraphPiece:
     primals = list(module.graph.find_nodes(op="placeholder"))
     results = _returned(module)
     inputs = [_input_description(node, i) for i, node in enumerate(primals)]
-    return _make_piece(module, inputs, _result_descriptions(module, primals, results), len(primals), results)
+    outputs = _result_descriptions(module, primals, results)
+    return _make_piece(module, inputs, outputs, len(primals), results, disabled_rewrites)
 
 
 def _returned(module: fx.GraphModule) -> list[Any]:
@@ -133,8 +137,9 @@ def _make_piece(
     outputs: list[tuple[OutputKind, Any] | None],
     primal_count: int,
     results: Sequence[Any],
+    disabled_rewrites: Collection[str],
 ) -> GraphPiece:
-    graph = rewrite(from_joint(module, inputs, outputs))
+    graph = rewrite(from_joint(module, inputs, outputs), disabled=disabled_rewrites)
     given: dict[tuple[bool, int], int] = {}
     for index in graph.inputs:
         value = graph.values[index]

@@ -1,17 +1,18 @@
 """Graph passes: from the graph as traced to the graph that is planned.
 
-Each pass is a function `(TrainingGraph) -> str | None` that changes the graph in place and says what it did. They keep
-every bit of every output; only fusions, which must be asked for, keep them within rounding. `rewrite` runs the passes
-in order and renumbers what is left.
+Each pass is a function `(TrainingGraph) -> str | None` that changes the graph in place and says what it did. Those in
+`REWRITES` can be switched off by name; they keep every bit of every output, or keep them within rounding and say so.
+`rewrite` runs the passes in order and renumbers what is left.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass, replace
 from typing import Any
 
+from torch_odt._extensions import has_kernels
 from torch_odt.capture import operators
 from torch_odt.capture.fuse_batch_norm import BATCH_NORM, FUSED, FUSED_NORMALIZE, fuse_batch_norm
 from torch_odt.capture.graph import Op, OutputKind, Ref, TrainingGraph, Value, map_refs, refs
@@ -19,21 +20,68 @@ from torch_odt.capture.graph import Op, OutputKind, Ref, TrainingGraph, Value, m
 Pass = Callable[[TrainingGraph], str | None]
 
 
-def rewrite(graph: TrainingGraph, *, drop: tuple[OutputKind, ...] = (), fuse: bool = False) -> TrainingGraph:
-    """The graph to plan: without copies, dead gradients and reads that nothing needs.
+@dataclass(frozen=True)
+class Rewrite:
+    """A pass that can be switched off.
+
+    Attributes:
+        apply: the pass; its function's name is the rewrite's.
+        is_exact: every output keeps every bit; otherwise outputs agree within rounding.
+        numbers_first: it needs the graph as it is executed, with its ops and values numbered.
+    """
+
+    apply: Pass
+    is_exact: bool = True
+    numbers_first: bool = False
+
+
+def rewrite(
+    graph: TrainingGraph, *, drop: tuple[OutputKind, ...] = (), disabled: Collection[str] = ()
+) -> TrainingGraph:
+    """The graph to plan: without copies, dead gradients and reads that nothing needs, with fused operators.
 
     Args:
         graph: as traced. It is changed; use the returned one.
         drop: kinds of outputs that nobody asked for ("result").
-        fuse: put operators of this package in the place of several of ATen's. They are faster and keep less, and agree
-            with ATen's within rounding.
+        disabled: names of rewrites that are not to be made.
     """
     graph.outputs = [output for output in graph.outputs if output.kind not in drop]
-    for apply in (*PASSES, *(FUSIONS if fuse else ())):
-        note = apply(graph)
-        if note:
-            graph.notes.append(note)
-    return _renumber(graph)
+    remove_dead(graph)
+    _apply(graph, disabled, numbers_first=False)
+    protect_mutated_buffers(graph)
+    result = _renumber(graph)
+    _apply(result, disabled, numbers_first=True)
+    return result
+
+
+def _apply(graph: TrainingGraph, disabled: Collection[str], *, numbers_first: bool) -> None:
+    for name, row in REWRITES.items():
+        if row.numbers_first == numbers_first and name not in disabled:
+            note = row.apply(graph)
+            if note:
+                graph.notes.append(f"{note} ({name})")
+            if not numbers_first:
+                remove_dead(graph)
+
+
+def disabled_rewrites(names: Iterable[str], planner: str) -> frozenset[str]:
+    """What is not to be made: what the user switched off, and under `keep-all` whatever changes rounding.
+
+    Without this package's compiled operators fused ones are slower than what they replace.
+
+    Raises:
+        ValueError: there is no such rewrite.
+        TypeError: one name in place of several.
+    """
+    if isinstance(names, str):
+        raise TypeError(f"disable_rewrites takes several names: write [{names!r}]")
+    asked = frozenset(names)
+    unknown = sorted(asked - set(REWRITES))
+    if unknown:
+        raise ValueError(f"there is no rewrite {unknown[0]!r}; there are {', '.join(REWRITES)}")
+    if planner == "keep-all" or not has_kernels:
+        return asked | {name for name, row in REWRITES.items() if not row.is_exact}
+    return asked
 
 
 def remove_copies(graph: TrainingGraph) -> str | None:
@@ -185,23 +233,23 @@ def rematerialize_dropout(graph: TrainingGraph) -> str | None:
     return f"{count} dropout outputs can be recomputed from their masks" if count else None
 
 
-# The order matters: what is dead is known once copies and unused gradients are gone.
-PASSES: tuple[Pass, ...] = (
-    remove_copies,
-    remove_dead,
-    mask_unused_gradients,
-    sum_bias_gradients,
-    mark_shape_reads,
-    remove_dead,
-    protect_mutated_buffers,
-)
-# They look for ops as the passes before leave them.
-FUSIONS: tuple[Pass, ...] = (fuse_batch_norm,)
-REMATERIALIZERS: tuple[Pass, ...] = (rematerialize_batch_norm, rematerialize_dropout)
+# In the order in which they are made: fusions look for ops as the rewrites before leave them.
+REWRITES = {
+    row.apply.__name__: row
+    for row in (
+        Rewrite(remove_copies),
+        Rewrite(mask_unused_gradients),
+        Rewrite(sum_bias_gradients),
+        Rewrite(mark_shape_reads),
+        Rewrite(fuse_batch_norm, is_exact=False),
+        Rewrite(rematerialize_batch_norm, numbers_first=True),
+        Rewrite(rematerialize_dropout, numbers_first=True),
+    )
+}
 
 
 def _renumber(graph: TrainingGraph) -> TrainingGraph:
-    """Drop values that nothing names, number ops and values anew, and put the rematerializers behind the program."""
+    """Drop values that nothing names, and number ops and values anew."""
     named = {v for op in graph.ops for v in (*op.reads, *op.shape_reads, *op.results)}
     named |= graph.output_values | set(graph.inputs)
     named |= {graph.values[v].base for v in named}
@@ -228,7 +276,7 @@ def _renumber(graph: TrainingGraph) -> TrainingGraph:
         )
         for op in graph.ops
     ]
-    result = TrainingGraph(
+    return TrainingGraph(
         ops=ops,
         values=values,
         inputs=[new_index[v] for v in graph.inputs],
@@ -238,11 +286,6 @@ def _renumber(graph: TrainingGraph) -> TrainingGraph:
         constants={new_index[v]: t for v, t in graph.constants.items() if v in named},
         notes=graph.notes,
     )
-    for add in REMATERIALIZERS:
-        note = add(result)
-        if note:
-            result.notes.append(note)
-    return result
 
 
 def _substitute(graph: TrainingGraph, substitute: dict[int, int]) -> None:

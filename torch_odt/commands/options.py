@@ -50,6 +50,13 @@ def add_budget(parser: argparse.ArgumentParser, *, default: str | None, absent: 
         help="count the whole process, or what training adds to it (default: process)",
     )
     parser.add_argument("--planner", default="auto", help="who makes the plan (default: auto)")
+    parser.add_argument(
+        "--disable-rewrite",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="leave the graph as it is in one respect, such as fuse_batch_norm; may be given several times",
+    )
 
 
 def check_folder(option: str, path: Path | None) -> None:
@@ -95,13 +102,18 @@ def make_budget(text: str, of: str) -> Budget:
         raise UserError(f"--budget: {error}") from None
 
 
-def check_planner(name: str) -> None:
-    """Raises UserError unless there is such a planner."""
+def check_planning(arguments: argparse.Namespace) -> None:
+    """Raises UserError unless there are a planner and rewrites of these names."""
+    from torch_odt.capture.rewrite import disabled_rewrites
     from torch_odt.planning.registry import planner_names
 
     names = ("auto", *(known for known in planner_names() if known != "auto"))
-    if name not in names:
-        raise UserError(f"--planner {name}: there is no such planner; there are {', '.join(names)}")
+    if arguments.planner not in names:
+        raise UserError(f"--planner {arguments.planner}: there is no such planner; there are {', '.join(names)}")
+    try:
+        disabled_rewrites(arguments.disable_rewrite, arguments.planner)
+    except ValueError as error:
+        raise UserError(f"--disable-rewrite: {error}") from None
 
 
 def print_json(document: dict[str, Any]) -> None:

@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Plan, print, draw."""
-    options.check_planner(arguments.planner)
+    options.check_planning(arguments)
     _check_plot(arguments.plot)
     costs = _read_costs(arguments.costs)
     task = task_of(arguments)
@@ -62,6 +62,7 @@ def _plan(arguments: argparse.Namespace, task: Task, budget: odt.Budget, costs: 
             task.batch,
             budget=budget,
             planner=arguments.planner,
+            disable_rewrites=arguments.disable_rewrite,
             optimizer=make_optimizer(arguments.optimizer, task.model, None) if arguments.optimizer else None,
             costs=costs,
         )

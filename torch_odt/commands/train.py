@@ -85,7 +85,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Train, validate every epoch, save."""
     options.check_folder("--save", arguments.save)
-    options.check_planner(arguments.planner)
+    options.check_planning(arguments)
     budget = options.make_budget(arguments.budget, arguments.budget_of)
     torch.manual_seed(arguments.seed)
     data = load_data(
@@ -97,7 +97,14 @@ def run(arguments: argparse.Namespace) -> int:
     optimizer = make_optimizer(arguments.optimizer, model, arguments.lr)
     with MemoryGauge() as gauge, beside_loop(budget) as step_budget:
         with as_user_errors(ValueError):
-            step = odt.TrainStep(model, F.cross_entropy, optimizer, budget=step_budget, planner=arguments.planner)
+            step = odt.TrainStep(
+                model,
+                F.cross_entropy,
+                optimizer,
+                budget=step_budget,
+                planner=arguments.planner,
+                disable_rewrites=arguments.disable_rewrite,
+            )
         report = _train(arguments, step, model, data, budget, gauge)
     if arguments.save is not None:
         save(model, arguments.save)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from torch_odt.capture.costs import Costs
 from torch_odt.capture.graph import TrainingGraph
 from torch_odt.capture.machine import settings_name
 from torch_odt.capture.profile import Progress
+from torch_odt.capture.rewrite import disabled_rewrites
 from torch_odt.execute.loss import make_compute
 from torch_odt.execute.optimizer_cost import optimizer_cost
 from torch_odt.execute.prepare import capture_whole, make_plan, profile_graph
@@ -34,6 +35,7 @@ def plan(
     budget: int | str | Budget,
     optimizer: torch.optim.Optimizer | None = None,
     planner: str = "auto",
+    disable_rewrites: Iterable[str] = (),
     micro_batch: int | None = None,
     costs: CostTable | None = None,
     cache: CacheOption = None,
@@ -43,7 +45,7 @@ def plan(
     Choose it to learn before training what a budget costs in time, or what a model needs at least.
 
     Args:
-        model, loss_fn, budget, planner, micro_batch, cache: as for `TrainStep`.
+        model, loss_fn, budget, planner, disable_rewrites, micro_batch, cache: as for `TrainStep`.
         batch: what a step would be called with: a tuple of inputs and the target, or a dict of keyword arguments.
         optimizer: its state and temporaries are counted; without one nothing is reserved for it.
         costs: measurements of another machine; by default this machine is measured.
@@ -59,7 +61,7 @@ def plan(
         >>> odt.plan(model, torch.nn.functional.cross_entropy, batch, budget="8GiB", cache=False).planner
         'keep-all'
     """
-    request = _request(model, loss_fn, budget, optimizer, planner, micro_batch, costs, cache)
+    request = _request(model, loss_fn, budget, optimizer, planner, disable_rewrites, micro_batch, costs, cache)
     args, kwargs = ((), batch) if isinstance(batch, dict) else (tuple(batch), {})
     try:
         return make_plan(request, args, kwargs)
@@ -94,7 +96,7 @@ def measured(
     Raises:
         CaptureError: the step cannot be captured.
     """
-    request = _request(model, loss_fn, "auto", None, "auto", None, None, cache)
+    request = _request(model, loss_fn, "auto", None, "auto", (), None, None, cache)
     args, kwargs = ((), batch) if isinstance(batch, dict) else (tuple(batch), {})
     graph = capture_whole(request, args, kwargs)
     try:
@@ -109,6 +111,7 @@ def _request(
     budget: int | str | Budget,
     optimizer: torch.optim.Optimizer | None,
     planner: str,
+    disable_rewrites: Iterable[str],
     micro_batch: int | None,
     costs: CostTable | None,
     cache: CacheOption,
@@ -123,6 +126,7 @@ def _request(
         level_bytes=memory.process_bytes(),
         optimizer_cost=None if optimizer is None else optimizer_cost(optimizer),
         planner=planner,
+        disabled_rewrites=disabled_rewrites(disable_rewrites, planner),
         micro_batch=micro_batch,
         accumulates=False,
         cache=Cache.of_value(cache),

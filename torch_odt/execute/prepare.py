@@ -139,7 +139,9 @@ class _Session:
         missing = [size for size in sizes if size not in self.traced]
         found = capture_sizes(self.request, self.args, self.kwargs, self.samples, missing)
         drop: tuple[OutputKind, ...] = () if self.want_results else ("result",)
-        self.traced |= {size: replace(step, graph=rewrite(step.graph, drop=drop)) for size, step in found.items()}
+        disabled = self.request.disabled_rewrites
+        for size, step in found.items():
+            self.traced[size] = replace(step, graph=rewrite(step.graph, drop=drop, disabled=disabled))
         return {size: self.traced[size].graph for size in sizes}
 
     def candidates(self) -> Candidates:

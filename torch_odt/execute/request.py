@@ -28,6 +28,7 @@ class StepRequest:
         compute: `compute(model, args, kwargs) -> (loss, outputs)`.
         level_bytes: what the process held when the step object was made.
         optimizer_cost: what the optimizer holds; None where there is none.
+        disabled_rewrites: names of rewrites that are not to be made.
         accumulates: gradients of several calls are summed before an optimizer step.
     """
 
@@ -38,6 +39,7 @@ class StepRequest:
     level_bytes: int
     optimizer_cost: OptimizerCost | None
     planner: str
+    disabled_rewrites: frozenset[str]
     micro_batch: int | None
     accumulates: bool
     cache: Cache

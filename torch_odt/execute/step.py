@@ -14,6 +14,7 @@ from torch import nn
 from torch_odt import memory
 from torch_odt.cache import Cache, CacheOption
 from torch_odt.capture.loss_modules import loss_module
+from torch_odt.capture.rewrite import disabled_rewrites
 from torch_odt.capture.trace import TracedStep
 from torch_odt.errors import NonFiniteLossWarning, OdtWarning
 from torch_odt.execute.accounting import held_by_process, make_room
@@ -42,8 +43,9 @@ class TrainStep:
     step and cut the batch where that is exact. Where the loop must stay as it is, use `wrap`.
 
     The step is captured and planned at the first call, and again whenever the batch's shape, the model's mode, its
-    trainable parameters or plain Python values that its code reads change. Every number it computes is plain PyTorch's;
-    what is planned is when each tensor exists.
+    trainable parameters or plain Python values that its code reads change. Every number it computes is plain PyTorch's
+    but for float32's rounding; what is planned is when each tensor exists. With `planner="keep-all"`, or with the
+    rewrites that round differently switched off, what is not cut into micro-batches has plain PyTorch's very bits.
 
     Args:
         model: any `nn.Module` on the CPU. It stays as it is: same parameters, same `state_dict()`.
@@ -52,6 +54,7 @@ class TrainStep:
         optimizer: any `torch.optim.Optimizer` whose `step()` takes no closure.
         budget: bytes, as `Budget` takes them ("512MiB", "80%", "auto", an int, or a `Budget`).
         planner: "auto", or the name of one planner.
+        disable_rewrites: names of rewrites that are not to be made ("fuse_batch_norm"); the plan names those that are.
         micro_batch: samples to a micro-batch; None lets the planner choose. A step whose samples influence each other
             (BatchNorm in training mode) is never cut.
         accumulation_steps: optimizer steps are taken every so many calls, over the mean of all their samples.
@@ -63,7 +66,8 @@ class TrainStep:
     Raises:
         InfeasibleBudget: at the first call, when no plan fits; it names the smallest budget that does.
         CaptureError: at the first call, when `micro_batch` is given and micro-batches would not add up to the step.
-        ValueError: the model has nothing to train, or lies on another device, or the optimizer needs a closure.
+        ValueError: the model has nothing to train, or lies on another device, or the optimizer needs a closure, or
+            there is no rewrite of that name.
         TypeError: the model has been compiled by torch.compile, or an argument is none of what it should be.
 
     Example:
@@ -83,6 +87,7 @@ class TrainStep:
         *,
         budget: int | str | Budget,
         planner: str = "auto",
+        disable_rewrites: Iterable[str] = (),
         micro_batch: int | None = None,
         accumulation_steps: int = 1,
         clip_grad_norm: float | None = None,
@@ -114,6 +119,7 @@ class TrainStep:
             level_bytes=held_by_process(),
             optimizer_cost=optimizer_cost(optimizer),
             planner=planner,
+            disabled_rewrites=disabled_rewrites(disable_rewrites, planner),
             micro_batch=micro_batch,
             accumulates=accumulation_steps > 1,
             cache=Cache.of_value(cache),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -12,6 +12,7 @@ from torch import fx, nn
 
 from torch_odt.cache import Cache, CacheOption
 from torch_odt.capture.partition import GraphPiece, inference_piece, partition
+from torch_odt.capture.rewrite import disabled_rewrites
 from torch_odt.capture.trace import eager_recurrent_layers
 from torch_odt.errors import CaptureError, InfeasibleBudget, OdtWarning, first_line
 from torch_odt.execute.checkpointing import checkpointed
@@ -44,6 +45,7 @@ def wrap(
     *,
     budget: int | str | Budget,
     planner: str = "auto",
+    disable_rewrites: Iterable[str] = (),
     cache: CacheOption = None,
 ) -> Model:
     """Keep a model's training inside a budget while the loop stays as it is.
@@ -52,18 +54,20 @@ def wrap(
     is yours, `TrainStep` needs less memory: it sees the loss and the optimizer.
 
     The model is changed in place and returned: it remains the same object of the same class with the same
-    `state_dict()`, and copies of it are plain models. Every number it computes is plain PyTorch's. The first step runs
-    with the fewest bytes; then the whole step is planned. `plan_of(model)` tells the plan, `unwrap(model)` undoes it.
+    `state_dict()`, and copies of it are plain models. Every number it computes is plain PyTorch's but for float32's
+    rounding (not even that under `planner="keep-all"`). The first step runs with the fewest bytes; then the whole step
+    is planned. `plan_of(model)` tells the plan, `unwrap(model)` undoes it.
 
     Args:
         model: any `nn.Module` on the CPU.
         budget: bytes, as `Budget` takes them ("512MiB", "80%", "auto", an int, or a `Budget`).
         planner: "auto", or the name of one planner.
+        disable_rewrites: names of rewrites that are not to be made ("fuse_batch_norm"); the plan names those that are.
         cache: folder for measurements, None for the default one, False for none.
 
     Raises:
         InfeasibleBudget: at a forward pass, before the first operator that cannot fit.
-        ValueError: a parameter is not on the CPU.
+        ValueError: a parameter is not on the CPU, or there is no rewrite of that name.
         TypeError: `model` is no `nn.Module`, or has been compiled by torch.compile already.
 
     Warns:
@@ -83,8 +87,9 @@ def wrap(
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if tensor.device.type != "cpu":
             raise ValueError(f"{name} is on {tensor.device}; torch_odt trains on the CPU in this version")
+    disabled = disabled_rewrites(disable_rewrites, planner)
     unwrap(model)
-    session = WrapSession(model, Budget.of_value(budget), planner, Cache.of_value(cache))
+    session = WrapSession(model, Budget.of_value(budget), planner, disabled, Cache.of_value(cache))
     model._compiled_call_impl = _WrappedCall(model, session)
     return model
 
@@ -255,7 +260,7 @@ class _Compilation:
 
         try:
             with _real_tensors():
-                piece, forward, backward = partition(joint, num_fwd_outputs)
+                piece, forward, backward = partition(joint, num_fwd_outputs, self._session.disabled_rewrites)
         except CaptureError as error:
             self._session.ledger.note(f"a graph runs without a plan: {error}")
             return default_partition(joint, inputs, num_fwd_outputs=num_fwd_outputs, **options)
@@ -271,7 +276,7 @@ class _Compilation:
     def _inference(self, module: fx.GraphModule, inputs: Any) -> Callable[..., Any]:
         try:
             with _real_tensors():
-                piece: GraphPiece = inference_piece(module)
+                piece: GraphPiece = inference_piece(module, self._session.disabled_rewrites)
         except CaptureError as error:
             self._session.ledger.note(f"a graph runs without a plan: {error}")
             return _interpreted(module)

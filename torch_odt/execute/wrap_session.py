@@ -76,16 +76,20 @@ class WrapSession:
         model: the wrapped model.
         budget: what the process, or the training, may hold.
         planner: a planner's name.
+        disabled_rewrites: names of rewrites that are not to be made.
         cache: where measurements of ops are kept.
     """
 
-    def __init__(self, model: nn.Module, budget: Budget, planner: str, cache: Cache) -> None:
+    def __init__(
+        self, model: nn.Module, budget: Budget, planner: str, disabled_rewrites: frozenset[str], cache: Cache
+    ) -> None:
         memory.install()
         self.calls = Calls()
         self.level_bytes = held_by_process()
         self._asked = budget
         self.budget: ResolvedBudget = budget.resolve(self.level_bytes)
         self.ledger = Ledger()
+        self.disabled_rewrites = disabled_rewrites
         self.runner_count = 0
         self.run_count = 0
         self._level_allocated = memory.stats().allocated_bytes
