@@ -1,18 +1,16 @@
 """The same training inside a budget: every model of the table, through both doors, at several budgets.
 
-What "the same" means is said in `exactness.py`. One plain float32 and one float64 run of a model serve all its tests.
+What "the same" means is said in `exactness.py`. Rewrites that change the order of sums are off here, so that what is
+not cut into micro-batches must have plain PyTorch's bits; `test_fused_steps.py` has them on. One plain float32 and one
+float64 run of a model serve all its tests.
 """
 
 from __future__ import annotations
 
-import abc
-import contextlib
-import copy
 import functools
 import gc
-from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +18,11 @@ import exactness
 import pytest
 import torch
 from exactness import Outcome, assert_as_exact, assert_identical, assert_same_random_state
-from models import AWKWARD, CASES, Batch, ModelCase, bert_batch, case_named
+from models import AWKWARD, CASES, ModelCase, bert_batch, case_named
 
 import torch_odt as odt
-from torch_odt.execute.accounting import held_by_process
+from tests.execute.doors import Door, Planned, open_door
+from torch_odt.capture.rewrite import inexact_rewrites
 
 # Dynamo looks at the gradients of what crosses from one part of a model to the next.
 pytestmark = [
@@ -45,17 +44,6 @@ PLENTY = odt.Budget("8GiB", of="training")
 UNPLANNED_BYTES = 1 << 20
 # By how much what a capture leaves in the process differs from one to the next.
 NOISE_BYTES = 12 << 20
-
-
-@dataclass
-class Planned:
-    """What both doors' plans say, and the allocations that were not as planned, by reason."""
-
-    captured: bool
-    peak_bytes: int
-    micro_batch: int | None
-    notes: list[str]
-    departures: Counter[str] = field(default_factory=Counter)
 
 
 class Trials:
@@ -102,90 +90,7 @@ class Trials:
 
     def open(self, door: str, budget: odt.Budget, **options: Any) -> Door:
         """A door as a fresh start finds it."""
-        torch._dynamo.reset()
-        return {"step": StepDoor, "wrap": WrapDoor}[door](self.case, budget, cache=self.cache, **options)
-
-
-class Door(abc.ABC):
-    """A model that is trained from the state, the seed and the data of the plain run, at one budget after the other."""
-
-    def __init__(self, case: ModelCase, autocast: bool = False) -> None:
-        self.case = case
-        self.model = case.model()
-        self.batches = case.batches(exactness.STEPS)
-        self._autocast = autocast
-        self._start = copy.deepcopy(self.model.state_dict())
-
-    def train(self, budget: odt.Budget) -> tuple[Outcome, Planned]:
-        self.model.zero_grad()
-        self.model.load_state_dict(self._start)
-        torch.manual_seed(exactness.SEED)
-        step = self._ready(budget)
-        level, departed = _allocated(), _departed()
-
-        def call(batch: Batch) -> torch.Tensor:
-            with torch.autocast("cpu", torch.bfloat16, enabled=self._autocast):
-                return step(batch)
-
-        outcome = exactness.train(self.model, self.batches, call, lambda: _counted(level))
-        planned = self._planned()
-        planned.departures = _departed() - departed
-        return outcome, planned
-
-    @abc.abstractmethod
-    def _ready(self, budget: odt.Budget) -> Callable[[Batch], torch.Tensor]:
-        """What trains on a batch within the budget."""
-
-    @abc.abstractmethod
-    def _planned(self) -> Planned:
-        """What the plan of the last run says."""
-
-
-class StepDoor(Door):
-    """`odt.TrainStep`."""
-
-    def __init__(self, case: ModelCase, budget: odt.Budget, *, autocast: bool = False, **options: Any) -> None:
-        super().__init__(case, autocast)
-        optimizer = exactness.make_optimizer(self.model.parameters())
-        self._step = odt.TrainStep(self.model, case.loss_fn, optimizer, budget=budget, **options)
-
-    def _ready(self, budget: odt.Budget) -> Callable[[Batch], torch.Tensor]:
-        self._step.optimizer.state.clear()
-        self._step.budget = budget
-        # As a new step would: what the tests have kept since is not training's.
-        self._step._request.level_bytes = held_by_process()
-        return lambda batch: self._step(*batch[0], **batch[1])
-
-    def _planned(self) -> Planned:
-        plan = self._step.plan
-        return Planned(plan.captured, plan.peak_bytes, plan.micro_batch, list(plan.notes))
-
-
-class WrapDoor(Door):
-    """An ordinary loop over `odt.wrap(model)`."""
-
-    def __init__(self, case: ModelCase, budget: odt.Budget, *, autocast: bool = False, **options: Any) -> None:
-        super().__init__(case, autocast)
-        odt.wrap(self.model, budget=budget, **options)
-        assert list(self.model.state_dict()) == list(self._start)
-
-    def _ready(self, budget: odt.Budget) -> Callable[[Batch], torch.Tensor]:
-        odt.set_budget(self.model, budget)
-        optimizer = exactness.make_optimizer(self.model.parameters())
-
-        def step(batch: Batch) -> torch.Tensor:
-            optimizer.zero_grad()
-            loss = self.case.loss(self.model, batch)
-            with torch.autocast("cpu", enabled=False):
-                loss.backward()
-            optimizer.step()
-            return loss
-
-        return step
-
-    def _planned(self) -> Planned:
-        plan = odt.plan_of(self.model)
-        return Planned(plan.captured, plan.peak_bytes, plan.micro_batch, list(plan.notes))
+        return open_door(door, self.case, budget, cache=self.cache, disable_rewrites=inexact_rewrites(), **options)
 
 
 @pytest.fixture(scope="module")
@@ -200,27 +105,6 @@ def trials(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 def _random_state() -> Iterator[None]:
     with torch.random.fork_rng(devices=[]):
         yield
-
-
-def _allocated() -> int:
-    return odt.memory.stats().allocated_bytes if odt.memory.is_tracking() else 0
-
-
-def _departed() -> Counter[str]:
-    """Allocations so far that were not as planned, by reason; no model of the table allocates by its data."""
-    arena = odt.memory.stats().arena
-    return Counter() if arena is None else Counter({**arena.misses, "smaller": arena.smaller})
-
-
-@contextlib.contextmanager
-def _counted(level: int) -> Iterator[list[int]]:
-    """Yields a list that holds the allocator's peak above `level` once the body is done; empty where nothing counts."""
-    peaks: list[int] = []
-    if odt.memory.is_tracking():
-        odt.memory.reset_peak()
-    yield peaks
-    if odt.memory.is_tracking():
-        peaks.append(odt.memory.stats().peak_bytes - level)
 
 
 def _assert_inside(outcome: Outcome, budget_bytes: int) -> None:

@@ -148,24 +148,25 @@ def _takes(graph: TrainingGraph, match: _Match) -> bool:
         if (gradient.shape, gradient.dtype) != (x.shape, x.dtype):
             return False
     results = [graph.values[value] for value in like_x if value is not None]
+    parameters = "float64" if x.dtype == "float64" else "float32"
     per_channel = [*refs(match.norm.args[1:5]), *match.norm.writes[3:]]
     if match.norm_backward is not None:
         per_channel += match.norm_backward.writes[1:]
     return (
-        x.dtype in ("float32", "bfloat16")
+        x.dtype in ("float32", "float64", "bfloat16")
         # InstanceNorm is a BatchNorm with averages made for the occasion: a batch of it can be cut into micro-batches,
         # which is worth more.
         and graph.values[match.norm.args[3].value].kind != "computed"
         and math.prod(x.shape) > 0
         and all((value.shape, value.stride, value.dtype) == (x.shape, x.stride, x.dtype) for value in results)
-        and all(graph.values[value].dtype == "float32" for value in per_channel if value is not None)
+        and all(graph.values[value].dtype == parameters for value in per_channel if value is not None)
     )
 
 
 def _correct_statistics(graph: TrainingGraph, match: _Match) -> None:
     """Tracing takes the statistics of a bfloat16 input for bfloat16; they are float32."""
     for value in match.norm.writes[1:3]:
-        if value is not None:
+        if value is not None and graph.values[value].dtype == "bfloat16":
             graph.values[value].dtype = "float32"
             graph.values[value].nbytes = 4 * math.prod(graph.values[value].shape)
 

@@ -64,6 +64,11 @@ def _apply(graph: TrainingGraph, disabled: Collection[str], *, numbers_first: bo
                 remove_dead(graph)
 
 
+def inexact_rewrites() -> frozenset[str]:
+    """Those after which results agree within rounding, not bit for bit."""
+    return frozenset(name for name, row in REWRITES.items() if not row.is_exact)
+
+
 def disabled_rewrites(names: Iterable[str], planner: str) -> frozenset[str]:
     """What is not to be made: what the user switched off, and under `keep-all` whatever changes rounding.
 
@@ -80,7 +85,7 @@ def disabled_rewrites(names: Iterable[str], planner: str) -> frozenset[str]:
     if unknown:
         raise ValueError(f"there is no rewrite {unknown[0]!r}; there are {', '.join(REWRITES)}")
     if planner == "keep-all" or not has_kernels:
-        return asked | {name for name, row in REWRITES.items() if not row.is_exact}
+        return asked | inexact_rewrites()
     return asked
 
 
