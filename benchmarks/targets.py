@@ -11,6 +11,18 @@ from report import Row, exactness, masks_only, read_results, usable
 MIB = 2**20
 # The pages of code that a method touches for the first time are resident, but the kernel can take them back.
 _SHARE_TOLERANCE = 0.005
+# At most so many times eager's seconds, at shares of eager's peak.
+_OTHERS = {1.0: 1.0, 0.5: 1.0}
+_DEEP = {1.0: 1.0, 0.5: 0.95, 0.25: 1.1}
+_LIMITS = {
+    "mobilenet_v2": {1.0: 0.7, 0.5: 0.75, 0.3: 1.25, 0.25: 0.9},
+    "resnet50": _DEEP,
+    "densenet121": _DEEP,
+    "googlenet": _DEEP,
+    "resnet18": {1.0: 1.0, 0.5: 1.0, 0.4: 1.0},
+    "squeezenet1_1": {1.0: 1.0, 0.5: 1.0, 0.4: 1.0, 0.25: 1.1},
+    "bert_small": {1.0: 1.0, 0.5: 1.0, 0.25: 1.1},
+}
 Verdict = tuple[str, bool | None, str]
 
 
@@ -33,11 +45,9 @@ def model_targets(model: dict[str, Any]) -> Iterator[Verdict]:
 
 
 def _speed(model: dict[str, Any]) -> Iterator[Verdict]:
-    yield _ratio(model, 0.5, 1.0)
-    if model["model"] == "mobilenet_v2":
-        yield _ratio(model, 0.3, 1.25)
+    for share, limit in _LIMITS.get(model["model"], _OTHERS).items():
+        yield _ratio(model, share, limit)
     if masks_only(model):
-        yield _ratio(model, 0.25, 1.1)
         yield _against_micro_batches(model)
 
 
