@@ -68,9 +68,11 @@ def execute(graph: TrainingGraph, model: nn.Module, args: tuple[Tensor, ...]) ->
     return collected.found
 
 
-def check_against_plain(model: nn.Module, *args: Tensor, loss_fn: Any = F.mse_loss) -> TrainingGraph:
+def check_against_plain(
+    model: nn.Module, *args: Tensor, loss_fn: Any = F.mse_loss, disabled: Any = ()
+) -> TrainingGraph:
     """Loss, gradients, buffers and random state are plain PyTorch's, bit for bit."""
-    graph = capture(model, *args, loss_fn=loss_fn)
+    graph = capture(model, *args, loss_fn=loss_fn, disabled=disabled)
     plain = copy.deepcopy(model)
     state = torch.get_rng_state()
     found = execute(graph, model, args)

@@ -78,6 +78,7 @@ def test_json_has_no_numbers_that_json_lacks(capsys: pytest.CaptureFixture[str])
     [
         (("plan", "--model", "resnet19"), "did you mean resnet1"),
         (("plan", "--model", "resnet18", "--planner", "oracle"), "there are auto"),
+        (("plan", "--model", "resnet18", "--disable-rewrite", "fuse"), "there is no rewrite 'fuse'"),
         (("plan", "--model", "resnet18", "--budget", "lots"), "'lots' is not a number of bytes"),
         (("plan", "--model", "resnet18", "--costs", "absent.json"), "--costs absent.json"),
         (("plan", "--model", "absent.py:make"), "there is no file absent.py"),
