@@ -53,7 +53,7 @@ class Configuration:
 # Keeps glibc from returning pages between steps, which makes eager faster and its resident size larger.
 TUNED_MALLOC = {"MALLOC_MMAP_THRESHOLD_": str(1 << 30), "MALLOC_TRIM_THRESHOLD_": str(1 << 40)}
 
-BUDGET_SHARES = (1.0, 0.5, 0.4, 0.3, 0.25, 0.0)
+BUDGET_SHARES = (0.5, 1.0, 0.4, 0.3, 0.25, 0.0)
 SEGMENTS = (2, 3, 4, 6, 9, 13, 19)
 COMPILE_BUDGETS = (1.0, 0.8, 0.5, 0.3, 0.2, 0.1, 0.0)
 

@@ -48,9 +48,11 @@ clamped_gradient(Storage gradient, Parameter input, Parameter scale, Parameter s
   return std::bit_cast<Parameter>(std::bit_cast<Bits>(load(gradient)) & (ends - 1));
 }
 
-template <typename Storage, typename P>
+template <typename S, typename P>
 struct GradientTerms {
+  using Storage = S;
   using Parameter = P;
+  // Rows of two tensors are as many streams as processors follow.
   static constexpr int64_t kPositionsAtOnce = 1;
   const Storage* gradient;
   Normalised<Storage, Parameter> normalised;

@@ -15,8 +15,9 @@ namespace {
 // few values is, and stays so where one of them is an outlier.
 constexpr int64_t kCentreValues = 16;
 
-template <typename Storage, typename P>
+template <typename S, typename P>
 struct MomentTerms {
+  using Storage = S;
   using Parameter = P;
   static constexpr int64_t kPositionsAtOnce = 2;
   const Storage* input;

@@ -67,17 +67,17 @@ TORCH_ODT_INLINE void add_positions(
     typename Terms::Parameter* __restrict first,
     typename Terms::Parameter* __restrict second) {
   // Processors that see a few streams at once fetch too little ahead of them by themselves.
-  constexpr int64_t kAhead = 512;
-  constexpr int64_t kCacheLine = 64 / sizeof(typename Terms::Parameter);
+  constexpr int64_t kElementBytes = sizeof(typename Terms::Storage);
+  constexpr int64_t kAheadBytes = 2048;
+  constexpr int64_t kLineBytes = 64;
   for (int64_t position = 0; position < positions; ++position) {
-    for (int64_t channel = begin; channel < end; channel += kCacheLine) {
-      terms.prefetch(element + position * channels + channel + kAhead);
+    for (int64_t channel = begin; channel < end; channel += kLineBytes / kElementBytes) {
+      terms.prefetch(element + position * channels + channel + kAheadBytes / kElementBytes);
     }
   }
   for (int64_t channel = begin; channel < end; ++channel) {
     typename Terms::Parameter a = first[channel - begin];
     typename Terms::Parameter b = second[channel - begin];
-#pragma GCC unroll 8
     for (int64_t position = 0; position < positions; ++position) {
       terms.add(element + position * channels + channel, channel, a, b);
     }
@@ -95,7 +95,7 @@ TORCH_ODT_INLINE void sum_positions(
     int64_t channels,
     double* __restrict first,
     double* __restrict second) {
-  // So many channels' sums stay in the nearest cache; of so few positions they round away next to nothing.
+  // So many channels' sums stay in the nearest cache; sums of so few positions round away next to nothing.
   constexpr int64_t kChannels = 512;
   constexpr int64_t kPositions = 16;
   typename Terms::Parameter a[kChannels];

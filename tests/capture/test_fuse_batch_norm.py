@@ -98,7 +98,7 @@ def test_an_output_comes_back_bit_for_bit(activation: Make, memory_format: torch
         assert torch.equal(first, second) and first.stride() == second.stride()
 
 
-def test_nothing_is_fused_unless_asked_for() -> None:
+def test_nothing_is_fused_where_that_is_switched_off() -> None:
     graph = capture(block(nn.ReLU), torch.randn(4, 3, 10, 10), torch.randn(4, 4, 6, 6), fuse=False)
     assert not any(op.target.startswith("torch_odt.") for op in graph.ops)
 
@@ -154,9 +154,30 @@ def test_other_statistics_are_left_alone(change: Callable[[nn.Module], Any]) -> 
 
 
 def test_types_that_the_operators_do_not_take_are_left_alone() -> None:
-    model = block(nn.ReLU).double()
-    graph = capture(model, torch.randn(4, 3, 10, 10).double(), torch.randn(4, 4, 6, 6).double())
+    model = block(nn.ReLU).bfloat16()
+    graph = capture(model, torch.randn(4, 3, 10, 10).bfloat16(), torch.randn(4, 4, 6, 6).bfloat16())
     assert not ops_named(graph, FUSED)
+
+
+class UsedTwice(nn.Module):
+    """A BatchNorm whose second call reads what the first has made of its averages."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        return self.norm(x).relu() + self.norm(2 * x + 1).relu()
+
+
+def test_both_calls_of_a_batch_norm_are_fused() -> None:
+    check(UsedTwice(), torch.randn(4, 3, 10, 10), torch.randn(4, 4, 8, 8), 2)
+
+
+def test_instance_norm_with_averages_is_left_alone() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.InstanceNorm2d(4, track_running_stats=True), nn.ReLU())
+    check(model, torch.randn(4, 3, 10, 10), torch.randn(4, 4, 8, 8), 0)
 
 
 def test_vectors_are_fused() -> None:

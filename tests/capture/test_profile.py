@@ -31,7 +31,7 @@ from torch_odt.capture.layouts import RealLayouts
 from torch_odt.capture.machine import machine_name, settings_name
 from torch_odt.capture.operators import resolve
 from torch_odt.capture.profile import profile
-from torch_odt.capture.rewrite import rewrite
+from torch_odt.capture.rewrite import inexact_rewrites, rewrite
 from torch_odt.capture.synthetic import SyntheticInputs
 from torch_odt.capture.trace import trace_step
 from torch_odt.errors import PlanError
@@ -54,7 +54,7 @@ def captured(name: str, autocast: bool = False) -> TrainingGraph:
 
     with torch.random.fork_rng():
         model = case.make()
-    return rewrite(trace_step(model, case.loss_fn, compute, (args, kwargs)).graph)
+    return rewrite(trace_step(model, case.loss_fn, compute, (args, kwargs)).graph, disabled=inexact_rewrites())
 
 
 def graph_of(

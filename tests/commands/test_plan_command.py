@@ -28,6 +28,14 @@ def test_plan_as_json(terminal: Terminal, model: tuple[str, ...]) -> None:
     assert outcome.document["peak_bytes"] <= 64 << 20
 
 
+def test_a_rewrite_can_be_switched_off(terminal: Terminal) -> None:
+    words = ("plan", "--model", "resnet18", "--input", "2x3x32x32", "--budget", "4GiB", "--json")
+    for more, is_fused in ((), True), (("--disable-rewrite", "fuse_batch_norm"), False):
+        outcome = terminal(*words, *more)
+        assert outcome.code == 0
+        assert any("(fuse_batch_norm)" in note for note in json.loads(outcome.out)["notes"]) is is_fused
+
+
 def test_infeasible_budget_is_code_2_and_names_the_smallest(terminal: Terminal, model: tuple[str, ...]) -> None:
     outcome = terminal("plan", *model, "--budget", "1kB", "--budget-of", "training")
     assert outcome.code == 2

@@ -61,10 +61,12 @@ NAMES = ["mobilenet_v2", "mobilenet_v2-channels_last", "resnet18", "resnet18-cha
 def assert_near(
     outcome: exactness.Outcome, plain: exactness.Outcome, exact: exactness.Outcome, rounding: float
 ) -> None:
-    """Losses and buffers closely, gradients and what they make of parameters roughly.
+    """The first loss closely, gradients and what they make of parameters roughly.
 
-    Buffers of the later steps follow parameters that gradients have moved.
+    Later losses, and buffers, follow parameters that gradients have moved.
     """
+    first = (exactness.Outcome({"losses": {"0": of.tensors["losses"]["0"]}}) for of in (outcome, plain, exact))
+    exactness.assert_as_exact(*first, rounding)
 
     def parts(of: exactness.Outcome, gradients: bool) -> exactness.Outcome:
         return exactness.Outcome(

@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from torch_odt import Budget
+from torch_odt.capture.rewrite import inexact_rewrites
 from torch_odt.execute.wrap import session_of, wrap
 from torch_odt.execute.wrap_plan import StepPlan
 
@@ -21,9 +22,10 @@ def training(amount: str | int) -> Budget:
 
 
 def wrapped(model: nn.Module, budget: Budget | None = None, **options: Any) -> tuple[nn.Module, nn.Module]:
-    """A wrapped model and a plain copy of it."""
+    """A wrapped model, whose every bit is plain PyTorch's, and a plain copy of it."""
     reference = copy.deepcopy(model)
-    return wrap(model, budget=budget or training("1GiB"), cache=False, **options), reference
+    usual = {"budget": budget or training("1GiB"), "cache": False, "disable_rewrites": inexact_rewrites()}
+    return wrap(model, **usual | options), reference
 
 
 class Conv(nn.Module):

@@ -138,7 +138,7 @@ def test_a_plan_prints_what_it_says() -> None:
         "what was asked for",
         "8 samples, at once",
         "5.0 MiB of 8.0 MiB, 63%",
-        "4.50 s in operators, 1.29 times the 3.50 s of keep-all; 4 calls recomputed",
+        "4.50 s in operators, 1.29 times the 3.50 s of keeping everything; 4 calls recomputed",
         "3.0 MiB would still be feasible",
         "optimizer state",
         "made by its first step",

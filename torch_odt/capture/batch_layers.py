@@ -21,7 +21,6 @@ from torch_odt.capture.batch_state import (
 )
 
 _MEAN, _SUM = 1, 2
-_STATISTICS_OVER_THE_BATCH = "BatchNorm in training mode takes its statistics over the whole batch"
 
 
 def _optional(call: Call, *names: str) -> list[Operand]:
@@ -140,17 +139,12 @@ def _batch_norm_backward(call: Call) -> list[State]:
     return [state, _as_part(state), _as_part(state)]
 
 
-@rule("torch_odt.batch_norm_act.default")
-def _batch_norm_act(call: Call) -> State:
-    raise NotSeparable(_STATISTICS_OVER_THE_BATCH)
-
-
 def _batch_as_channels(call: Call, data: list[Operand], others: list[Operand]) -> State:
     """InstanceNorm is a BatchNorm in which every channel of every sample is a channel."""
     if all(operand.kind == "same" for operand in [*data, *others]):
         return State("same")
     if any(operand.kind != "slice" or operand.axis != (1, data[0].state.outer) for operand in data):
-        raise NotSeparable(_STATISTICS_OVER_THE_BATCH)
+        raise NotSeparable("BatchNorm in training mode takes its statistics over the whole batch")
     return _leading(call, others) if others else State("slice", 0, outer=data[0].state.outer)
 
 

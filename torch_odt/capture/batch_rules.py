@@ -43,15 +43,12 @@ RULES: dict[str, Rule] = {}
 
 
 def rule(*names: str, free: Sequence[str] = ()) -> Callable[[RuleFunction], RuleFunction]:
-    """Make a function the rule of operators: "mm" or "add.Tensor" of aten, "torch_odt.mm.default" with its namespace.
-
-    A name without overload means "default".
-    """
+    """Make a function the rule of operators: "mm" or "add.Tensor" of aten; a name without overload means "default"."""
 
     def register(function: RuleFunction) -> RuleFunction:
         for name in names:
             overload = name if "." in name else f"{name}.default"
-            RULES[name if name.count(".") == 2 else f"aten.{overload}"] = Rule(function, frozenset(free))
+            RULES[f"aten.{overload}"] = Rule(function, frozenset(free))
         return function
 
     return register

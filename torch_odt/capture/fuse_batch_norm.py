@@ -154,9 +154,6 @@ def _takes(graph: TrainingGraph, match: _Match) -> bool:
         per_channel += match.norm_backward.writes[1:]
     return (
         x.dtype in ("float32", "float64", "bfloat16")
-        # InstanceNorm is a BatchNorm with averages made for the occasion: a batch of it can be cut into micro-batches,
-        # which is worth more.
-        and graph.values[match.norm.args[3].value].kind != "computed"
         and math.prod(x.shape) > 0
         and all((value.shape, value.stride, value.dtype) == (x.shape, x.stride, x.dtype) for value in results)
         and all(graph.values[value].dtype == parameters for value in per_channel if value is not None)

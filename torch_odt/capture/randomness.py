@@ -214,21 +214,28 @@ def hoist_random(micro: TrainingGraph, full: TrainingGraph, separation: Separati
     Raises:
         NotSeparable: the draw of an operator depends on data, so that it cannot be made before the step.
     """
-    graph = _copy(micro)
+    # What rematerializes is made anew with the numbers, and named again.
+    again = [name for name, row in rewrite.REWRITES.items() if row.after_numbering]
+    disabled = [name for name in again if not any(_is_note_of(name, note) for note in micro.notes)]
+    graph = _copy(micro, [note for note in micro.notes if not any(_is_note_of(name, note) for name in again)])
     draws = [_hoist(graph, full, pair, number, separation) for number, pair in enumerate(separation.random_ops)]
     if not draws:
         return HoistedGraph(micro, (), separation)
     rewrite.remove_dead(graph)
     names = {value.name: value.index for value in graph.values}
-    hoisted = rewrite._renumber(graph)
+    hoisted = rewrite.number_anew(graph, disabled)
     new_index = {names[value.name]: value.index for value in hoisted.values}
     draws = [replace(draw, value=new_index[draw.value]) for draw in draws]
     moved = with_values(separation, new_index, random_ops=())
     return HoistedGraph(hoisted, tuple(draws), moved)
 
 
-def _copy(graph: TrainingGraph) -> TrainingGraph:
-    """The program with ops and values of its own; rematerializers are made anew when the copy is numbered."""
+def _is_note_of(name: str, note: str) -> bool:
+    return note.endswith(f"({name})")
+
+
+def _copy(graph: TrainingGraph, notes: list[str]) -> TrainingGraph:
+    """The program with ops and values of its own, without rematerializers."""
     return TrainingGraph(
         ops=[replace(op) for op in graph.program],
         values=[replace(value) for value in graph.values],
@@ -237,11 +244,8 @@ def _copy(graph: TrainingGraph) -> TrainingGraph:
         boundary=graph.boundary,
         program_length=graph.program_length,
         constants=dict(graph.constants),
-        notes=[note for note in graph.notes if not note.endswith(_REMADE_NOTES)],
+        notes=notes,
     )
-
-
-_REMADE_NOTES = ("from the saved statistics", "from their masks")
 
 
 def _hoist(graph: TrainingGraph, full: TrainingGraph, pair: RandomPair, number: int, separation: Separation) -> Draw:

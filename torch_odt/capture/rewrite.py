@@ -8,7 +8,7 @@ Each pass is a function `(TrainingGraph) -> str | None` that changes the graph i
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -27,12 +27,14 @@ class Rewrite:
     Attributes:
         apply: the pass; its function's name is the rewrite's.
         is_exact: every output keeps every bit; otherwise outputs agree within rounding.
-        numbers_first: it needs the graph as it is executed, with its ops and values numbered.
+        needs_kernels: what it puts into the graph is slower than what it replaces unless it is compiled.
+        after_numbering: it adds to the graph as it is executed, with its ops and values numbered.
     """
 
     apply: Pass
     is_exact: bool = True
-    numbers_first: bool = False
+    needs_kernels: bool = False
+    after_numbering: bool = False
 
 
 def rewrite(
@@ -46,22 +48,33 @@ def rewrite(
         disabled: names of rewrites that are not to be made.
     """
     graph.outputs = [output for output in graph.outputs if output.kind not in drop]
+    hand_on_aliases(graph)
     remove_dead(graph)
-    _apply(graph, disabled, numbers_first=False)
+    for name, pass_ in _enabled(disabled, after_numbering=False):
+        _apply(graph, name, pass_)
+        remove_dead(graph)
     protect_mutated_buffers(graph)
+    return number_anew(graph, disabled)
+
+
+def number_anew(graph: TrainingGraph, disabled: Collection[str] = ()) -> TrainingGraph:
+    """The graph without values that nothing names, its ops and values numbered in order, with rematerializers."""
     result = _renumber(graph)
-    _apply(result, disabled, numbers_first=True)
+    for name, pass_ in _enabled(disabled, after_numbering=True):
+        _apply(result, name, pass_)
     return result
 
 
-def _apply(graph: TrainingGraph, disabled: Collection[str], *, numbers_first: bool) -> None:
+def _enabled(disabled: Collection[str], *, after_numbering: bool) -> Iterator[tuple[str, Pass]]:
     for name, row in REWRITES.items():
-        if row.numbers_first == numbers_first and name not in disabled:
-            note = row.apply(graph)
-            if note:
-                graph.notes.append(f"{note} ({name})")
-            if not numbers_first:
-                remove_dead(graph)
+        if row.after_numbering == after_numbering and name not in disabled:
+            yield name, row.apply
+
+
+def _apply(graph: TrainingGraph, name: str, pass_: Pass) -> None:
+    note = pass_(graph)
+    if note:
+        graph.notes.append(f"{note} ({name})")
 
 
 def inexact_rewrites() -> frozenset[str]:
@@ -69,10 +82,9 @@ def inexact_rewrites() -> frozenset[str]:
     return frozenset(name for name, row in REWRITES.items() if not row.is_exact)
 
 
-def disabled_rewrites(names: Iterable[str], planner: str) -> frozenset[str]:
-    """What is not to be made: what the user switched off, and under `keep-all` whatever changes rounding.
-
-    Without this package's compiled operators fused ones are slower than what they replace.
+def switched_off(names: Iterable[str], planner: str) -> frozenset[str]:
+    """What is not to be made: what the user disables, under `keep-all` whatever rounds otherwise, and what is too slow
+    without compiled operators.
 
     Raises:
         ValueError: there is no such rewrite.
@@ -80,26 +92,37 @@ def disabled_rewrites(names: Iterable[str], planner: str) -> frozenset[str]:
     """
     if isinstance(names, str):
         raise TypeError(f"disable_rewrites takes several names: write [{names!r}]")
-    asked = frozenset(names)
-    unknown = sorted(asked - set(REWRITES))
+    disabled = frozenset(names)
+    unknown = sorted(disabled - set(REWRITES))
     if unknown:
         raise ValueError(f"there is no rewrite {unknown[0]!r}; there are {', '.join(REWRITES)}")
-    if planner == "keep-all" or not has_kernels:
-        return asked | inexact_rewrites()
-    return asked
+    if planner == "keep-all":
+        disabled |= inexact_rewrites()
+    if not has_kernels:
+        disabled |= {name for name, row in REWRITES.items() if row.needs_kernels}
+    return disabled
+
+
+def hand_on_aliases(graph: TrainingGraph) -> None:
+    """`detach` and `alias` hand on their input: nothing in the graph is changed in place."""
+    _hand_on(graph, ("aten.detach.default", "aten.alias.default"))
 
 
 def remove_copies(graph: TrainingGraph) -> str | None:
-    """`detach`, `alias`, and `clone` with unchanged strides hand on their input: nothing in the graph is changed in
-    place.
+    """A `clone` with unchanged strides hands on its input: nothing in the graph is changed in place.
 
     A clone that leaves the graph stays, and so does a clone of something that the caller owns when it leaves as a view.
     """
+    removed = _hand_on(graph, ("aten.clone.default",))
+    return f"{removed} copies made only for in-place operations removed" if removed else None
+
+
+def _hand_on(graph: TrainingGraph, targets: Collection[str]) -> int:
+    """Put the inputs of these operators in the place of their results where the two are alike; returns how often."""
     leaving = {graph.values[v].base for v in graph.output_values}
     substitute: dict[int, int] = {}
-    removed = 0
     for op in graph.ops:
-        if op.target not in ("aten.detach.default", "aten.alias.default", "aten.clone.default"):
+        if op.target not in targets:
             continue
         source, result = op.reads[0], op.results[0]
         source = substitute.get(source, source)
@@ -107,9 +130,8 @@ def remove_copies(graph: TrainingGraph) -> str | None:
         if before.stride != after.stride or (op.target == "aten.clone.default" and result in leaving):
             continue
         substitute[result] = source
-        removed += op.target == "aten.clone.default"
     _substitute(graph, substitute)
-    return f"{removed} copies made only for in-place operations removed" if removed else None
+    return len(substitute)
 
 
 def protect_mutated_buffers(graph: TrainingGraph) -> str | None:
@@ -246,9 +268,9 @@ REWRITES = {
         Rewrite(mask_unused_gradients),
         Rewrite(sum_bias_gradients, is_exact=False),
         Rewrite(mark_shape_reads),
-        Rewrite(fuse_batch_norm, is_exact=False),
-        Rewrite(rematerialize_batch_norm, numbers_first=True),
-        Rewrite(rematerialize_dropout, numbers_first=True),
+        Rewrite(fuse_batch_norm, is_exact=False, needs_kernels=True),
+        Rewrite(rematerialize_batch_norm, after_numbering=True),
+        Rewrite(rematerialize_dropout, after_numbering=True),
     )
 }
 

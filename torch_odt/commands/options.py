@@ -50,12 +50,17 @@ def add_budget(parser: argparse.ArgumentParser, *, default: str | None, absent: 
         help="count the whole process, or what training adds to it (default: process)",
     )
     parser.add_argument("--planner", default="auto", help="who makes the plan (default: auto)")
+    add_rewrites(parser)
+
+
+def add_rewrites(parser: argparse.ArgumentParser) -> None:
+    """Which rewrites of the graph are not to be made."""
     parser.add_argument(
         "--disable-rewrite",
         action="append",
         default=[],
         metavar="NAME",
-        help="leave the graph as it is in one respect, such as fuse_batch_norm; may be given several times",
+        help="do not rewrite the graph so; plans name their rewrites in parentheses (fuse_batch_norm); may be repeated",
     )
 
 
@@ -104,14 +109,20 @@ def make_budget(text: str, of: str) -> Budget:
 
 def check_planning(arguments: argparse.Namespace) -> None:
     """Raises UserError unless there are a planner and rewrites of these names."""
-    from torch_odt.capture.rewrite import disabled_rewrites
     from torch_odt.planning.registry import planner_names
 
     names = ("auto", *(known for known in planner_names() if known != "auto"))
     if arguments.planner not in names:
         raise UserError(f"--planner {arguments.planner}: there is no such planner; there are {', '.join(names)}")
+    check_rewrites(arguments)
+
+
+def check_rewrites(arguments: argparse.Namespace) -> None:
+    """Raises UserError unless there are rewrites of these names."""
+    from torch_odt.capture.rewrite import switched_off
+
     try:
-        disabled_rewrites(arguments.disable_rewrite, arguments.planner)
+        switched_off(arguments.disable_rewrite, "auto")
     except ValueError as error:
         raise UserError(f"--disable-rewrite: {error}") from None
 

@@ -44,6 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's options."""
     options.add_model(parser, default=None)
     options.add_input(parser)
+    options.add_rewrites(parser)
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the costs there, for `torch-odt plan --costs`")
     parser.add_argument("--top", type=options.positive_int, default=12, help="how many operators to show (default: 12)")
     parser.add_argument("--fresh", action="store_true", help="measure again what was measured before")
@@ -53,8 +54,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Capture, measure, show, write."""
     options.check_folder("--out", arguments.out)
+    options.check_rewrites(arguments)
     task = task_of(arguments)
-    graph, costs = _measure(task, fresh=arguments.fresh, quiet=arguments.json)
+    graph, costs = _measure(task, arguments.disable_rewrite, fresh=arguments.fresh, quiet=arguments.json)
     totals = sum_up(graph, costs)
     if arguments.out is not None:
         _write(arguments.out, costs_to_json(table_of(graph, costs, settings=settings_name())))
@@ -84,12 +86,19 @@ def sum_up(graph: TrainingGraph, costs: Costs) -> list[Total]:
     return sorted(totals.values(), key=lambda total: -total.seconds)
 
 
-def _measure(task: Task, *, fresh: bool, quiet: bool) -> tuple[TrainingGraph, Costs]:
+def _measure(task: Task, disable_rewrites: list[str], *, fresh: bool, quiet: bool) -> tuple[TrainingGraph, Costs]:
     from torch_odt.execute.dry_run import measured
 
     with Progress("measuring", 1, quiet=quiet) as progress:
         cache = Cache(enabled=not fresh)
-        graph, costs = measured(task.model, task.loss_fn, task.batch, cache=cache, progress=progress.report)
+        graph, costs = measured(
+            task.model,
+            task.loss_fn,
+            task.batch,
+            disable_rewrites=disable_rewrites,
+            cache=cache,
+            progress=progress.report,
+        )
         progress.report(len(costs.ops), len(costs.ops), "done")
         return graph, costs
 

@@ -15,7 +15,7 @@ from torch_odt.capture.costs import Costs
 from torch_odt.capture.graph import TrainingGraph
 from torch_odt.capture.machine import settings_name
 from torch_odt.capture.profile import Progress
-from torch_odt.capture.rewrite import disabled_rewrites
+from torch_odt.capture.rewrite import switched_off
 from torch_odt.execute.loss import make_compute
 from torch_odt.execute.optimizer_cost import optimizer_cost
 from torch_odt.execute.prepare import capture_whole, make_plan, profile_graph
@@ -70,9 +70,17 @@ def plan(
 
 
 def profile(
-    model: nn.Module, loss_fn: Callable[..., Any] | None, batch: Batch, *, cache: CacheOption = None
+    model: nn.Module,
+    loss_fn: Callable[..., Any] | None,
+    batch: Batch,
+    *,
+    disable_rewrites: Iterable[str] = (),
+    cache: CacheOption = None,
 ) -> CostTable:
     """Measure every operator of a training step on this machine, one at a time.
+
+    Args:
+        model, loss_fn, batch, disable_rewrites, cache: as for `plan`, which needs costs of the operators that it plans.
 
     Returns:
         The measurements by operator signature; `torch_odt.capture.profile.costs_to_json` writes them to a file.
@@ -80,7 +88,9 @@ def profile(
     Raises:
         CaptureError: the step cannot be captured.
     """
-    return table_of(*measured(model, loss_fn, batch, cache=cache), settings=settings_name())
+    return table_of(
+        *measured(model, loss_fn, batch, disable_rewrites=disable_rewrites, cache=cache), settings=settings_name()
+    )
 
 
 def measured(
@@ -88,6 +98,7 @@ def measured(
     loss_fn: Callable[..., Any] | None,
     batch: Batch,
     *,
+    disable_rewrites: Iterable[str] = (),
     cache: CacheOption = None,
     progress: Progress | None = None,
 ) -> tuple[TrainingGraph, Costs]:
@@ -96,7 +107,7 @@ def measured(
     Raises:
         CaptureError: the step cannot be captured.
     """
-    request = _request(model, loss_fn, "auto", None, "auto", (), None, None, cache)
+    request = _request(model, loss_fn, "auto", None, "auto", disable_rewrites, None, None, cache)
     args, kwargs = ((), batch) if isinstance(batch, dict) else (tuple(batch), {})
     graph = capture_whole(request, args, kwargs)
     try:
@@ -117,6 +128,7 @@ def _request(
     cache: CacheOption,
 ) -> StepRequest:
     check_trainable(model)
+    disabled_rewrites = switched_off(disable_rewrites, planner)
     memory.install()
     return StepRequest(
         model=model,
@@ -126,7 +138,7 @@ def _request(
         level_bytes=memory.process_bytes(),
         optimizer_cost=None if optimizer is None else optimizer_cost(optimizer),
         planner=planner,
-        disabled_rewrites=disabled_rewrites(disable_rewrites, planner),
+        disabled_rewrites=disabled_rewrites,
         micro_batch=micro_batch,
         accumulates=False,
         cache=Cache.of_value(cache),

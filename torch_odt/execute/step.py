@@ -14,7 +14,7 @@ from torch import nn
 from torch_odt import memory
 from torch_odt.cache import Cache, CacheOption
 from torch_odt.capture.loss_modules import loss_module
-from torch_odt.capture.rewrite import disabled_rewrites
+from torch_odt.capture.rewrite import switched_off
 from torch_odt.capture.trace import TracedStep
 from torch_odt.errors import NonFiniteLossWarning, OdtWarning
 from torch_odt.execute.accounting import held_by_process, make_room
@@ -44,7 +44,7 @@ class TrainStep:
 
     The step is captured and planned at the first call, and again whenever the batch's shape, the model's mode, its
     trainable parameters or plain Python values that its code reads change. Every number it computes is plain PyTorch's
-    but for float32's rounding; what is planned is when each tensor exists. With `planner="keep-all"`, or with the
+    but for rounding; what is planned is when each tensor exists. With `planner="keep-all"`, or with the
     rewrites that round differently switched off, what is not cut into micro-batches has plain PyTorch's very bits.
 
     Args:
@@ -102,6 +102,7 @@ class TrainStep:
             raise ValueError(f"micro_batch must be at least 1, not {micro_batch}")
         if nonfinite not in ("warn", "raise", "ignore"):
             raise ValueError(f'nonfinite is "warn", "raise" or "ignore", not {nonfinite!r}')
+        disabled_rewrites = switched_off(disable_rewrites, planner)
         self.model = model
         self.loss_fn = loss_fn
         self.optimizer = optimizer
@@ -119,7 +120,7 @@ class TrainStep:
             level_bytes=held_by_process(),
             optimizer_cost=optimizer_cost(optimizer),
             planner=planner,
-            disabled_rewrites=disabled_rewrites(disable_rewrites, planner),
+            disabled_rewrites=disabled_rewrites,
             micro_batch=micro_batch,
             accumulates=accumulation_steps > 1,
             cache=Cache.of_value(cache),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from torch_odt._extensions import has_kernels
 from torch_odt.execute.accounting import Allowance
 from torch_odt.execute.candidates import Candidate, Candidates
 from torch_odt.execute.request import StepRequest
@@ -55,6 +56,9 @@ def summarize_fallback(request: StepRequest, allowance: Allowance, samples: int,
 
 
 def _remarks(request: StepRequest) -> tuple[str, ...]:
+    remarks = []
     if not request.has_arena:
-        return ("without the compiled allocator: no arena, bytes are estimates from shapes",)
-    return ()
+        remarks.append("without the compiled allocator: no arena, bytes are estimates from shapes")
+    if not has_kernels:
+        remarks.append("without the compiled operators: nothing is fused")
+    return tuple(remarks)

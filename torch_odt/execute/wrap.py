@@ -12,7 +12,7 @@ from torch import fx, nn
 
 from torch_odt.cache import Cache, CacheOption
 from torch_odt.capture.partition import GraphPiece, inference_piece, partition
-from torch_odt.capture.rewrite import disabled_rewrites
+from torch_odt.capture.rewrite import switched_off
 from torch_odt.capture.trace import eager_recurrent_layers
 from torch_odt.errors import CaptureError, InfeasibleBudget, OdtWarning, first_line
 from torch_odt.execute.checkpointing import checkpointed
@@ -54,8 +54,8 @@ def wrap(
     is yours, `TrainStep` needs less memory: it sees the loss and the optimizer.
 
     The model is changed in place and returned: it remains the same object of the same class with the same
-    `state_dict()`, and copies of it are plain models. Every number it computes is plain PyTorch's but for float32's
-    rounding (not even that under `planner="keep-all"`). The first step runs with the fewest bytes; then the whole step
+    `state_dict()`, and copies of it are plain models. Every number it computes is plain PyTorch's but for rounding
+    (not even that under `planner="keep-all"`). The first step runs with the fewest bytes; then the whole step
     is planned. `plan_of(model)` tells the plan, `unwrap(model)` undoes it.
 
     Args:
@@ -87,7 +87,7 @@ def wrap(
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if tensor.device.type != "cpu":
             raise ValueError(f"{name} is on {tensor.device}; torch_odt trains on the CPU in this version")
-    disabled = disabled_rewrites(disable_rewrites, planner)
+    disabled = switched_off(disable_rewrites, planner)
     unwrap(model)
     session = WrapSession(model, Budget.of_value(budget), planner, disabled, Cache.of_value(cache))
     model._compiled_call_impl = _WrappedCall(model, session)

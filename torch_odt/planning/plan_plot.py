@@ -94,7 +94,7 @@ def _level(axes: Any, nbytes: int, text: str, color: str, style: str, *, is_belo
 def _label(axes: Any, plan: Plan) -> None:
     title = f"{plan.planner}: {format_bytes(plan.peak_bytes)}"
     if plan.recomputed:
-        title += f", {plan.slowdown:.2f} times the operator time of keep-all"
+        title += f", {plan.slowdown:.2f} times the operator time of keeping everything"
     axes.set_title(title, loc="left", color=_TEXT, fontsize=11)
     passes = f", one of {plan.passes} micro-batches" if plan.passes > 1 else ""
     axes.set_xlabel(f"predicted seconds of operators{passes}", color=_TEXT)

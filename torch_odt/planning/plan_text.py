@@ -61,7 +61,8 @@ def _step(plan: Plan) -> str:
     if not plan.recomputed:
         return f"{text}, nothing is computed twice"
     calls = "1 call" if plan.recomputed_ops == 1 else f"{plan.recomputed_ops} calls"
-    return f"{text}, {plan.slowdown:.2f} times the {_seconds(plan.eager_seconds)} of keep-all; {calls} recomputed"
+    everything_kept = _seconds(plan.eager_seconds)
+    return f"{text}, {plan.slowdown:.2f} times the {everything_kept} of keeping everything; {calls} recomputed"
 
 
 def _footprint(plan: Plan) -> Iterator[str]:

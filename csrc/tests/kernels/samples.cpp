@@ -14,6 +14,9 @@ std::vector<ChannelLayout> layouts() {
       result.push_back({2, channels, run});
     }
   }
+  // More channels than are summed at once.
+  result.push_back({17, 513, 1});
+  result.push_back({3, 1030, 1});
   for (const int64_t channels : {3, 9}) {
     result.push_back({2, channels, 245});
   }

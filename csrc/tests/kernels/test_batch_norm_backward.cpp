@@ -49,7 +49,7 @@ void check_gradients(const Sample<Storage, Parameter>& sample, const Bounds<Para
   BackwardPass<Storage, Parameter> found(layout);
   found.run(sample, bounds, has_weight);
   const auto count = static_cast<double>(layout.count());
-  const double rounding = 16 * kRounding<Parameter> + count * kRounding<double>;
+  const double rounding = 32 * kRounding<Parameter> + count * kRounding<double>;
   for (size_t c = 0; c < sums.size(); ++c) {
     const double invstd = sample.invstd[c];
     CHECK_NEAR(found.grad_weight[c], sums[c].product * invstd, rounding * sums[c].product_size * invstd);

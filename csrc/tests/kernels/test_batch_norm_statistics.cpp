@@ -76,8 +76,8 @@ void check_statistics(const Sample<Storage, Parameter>& sample, double eps) {
   const Statistics<Parameter> found = statistics_of(sample, eps);
   const std::vector<Exact> exact = exact_statistics(sample);
   const auto count = static_cast<double>(sample.layout.count());
-  // Sums of eight terms in the parameter's precision, and the reference's own rounding.
-  const double rounding = 16 * kRounding<Parameter> + count * kRounding<double>;
+  // Sums of sixteen terms in the parameter's precision, and the reference's own rounding.
+  const double rounding = 32 * kRounding<Parameter> + count * kRounding<double>;
   for (size_t c = 0; c < exact.size(); ++c) {
     const double variance = exact[c].squares / count;
     const double spread = exact[c].farthest * exact[c].farthest;
