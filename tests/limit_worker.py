@@ -41,7 +41,10 @@ def main() -> None:
 
     if options.budget:
         budget = torch_odt.Budget(options.budget, of="training")
-        step = torch_odt.TrainStep(model, loss_fn, optimizer, budget=budget, cache=False)
+        # Losses are compared over a training that doubles every difference within a few steps: plain PyTorch's first
+        # loss is 5e-4 away from float64's in this memory format, and at the end any other rounding is 0.4 off.
+        exact = ("fuse_batch_norm",)
+        step = torch_odt.TrainStep(model, loss_fn, optimizer, budget=budget, cache=False, disable_rewrites=exact)
     else:
         step = plain_step(model, loss_fn, optimizer)
     torch.manual_seed(1)
