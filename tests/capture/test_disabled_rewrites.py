@@ -100,6 +100,8 @@ def test_wrong_names_are_refused(attempt: Callable[[object], None]) -> None:
         attempt(["fuse_everything"])
     with pytest.raises(TypeError, match=r"several names: write \['fuse_batch_norm'\]"):
         attempt("fuse_batch_norm")
+    with pytest.raises(TypeError, match=r"disable_rewrites takes names of rewrites, .* not None"):
+        attempt(None)
 
 
 def test_without_compiled_operators_nothing_is_fused(monkeypatch: pytest.MonkeyPatch) -> None:

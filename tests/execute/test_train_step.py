@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -350,18 +351,10 @@ def test_planners_give_equal_bits(planner: str) -> None:
     train_both(Net(norm=True), make_batches(3), planner=planner)
 
 
-def test_an_unknown_planner_is_refused_with_the_names() -> None:
-    model = Net()
-    step = odt.TrainStep(
-        model,
-        F.cross_entropy,
-        torch.optim.SGD(model.parameters(), lr=0.1),
-        budget=PLENTY,
-        planner="nonsense",
-        cache=False,
-    )
+@pytest.mark.parametrize("door", [make_step, functools.partial(odt.wrap, budget=PLENTY)])
+def test_an_unknown_planner_is_refused_with_the_names(door: Callable[..., Any]) -> None:
     with pytest.raises(odt.PlanError, match=r"'nonsense'.*keep-all, chen, melon"):
-        step(*make_batches(1)[0])
+        door(Net(), planner="nonsense")
 
 
 def test_the_plan_is_there_after_the_first_call() -> None:

@@ -92,6 +92,8 @@ def switched_off(names: Iterable[str], planner: str) -> frozenset[str]:
     """
     if isinstance(names, str):
         raise TypeError(f"disable_rewrites takes several names: write [{names!r}]")
+    if not isinstance(names, Iterable):
+        raise TypeError(f"disable_rewrites takes names of rewrites, such as ['fuse_batch_norm'], not {names!r}")
     disabled = frozenset(names)
     unknown = sorted(disabled - set(REWRITES))
     if unknown:

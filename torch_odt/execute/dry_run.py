@@ -22,6 +22,7 @@ from torch_odt.execute.prepare import capture_whole, make_plan, profile_graph
 from torch_odt.execute.request import StepRequest
 from torch_odt.execute.step import check_trainable
 from torch_odt.planning.plan import Plan
+from torch_odt.planning.registry import get_planner
 from torch_odt.runtime.budget import Budget
 
 Batch = tuple[Any, ...] | dict[str, Any]
@@ -128,6 +129,7 @@ def _request(
     cache: CacheOption,
 ) -> StepRequest:
     check_trainable(model)
+    get_planner(planner)
     disabled_rewrites = switched_off(disable_rewrites, planner)
     memory.install()
     return StepRequest(

@@ -388,7 +388,10 @@ def make_plan(request: StepRequest, args: tuple[Any, ...], kwargs: dict[str, Any
     candidate, allowance = _plan_inside(request, candidates)
     plan = summarize(request, candidate, candidates, allowance)
     smallest = allowance.total_with(candidates.smallest(request.micro_batch))
-    return replace(plan, smallest_feasible_bytes=allowance.smallest_budget(min(plan.peak_bytes, smallest)))
+    named = allowance.smallest_budget(min(plan.peak_bytes, smallest))
+    # What is named has a margin for less lucky starts; this budget has just been accepted.
+    accepted = allowance.budget.in_terms_of(allowance.budget.growth_bytes)
+    return replace(plan, smallest_feasible_bytes=min(named, accepted))
 
 
 def count_samples(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:

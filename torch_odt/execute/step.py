@@ -26,6 +26,7 @@ from torch_odt.execute.prepare import Prepared, prepare
 from torch_odt.execute.request import StepRequest
 from torch_odt.execute.signature import step_outline, step_values
 from torch_odt.planning.plan import Plan
+from torch_odt.planning.registry import get_planner
 from torch_odt.runtime.budget import Budget, format_bytes
 
 # Batches of so many kinds keep their plans.
@@ -68,6 +69,7 @@ class TrainStep:
         CaptureError: at the first call, when `micro_batch` is given and micro-batches would not add up to the step.
         ValueError: the model has nothing to train, or lies on another device, or the optimizer needs a closure, or
             there is no rewrite of that name.
+        PlanError: there is no planner of that name.
         TypeError: the model has been compiled by torch.compile, or an argument is none of what it should be.
 
     Example:
@@ -102,6 +104,7 @@ class TrainStep:
             raise ValueError(f"micro_batch must be at least 1, not {micro_batch}")
         if nonfinite not in ("warn", "raise", "ignore"):
             raise ValueError(f'nonfinite is "warn", "raise" or "ignore", not {nonfinite!r}')
+        get_planner(planner)
         disabled_rewrites = switched_off(disable_rewrites, planner)
         self.model = model
         self.loss_fn = loss_fn

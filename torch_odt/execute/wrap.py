@@ -32,6 +32,7 @@ from torch_odt.execute.graph_calls import GraphRunner, boxed
 from torch_odt.execute.module_costs import ModuleCosts, choose
 from torch_odt.execute.wrap_session import WrapSession
 from torch_odt.planning.plan import Plan
+from torch_odt.planning.registry import get_planner
 from torch_odt.runtime.budget import Budget, ResolvedBudget
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -68,6 +69,7 @@ def wrap(
     Raises:
         InfeasibleBudget: at a forward pass, before the first operator that cannot fit.
         ValueError: a parameter is not on the CPU, or there is no rewrite of that name.
+        PlanError: there is no planner of that name.
         TypeError: `model` is no `nn.Module`, or has been compiled by torch.compile already.
 
     Warns:
@@ -87,6 +89,7 @@ def wrap(
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if tensor.device.type != "cpu":
             raise ValueError(f"{name} is on {tensor.device}; torch_odt trains on the CPU in this version")
+    get_planner(planner)
     disabled = switched_off(disable_rewrites, planner)
     unwrap(model)
     session = WrapSession(model, Budget.of_value(budget), planner, disabled, Cache.of_value(cache))
