@@ -136,7 +136,7 @@ def _hand_on(graph: TrainingGraph, targets: Collection[str]) -> int:
     return len(substitute)
 
 
-def protect_mutated_buffers(graph: TrainingGraph) -> str | None:
+def protect_mutated_buffers(graph: TrainingGraph) -> None:
     """A buffer is overwritten at the end of the forward pass: what reads its old content must have done so by then.
 
     Forward ops that read it are run once only; backward ops read a copy taken at the start.
@@ -153,7 +153,6 @@ def protect_mutated_buffers(graph: TrainingGraph) -> str | None:
                     op.is_pinned = True
     for value, readers in late.items():
         _insert_early_copy(graph, value, readers)
-    return None
 
 
 def mark_shape_reads(graph: TrainingGraph) -> str | None:
@@ -211,14 +210,13 @@ def _next_index(graph: TrainingGraph, more: list[Op]) -> int:
     return 1 + max(op.index for op in (*graph.ops, *more))
 
 
-def remove_dead(graph: TrainingGraph) -> str | None:
+def remove_dead(graph: TrainingGraph) -> None:
     """Ops whose results nobody reads. A random one stays: what the next one draws depends on it."""
     used = _used_values(graph)
     graph.ops = [op for op in graph.ops if op.is_random or any(r in used for r in op.results)]
     for op in graph.ops:
         if any(r in used for r in op.results):
             op.writes = tuple(w if w in used else None for w in op.writes)
-    return None
 
 
 def rematerialize_batch_norm(graph: TrainingGraph) -> str | None:
