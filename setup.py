@@ -1,8 +1,8 @@
 """Builds torch_odt's two extension modules against the torch that is installed.
 
 `torch_odt._C` holds the operators. It uses torch's stable ABI only, so one build serves several versions of torch.
-`torch_odt._memory_<major>_<minor>` holds the allocator. It uses c10, whose ABI follows torch's minor version; the name
-carries that version, so that a build for another torch is recognised instead of loaded.
+`torch_odt._memory_<major>_<minor>` holds the allocator. It uses torch's C++ classes, whose ABI follows torch's minor
+version; the name carries that version, so that a build for another torch is recognised instead of loaded.
 
 Set TORCH_ODT_NO_CPP=1 to leave both out.
 """
@@ -70,15 +70,20 @@ def extensions() -> dict[str, Any]:
         libraries=["c10", "torch", "torch_cpu"],
         language="c++",
         py_limited_api=True,
-        # Clang would not fuse multiply-adds across statements by itself, and kernels/batch_norm.cpp relies on it.
-        extra_compile_args=["-O3", "-ffp-contract=fast", f"-DTORCH_TARGET_VERSION={STABLE_ABI_TARGET}", *flags],
+        # Clang would not fuse multiply-adds across statements by itself, and kernels/batch_norm.cpp relies on it. GCC
+        # would not compare within vectors, because comparing sets flags of the processor that nobody looks at.
+        extra_compile_args=[
+            *("-O3", "-ffp-contract=fast", "-fno-trapping-math"),
+            f"-DTORCH_TARGET_VERSION={STABLE_ABI_TARGET}",
+            *flags,
+        ],
     )
     memory = Extension(
         f"torch_odt._memory_{major}_{minor}",
         sources("memory"),
         depends=headers(),
         library_dirs=library_paths(),
-        libraries=["c10"],
+        libraries=["c10", "torch_cpu"],
         language="c++",
         extra_compile_args=["-O2", f'-DTORCH_ODT_TORCH_VERSION="{torch.__version__}"', *flags],
     )

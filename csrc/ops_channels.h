@@ -9,7 +9,7 @@
 #include <torch/csrc/stable/tensor.h>
 #include <torch/headeronly/core/ScalarType.h>
 
-#include "kernels/batch_norm.h"
+#include "kernels/activations.h"
 #include "kernels/channel_layout.h"
 #include "kernels/storage.h"
 

@@ -21,18 +21,22 @@ TORCH_ODT_INLINE void factors_body(
   }
 }
 
-template <typename Parameter>
-TORCH_ODT_INLINE Parameter clamped(Parameter value, const Bounds<Parameter>& bounds) {
-  const Parameter above = value < bounds.low ? bounds.low : value;
-  return above > bounds.high ? bounds.high : above;
+template <bool has_residual, typename Storage, typename Parameter>
+TORCH_ODT_INLINE Parameter plus_residual(Parameter value, const Storage* residual, int64_t at) {
+  if constexpr (has_residual) {
+    return value + load(residual[at]);
+  } else {
+    return value;
+  }
 }
 
-template <typename Storage, typename Parameter>
+template <bool has_residual, typename Storage, typename Parameter, typename Activation>
 TORCH_ODT_INLINE void rows_body(
     const Storage* input,
+    const Storage* residual,
     const Parameter* __restrict scale,
     const Parameter* __restrict shift,
-    Bounds<Parameter> bounds,
+    Activation activation,
     ChannelLayout layout,
     int64_t begin,
     int64_t end,
@@ -42,16 +46,19 @@ TORCH_ODT_INLINE void rows_body(
   // two rows at a time, without vectors.
   for (int64_t row = begin; row < end; ++row) {
     const Storage* __restrict from = input + row * row_elements;
+    const Storage* __restrict addend = has_residual ? residual + row * row_elements : nullptr;
     Storage* __restrict to = output + row * row_elements;
     if (layout.inner == 1) {
       for (int64_t c = 0; c < row_elements; ++c) {
-        store(clamped(load(from[c]) * scale[c] + shift[c], bounds), to[c]);
+        const Parameter value = scaled(load(from[c]), scale[c], shift[c]);
+        store(activation.value(plus_residual<has_residual>(value, addend, c)), to[c]);
       }
     } else {
       const Parameter a = scale[row % layout.channels];
       const Parameter b = shift[row % layout.channels];
       for (int64_t i = 0; i < row_elements; ++i) {
-        store(clamped(load(from[i]) * a + b, bounds), to[i]);
+        const Parameter value = scaled(load(from[i]), a, b);
+        store(activation.value(plus_residual<has_residual>(value, addend, i)), to[i]);
       }
     }
   }
@@ -71,46 +78,39 @@ void normalisation_factors(
   run<factors_body<Parameter>>(mean, invstd, weight, bias, channels, scale, shift);
 }
 
-template <typename Storage, typename Parameter>
+template <typename Storage, typename Parameter, typename Activation>
 void normalise_rows(
     const Storage* input,
+    const Storage* residual,
     const Parameter* scale,
     const Parameter* shift,
-    const Bounds<Parameter>& bounds,
+    const Activation& activation,
     const ChannelLayout& layout,
     int64_t begin,
     int64_t end,
     Storage* output) {
-  run<rows_body<Storage, Parameter>>(input, scale, shift, bounds, layout, begin, end, output);
+  if (residual == nullptr) {
+    run<rows_body<false, Storage, Parameter, Activation>>(
+        input, residual, scale, shift, activation, layout, begin, end, output);
+  } else {
+    run<rows_body<true, Storage, Parameter, Activation>>(
+        input, residual, scale, shift, activation, layout, begin, end, output);
+  }
 }
 
-template void normalise_rows(
-    const float*,
-    const float*,
-    const float*,
-    const Bounds<float>&,
-    const ChannelLayout&,
-    int64_t,
-    int64_t,
-    float*);
-template void normalise_rows(
-    const double*,
-    const double*,
-    const double*,
-    const Bounds<double>&,
-    const ChannelLayout&,
-    int64_t,
-    int64_t,
-    double*);
-template void normalise_rows(
-    const BFloat16*,
-    const float*,
-    const float*,
-    const Bounds<float>&,
-    const ChannelLayout&,
-    int64_t,
-    int64_t,
-    BFloat16*);
+#define TORCH_ODT_INSTANTIATE(Storage, Parameter, ...) \
+  template void normalise_rows(                        \
+      const Storage*,                                  \
+      const Storage*,                                  \
+      const Parameter*,                                \
+      const Parameter*,                                \
+      const __VA_ARGS__&,                              \
+      const ChannelLayout&,                            \
+      int64_t,                                         \
+      int64_t,                                         \
+      Storage*);
+TORCH_ODT_FOR_ACTIVATIONS(TORCH_ODT_INSTANTIATE)
+#undef TORCH_ODT_INSTANTIATE
 template void normalisation_factors(
     const float*, const float*, const float*, const float*, int64_t, float*, float*);
 template void normalisation_factors(

@@ -1,4 +1,5 @@
-// The gradient of batch normalisation and the clamp behind it, from the input and the saved statistics alone.
+// The gradient of batch normalisation and the activation function behind it, from the input and the saved statistics
+// alone.
 #pragma once
 
 #include <cstdint>
@@ -9,17 +10,17 @@
 
 namespace torch_odt::kernels {
 
-// The forward pass, from which the clamp's mask is computed again. The bounds are values of the storage's type.
+// The forward pass, from which the activation function's input is computed again.
 template <typename Storage, typename Parameter>
 struct Normalised {
   const Storage* input;
   const Parameter* mean;
   const Parameter* scale;
   const Parameter* shift;
-  Bounds<Parameter> bounds;
 };
 
-// Sums over a channel, arrays of [slices][channels]: of the gradient behind the clamp, and of its products with the
+// Sums over a channel, arrays of [slices][channels]: of the gradient that the activation
+// function passes, and of its products with the
 // input's deviations from the mean.
 struct GradientSums {
   double* gradient;
@@ -35,10 +36,11 @@ struct GradientFactors {
 };
 
 // Works on the tasks from begin up to end.
-template <typename Storage, typename Parameter>
+template <typename Storage, typename Parameter, typename Activation>
 void sum_gradients(
     const Storage* gradient,
     const Normalised<Storage, Parameter>& normalised,
+    const Activation& activation,
     const Slices& slices,
     int64_t begin,
     int64_t end,
@@ -55,11 +57,13 @@ void finish_gradients(
     Parameter* grad_weight,
     Parameter* grad_bias);
 
-// Works on the rows from begin up to end; for what a row is see normalise_rows.
-template <typename Storage, typename Parameter>
+// Works on the rows from begin up to end; for what a row is see normalise_rows. The result may lie where the gradient
+// does.
+template <typename Storage, typename Parameter, typename Activation>
 void input_gradient_rows(
     const Storage* gradient,
     const Normalised<Storage, Parameter>& normalised,
+    const Activation& activation,
     const GradientFactors<Parameter>& factors,
     const ChannelLayout& layout,
     int64_t begin,

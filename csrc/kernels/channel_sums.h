@@ -10,7 +10,7 @@
 namespace torch_odt::kernels {
 
 // Adds `rows` rows to the sums of their columns. `Terms::add(element, channel, first, second)` adds one element's terms
-// to two numbers of type `Terms::Parameter`.
+// to two numbers of type `Terms::Parameter`. What terms write, no other element of them reads.
 template <int64_t rows, typename Terms>
 TORCH_ODT_INLINE void add_rows(
     const Terms& terms,
@@ -20,6 +20,7 @@ TORCH_ODT_INLINE void add_rows(
     int64_t channel,
     double* __restrict first,
     double* __restrict second) {
+#pragma GCC ivdep
   for (int64_t column = 0; column < columns; ++column) {
     typename Terms::Parameter a{0};
     typename Terms::Parameter b{0};
@@ -70,11 +71,14 @@ TORCH_ODT_INLINE void add_positions(
   constexpr int64_t kElementBytes = sizeof(typename Terms::Storage);
   constexpr int64_t kAheadBytes = 2048;
   constexpr int64_t kLineBytes = 64;
+  // What is read next: what follows in memory, or, where rows are taken in parts, that part of the next row.
+  const int64_t ahead = end - begin == channels ? kAheadBytes / kElementBytes : positions * channels;
   for (int64_t position = 0; position < positions; ++position) {
     for (int64_t channel = begin; channel < end; channel += kLineBytes / kElementBytes) {
-      terms.prefetch(element + position * channels + channel + kAheadBytes / kElementBytes);
+      terms.prefetch(element + position * channels + channel + ahead);
     }
   }
+#pragma GCC ivdep
   for (int64_t channel = begin; channel < end; ++channel) {
     typename Terms::Parameter a = first[channel - begin];
     typename Terms::Parameter b = second[channel - begin];

@@ -5,14 +5,23 @@
 #include <vector>
 
 #include "../../kernels/batch_norm_backward.h"
+#include "../../kernels/batch_norm_residual_backward.h"
 #include "samples.h"
 
 namespace torch_odt::tests {
 
 template <typename Storage, typename Parameter>
 kernels::Normalised<Storage, Parameter> forward_of(
-    const Sample<Storage, Parameter>& sample, const Bounds<Parameter>& bounds) {
-  return {sample.input.data(), sample.mean.data(), sample.scale.data(), sample.shift.data(), bounds};
+    const Sample<Storage, Parameter>& sample) {
+  return {sample.input.data(), sample.mean.data(), sample.scale.data(), sample.shift.data()};
+}
+
+template <typename Storage, typename Parameter>
+kernels::ClampedSum<Storage, Parameter> sum_of(
+    const Sample<Storage, Parameter>& sample,
+    const std::vector<Storage>& output,
+    const Clamp<Storage, Parameter>& clamp) {
+  return {output.data(), clamp, sample.input.data(), sample.mean.data()};
 }
 
 template <typename Storage, typename Parameter>
@@ -45,9 +54,10 @@ struct BackwardPass {
     return {slope.data(), mean_gradient.data(), projection.data()};
   }
 
-  void run(const Sample<Storage, Parameter>& sample, const Bounds<Parameter>& bounds, bool has_weight = true) {
-    const kernels::Normalised<Storage, Parameter> forward = forward_of(sample, bounds);
-    kernels::sum_gradients(sample.gradient.data(), forward, slices, 0, slices.tasks(), sums());
+  template <typename Activation>
+  void run(const Sample<Storage, Parameter>& sample, const Activation& activation, bool has_weight = true) {
+    kernels::sum_gradients(
+        sample.gradient.data(), forward_of(sample), activation, slices, 0, slices.tasks(), sums());
     kernels::finish_gradients(
         sums(),
         slices,
@@ -58,7 +68,8 @@ struct BackwardPass {
         grad_bias.data());
     kernels::input_gradient_rows(
         sample.gradient.data(),
-        forward,
+        forward_of(sample),
+        activation,
         factors(),
         sample.layout,
         0,

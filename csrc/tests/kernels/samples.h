@@ -7,6 +7,7 @@
 #include <type_traits>
 #include <vector>
 
+#include "../../kernels/activations.h"
 #include "../../kernels/batch_norm.h"
 #include "../../kernels/channel_layout.h"
 #include "../../kernels/storage.h"
@@ -17,6 +18,7 @@ namespace torch_odt::tests {
 using kernels::BFloat16;
 using kernels::Bounds;
 using kernels::ChannelLayout;
+using kernels::Clamp;
 
 inline constexpr double kInfinity = std::numeric_limits<double>::infinity();
 
@@ -71,15 +73,17 @@ struct Sample {
   explicit Sample(const ChannelLayout& of);
 };
 
-// The sample normalised and clamped, as it is stored.
-template <typename Storage, typename Parameter>
-std::vector<Storage> normalised(const Sample<Storage, Parameter>& sample, const Bounds<Parameter>& bounds) {
+// The sample normalised, with a residual added if there is one, behind an activation function, as it is stored.
+template <typename Storage, typename Parameter, typename Activation>
+std::vector<Storage> normalised(
+    const Sample<Storage, Parameter>& sample, const Activation& activation, const Storage* residual = nullptr) {
   std::vector<Storage> output(sample.input.size());
   kernels::normalise_rows(
       sample.input.data(),
+      residual,
       sample.scale.data(),
       sample.shift.data(),
-      bounds,
+      activation,
       sample.layout,
       0,
       rows_of(sample.layout),

@@ -47,7 +47,7 @@ TEST(outputs_are_those_of_double_precision) {
       const Sample<Storage, Parameter> sample(layout);
       for (const Bounds<Parameter>& bounds : all_bounds<Parameter>()) {
         const Context here(text_of(layout) + ", " + text_of(bounds));
-        const std::vector<Storage> output = normalised(sample, bounds);
+        const std::vector<Storage> output = normalised(sample, Clamp<Storage, Parameter>(bounds));
         for (int64_t i = 0; i < layout.elements(); ++i) {
           const auto c = static_cast<size_t>(channel_of(layout, i));
           const double product = static_cast<double>(kernels::load(sample.input[i])) * sample.scale[c];
@@ -74,7 +74,7 @@ TEST(the_clamp_bounds_infinities_and_keeps_nans) {
       }
       for (const Bounds<Parameter>& bounds : all_bounds<Parameter>()) {
         const Context here(text_of(layout) + ", " + text_of(bounds));
-        const std::vector<Storage> output = normalised(sample, bounds);
+        const std::vector<Storage> output = normalised(sample, Clamp<Storage, Parameter>(bounds));
         for (size_t i = 0; i < output.size(); ++i) {
           CHECK_NEAR(kernels::load(output[i]), clamped(values[i % values.size()], bounds.low, bounds.high), 0);
         }
@@ -88,7 +88,7 @@ TEST(an_infinite_input_without_a_scale_is_nan) {
     Sample<Storage, Parameter> sample({2, 9, 1});
     std::fill(sample.scale.begin(), sample.scale.end(), Parameter{0});
     std::fill(sample.input.begin(), sample.input.end(), stored<Storage>(kInfinity));
-    for (const Storage& value : normalised(sample, Bounds<Parameter>{0, 6})) {
+    for (const Storage& value : normalised(sample, Clamp<Storage, Parameter>({0, 6}))) {
       CHECK(std::isnan(kernels::load(value)));
     }
   });

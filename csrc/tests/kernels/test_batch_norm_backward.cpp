@@ -12,7 +12,7 @@ namespace {
 template <typename Storage, typename Parameter>
 std::vector<bool> ended_gradients(const Sample<Storage, Parameter>& sample, const Bounds<Parameter>& bounds) {
   std::vector<bool> ended;
-  for (const Storage& value : normalised(sample, bounds)) {
+  for (const Storage& value : normalised(sample, Clamp<Storage, Parameter>(bounds))) {
     const Parameter y = kernels::load(value);
     ended.push_back(
         (std::isfinite(bounds.low) && y <= bounds.low) || (std::isfinite(bounds.high) && y >= bounds.high));
@@ -47,7 +47,7 @@ void check_gradients(const Sample<Storage, Parameter>& sample, const Bounds<Para
   }
 
   BackwardPass<Storage, Parameter> found(layout);
-  found.run(sample, bounds, has_weight);
+  found.run(sample, Clamp<Storage, Parameter>(bounds), has_weight);
   const auto count = static_cast<double>(layout.count());
   const double rounding = 32 * kRounding<Parameter> + count * kRounding<double>;
   for (size_t c = 0; c < sums.size(); ++c) {
@@ -132,7 +132,7 @@ TEST(gradients_are_the_slopes_of_the_loss) {
       sample.invstd[c] = 1 / std::sqrt(square / count - sample.mean[c] * sample.mean[c] + 1e-5);
     }
     BackwardPass<double, double> found(layout);
-    found.run(sample, Bounds<double>{-kInfinity, kInfinity});
+    found.run(sample, Clamp<double, double>({-kInfinity, kInfinity}));
 
     constexpr double kStep = 1e-5;
     const auto slope = [&](double& value) {

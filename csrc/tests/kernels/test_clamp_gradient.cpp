@@ -17,7 +17,8 @@ std::vector<Storage> passed_gradients(const Sample<Storage, Parameter>& sample, 
   std::vector<Storage> result(sample.input.size());
   kernels::input_gradient_rows(
       sample.gradient.data(),
-      forward_of(sample, bounds),
+      forward_of(sample),
+      Clamp<Storage, Parameter>(bounds),
       kernels::GradientFactors<Parameter>{ones.data(), zeros.data(), zeros.data()},
       sample.layout,
       0,
@@ -79,19 +80,10 @@ TEST(both_passes_round_an_output_alike) {
         const volatile Parameter product = kernels::load(sample.input[i]) * sample.scale[c];
         sample.shift[c] = -product;
       }
-      std::vector<Storage> output(sample.input.size());
-      kernels::normalise_rows(
-          sample.input.data(),
-          sample.scale.data(),
-          sample.shift.data(),
-          Bounds<Parameter>{0, 6},
-          sample.layout,
-          0,
-          rows_of(sample.layout),
-          output.data());
+      const std::vector<Storage> output = normalised(sample, Clamp<Storage, Parameter>({0, 6}));
       const std::vector<Storage> passed = passed_gradients(sample, Bounds<Parameter>{0, 6});
       BackwardPass<Storage, Parameter> whole(sample.layout);
-      whole.run(sample, Bounds<Parameter>{0, 6});
+      whole.run(sample, Clamp<Storage, Parameter>({0, 6}));
       for (int64_t i = 0; i < sample.layout.elements(); ++i) {
         const auto c = static_cast<size_t>(channel_of(sample.layout, i));
         const Parameter expected = kernels::load(output[i]) > 0 ? 1 : 0;
@@ -114,7 +106,7 @@ TEST(what_ends_is_zero_even_for_infinite_gradients) {
       CHECK_EQUAL(kernels::load(value), Parameter{0});
     }
     BackwardPass<Storage, Parameter> whole(sample.layout);
-    whole.run(sample, Bounds<Parameter>{0, 6});
+    whole.run(sample, Clamp<Storage, Parameter>({0, 6}));
     for (const double sum : whole.sum) {
       CHECK_EQUAL(sum, 0.0);
     }
@@ -133,7 +125,7 @@ TEST(infinite_bounds_end_nothing_and_nans_pass) {
     const auto check = [&](const Bounds<Parameter>& bounds, const std::vector<double>& expected) {
       const Context here(text_of(bounds));
       BackwardPass<Storage, Parameter> whole(sample.layout);
-      whole.run(sample, bounds);
+      whole.run(sample, Clamp<Storage, Parameter>(bounds));
       for (size_t c = 0; c < expected.size(); ++c) {
         CHECK_EQUAL(whole.sum[c], expected[c]);
       }

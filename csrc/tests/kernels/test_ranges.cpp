@@ -66,24 +66,28 @@ TEST(rows_in_ranges_have_the_bits_of_one_range) {
     for (const ChannelLayout& layout : layouts()) {
       const Context here(text_of(layout));
       const Sample<Storage, Parameter> sample(layout);
-      const Bounds<Parameter> bounds{0, 6};
-      check_rows<Storage>(layout, [&](int64_t begin, int64_t end, Storage* output) {
-        kernels::normalise_rows(
-            sample.input.data(),
-            sample.scale.data(),
-            sample.shift.data(),
-            bounds,
-            layout,
-            begin,
-            end,
-            output);
-      });
+      const Clamp<Storage, Parameter> clamp({0, 6});
+      for (const Storage* residual : {static_cast<const Storage*>(nullptr), sample.gradient.data()}) {
+        check_rows<Storage>(layout, [&](int64_t begin, int64_t end, Storage* output) {
+          kernels::normalise_rows(
+              sample.input.data(),
+              residual,
+              sample.scale.data(),
+              sample.shift.data(),
+              clamp,
+              layout,
+              begin,
+              end,
+              output);
+        });
+      }
       BackwardPass<Storage, Parameter> backward(layout);
-      backward.run(sample, bounds);
+      backward.run(sample, clamp);
       check_rows<Storage>(layout, [&](int64_t begin, int64_t end, Storage* output) {
         kernels::input_gradient_rows(
             sample.gradient.data(),
-            forward_of(sample, bounds),
+            forward_of(sample),
+            clamp,
             backward.factors(),
             layout,
             begin,
@@ -107,9 +111,22 @@ TEST(tasks_in_ranges_have_the_bits_of_one_range) {
         std::vector<double> square;
         std::vector<double> gradient;
         std::vector<double> product;
+        std::vector<double> passed_gradient;
+        std::vector<double> passed_product;
+        std::vector<Storage> passed;
 
-        explicit Sums(size_t size) : centre(size), sum(size), square(size), gradient(size), product(size) {}
+        Sums(size_t size, size_t elements)
+            : centre(size),
+              sum(size),
+              square(size),
+              gradient(size),
+              product(size),
+              passed_gradient(size),
+              passed_product(size),
+              passed(elements) {}
       };
+      const Clamp<Storage, Parameter> clamp({0, 6});
+      const std::vector<Storage> output = normalised(sample, clamp);
       const auto add = [&](int64_t begin, int64_t end, Sums& sums) {
         kernels::take_moments(
             sample.input.data(),
@@ -119,16 +136,26 @@ TEST(tasks_in_ranges_have_the_bits_of_one_range) {
             kernels::Moments<Parameter>{sums.centre.data(), sums.sum.data(), sums.square.data()});
         kernels::sum_gradients(
             sample.gradient.data(),
-            forward_of(sample, Bounds<Parameter>{0, 6}),
+            forward_of(sample),
+            clamp,
             slices,
             begin,
             end,
             kernels::GradientSums{sums.gradient.data(), sums.product.data()});
+        kernels::pass_and_sum_gradients(
+            sample.gradient.data(),
+            sum_of(sample, output, clamp),
+            slices,
+            begin,
+            end,
+            sums.passed.data(),
+            kernels::GradientSums{sums.passed_gradient.data(), sums.passed_product.data()});
       };
-      Sums expected(places);
+      const auto elements = static_cast<size_t>(layout.elements());
+      Sums expected(places, elements);
       add(0, slices.tasks(), expected);
       for (const std::vector<Range>& ranges : cuts(slices.tasks())) {
-        Sums found(places);
+        Sums found(places, elements);
         for (const auto& [begin, end] : ranges) {
           add(begin, end, found);
         }
@@ -137,6 +164,9 @@ TEST(tasks_in_ranges_have_the_bits_of_one_range) {
         CHECK(have_the_same_bits(found.square, expected.square));
         CHECK(have_the_same_bits(found.gradient, expected.gradient));
         CHECK(have_the_same_bits(found.product, expected.product));
+        CHECK(have_the_same_bits(found.passed_gradient, expected.gradient));
+        CHECK(have_the_same_bits(found.passed_product, expected.product));
+        CHECK(have_the_same_bits(found.passed, expected.passed));
       }
     }
   });

@@ -1,0 +1,142 @@
+// The width of vectors changes no bit. One process sees one instruction set, so this prints a digest of everything that
+// is compiled for each of them, and csrc/tests/run compares the digests of those that fuse multiply-adds, and of others.
+
+#include <cinttypes>
+#include <cstdio>
+#include <vector>
+
+#include "../../kernels/batch_norm_statistics.h"
+#include "../../kernels/bernoulli.h"
+#include "../../kernels/bits.h"
+#include "../../kernels/isa.h"
+#include "backward_pass.h"
+
+namespace torch_odt::tests {
+namespace {
+
+// FNV-1a: G. Fowler, L. C. Noll and K.-P. Vo.
+struct Digest {
+  uint64_t value = 0xcbf29ce484222325;
+
+  template <typename T>
+  void add(const std::vector<T>& values) {
+    const auto* const bytes = reinterpret_cast<const unsigned char*>(values.data());
+    for (size_t i = 0; i < values.size() * sizeof(T); ++i) {
+      value = (value ^ bytes[i]) * 0x100000001b3;
+    }
+  }
+};
+
+template <typename Storage, typename Parameter>
+void add_moments(const Sample<Storage, Parameter>& sample, Digest& digest) {
+  const kernels::Slices slices(sample.layout);
+  const auto places = static_cast<size_t>(slices.number * sample.layout.channels);
+  std::vector<Parameter> centre(places);
+  std::vector<double> sum(places);
+  std::vector<double> square(places);
+  const kernels::Moments<Parameter> moments{centre.data(), sum.data(), square.data()};
+  kernels::take_moments(sample.input.data(), slices, 0, slices.tasks(), moments);
+  digest.add(centre);
+  digest.add(sum);
+  digest.add(square);
+}
+
+template <typename Storage, typename Parameter, typename Activation>
+void add_passes(const Sample<Storage, Parameter>& sample, const Activation& activation, Digest& digest) {
+  digest.add(normalised(sample, activation));
+  digest.add(normalised(sample, activation, sample.gradient.data()));
+  BackwardPass<Storage, Parameter> backward(sample.layout);
+  kernels::sum_gradients(
+      sample.gradient.data(),
+      forward_of(sample),
+      activation,
+      backward.slices,
+      0,
+      backward.slices.tasks(),
+      backward.sums());
+  digest.add(backward.sum);
+  digest.add(backward.product);
+  // Factors out of the sample: those of a whole pass are finished by code that is compiled once.
+  backward.slope = sample.scale;
+  backward.mean_gradient = sample.mean;
+  backward.projection = sample.invstd;
+  kernels::input_gradient_rows(
+      sample.gradient.data(),
+      forward_of(sample),
+      activation,
+      backward.factors(),
+      sample.layout,
+      0,
+      rows_of(sample.layout),
+      backward.grad_input.data());
+  digest.add(backward.grad_input);
+}
+
+template <typename Storage, typename Parameter>
+void add_sum_gradients(
+    const Sample<Storage, Parameter>& sample, const Clamp<Storage, Parameter>& clamp, Digest& digest) {
+  BackwardPass<Storage, Parameter> backward(sample.layout);
+  const std::vector<Storage> output = normalised(sample, clamp, sample.gradient.data());
+  std::vector<Storage> passed(sample.input.size());
+  kernels::pass_and_sum_gradients(
+      sample.gradient.data(),
+      sum_of(sample, output, clamp),
+      backward.slices,
+      0,
+      backward.slices.tasks(),
+      passed.data(),
+      backward.sums());
+  digest.add(passed);
+  digest.add(backward.sum);
+  digest.add(backward.product);
+}
+
+void add_draws(Digest& digest) {
+  kernels::Twister twister{};
+  for (uint32_t i = 0; i < kernels::kTwisterWords; ++i) {
+    twister.words[i] = (i + 1) * 2654435761U;
+  }
+  twister.used = kernels::kTwisterWords;
+  constexpr int64_t kCount = 5001;
+  std::vector<uint8_t> packed(static_cast<size_t>(kernels::packed_bytes(kCount)));
+  kernels::draw_bits(twister, 0.3, kCount, packed.data());
+  std::vector<uint8_t> mask(static_cast<size_t>(kCount - 3));
+  kernels::unpack_bits(packed.data(), 3, kCount - 3, mask.data());
+  digest.add(packed);
+  digest.add(mask);
+}
+
+bool has_fused_multiply_adds() {
+#if defined(__x86_64__)
+  return kernels::isa() != kernels::Isa::baseline;
+#else
+  return true;
+#endif
+}
+
+TEST(everything_that_is_compiled_for_each_set_has_a_digest) {
+  Digest digest;
+  std::vector<ChannelLayout> all = layouts();
+  for (const ChannelLayout& layout : sliced_layouts()) {
+    all.push_back(layout);
+  }
+  for_each_type([&]<typename Storage, typename Parameter>() {
+    for (const ChannelLayout& layout : all) {
+      const Sample<Storage, Parameter> sample(layout);
+      const Clamp<Storage, Parameter> clamp({0, 6});
+      digest.add(sample.scale);
+      digest.add(sample.shift);
+      add_moments(sample, digest);
+      add_passes(sample, clamp, digest);
+      add_passes(sample, kernels::Hardswish(), digest);
+      add_passes(sample, kernels::Silu(), digest);
+      add_sum_gradients(sample, clamp, digest);
+    }
+  });
+  add_draws(digest);
+  const char* const with = has_fused_multiply_adds() ? "with" : "without";
+  std::printf("digest of a set %s fused multiply-adds: %016" PRIx64 "\n", with, digest.value);
+}
+
+} // namespace
+} // namespace torch_odt::tests
