@@ -110,6 +110,16 @@ class TrackingAllocator final : public c10::Allocator {
         arenas_give_way(count.outside.live() + bytes);
         address = c10::alloc_cpu(size);
       }
+    } catch (const ArenaFull& full) {
+      count.allocated.subtract(bytes);
+      TORCH_CHECK_WITH(
+          OutOfMemoryError,
+          false,
+          "torch_odt: an allocation of ",
+          in_mib(bytes),
+          " does not fit into the ",
+          in_mib(full.limit_bytes),
+          " of the arena that are allowed here");
     } catch (...) {
       count.allocated.subtract(bytes);
       c10::profiledCPUMemoryReporter().OutOfMemory(size);

@@ -40,6 +40,7 @@ struct ThreadPlan {
   int64_t ordinal = 0;
   ArenaCore* dynamic_arena = nullptr;
   int64_t dynamic_limit_bytes = 0;
+  bool dynamic_refuses = false;
 };
 constinit thread_local ThreadPlan here;
 
@@ -180,7 +181,7 @@ void ArenaCore::end() {
   }
 }
 
-void ArenaCore::set_dynamic(bool on, int64_t limit_bytes) {
+void ArenaCore::set_dynamic(bool on, int64_t limit_bytes, bool refuses) {
   if (on && here.dynamic_arena != nullptr && here.dynamic_arena != this) {
     throw std::runtime_error("another arena serves this thread dynamically: call its dynamic(False) first");
   }
@@ -191,6 +192,7 @@ void ArenaCore::set_dynamic(bool on, int64_t limit_bytes) {
     }
     here.dynamic_arena = this;
     here.dynamic_limit_bytes = limit_bytes < 0 ? mapping_->bytes() : std::min(limit_bytes, mapping_->bytes());
+    here.dynamic_refuses = refuses;
   } else if (here.dynamic_arena == this) {
     here.dynamic_arena = nullptr;
     leave();
@@ -409,6 +411,9 @@ void* arena_serve(int64_t bytes, ArenaCore** owner) {
   if (here.dynamic_arena != nullptr) {
     if (bytes >= kDynamicMinimum) {
       address = here.dynamic_arena->serve_dynamic(bytes, here.dynamic_limit_bytes);
+      if (address == nullptr && here.dynamic_refuses) {
+        throw ArenaFull(here.dynamic_limit_bytes);
+      }
       *owner = here.dynamic_arena;
     }
   } else if (here.arena != nullptr) {

@@ -57,6 +57,11 @@ struct ArenaStats {
   ArenaStats& operator+=(const ArenaStats& other);
 };
 
+// Thrown by an allocation that does not fit below the limit of dynamic service, where that refuses.
+struct ArenaFull {
+  int64_t limit_bytes;
+};
+
 // Lives as long as its owner or its last block, whichever is later.
 class ArenaCore final : public std::enable_shared_from_this<ArenaCore> {
  public:
@@ -72,7 +77,8 @@ class ArenaCore final : public std::enable_shared_from_this<ArenaCore> {
   // These four concern the calling thread.
   void begin(int64_t instruction);
   void end();
-  void set_dynamic(bool on, int64_t limit_bytes);
+  // With `refuses`, what would lie beyond the limit throws `ArenaFull` instead of lying elsewhere.
+  void set_dynamic(bool on, int64_t limit_bytes, bool refuses = false);
   void leave_thread();
 
   bool release();

@@ -9,10 +9,12 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include "accumulators.h"
 #include "allocator.h"
 #include "arena.h"
 #include "heap.h"
 #include "mapping.h"
+#include "pager.h"
 #include "recorder.h"
 
 namespace py = pybind11;
@@ -138,9 +140,12 @@ void bind_arena(py::module_& module) {
       .def("end", [](Arena& arena) { arena.core->end(); })
       .def(
           "dynamic",
-          [](Arena& arena, bool on, int64_t limit_bytes) { arena.core->set_dynamic(on, limit_bytes); },
+          [](Arena& arena, bool on, int64_t limit_bytes, bool refuses) {
+            arena.core->set_dynamic(on, limit_bytes, refuses);
+          },
           py::arg("on"),
-          py::arg("limit_bytes") = -1)
+          py::arg("limit_bytes") = -1,
+          py::arg("refuses") = false)
       .def("release", [](Arena& arena) { return arena.core->release(); })
       .def("resize", [](Arena& arena, int64_t bytes) { arena.core->resize(bytes); }, py::arg("reserve_bytes"))
       .def("set_yield_limit", [](Arena& arena, int64_t bytes) { arena.core->set_yield_limit(bytes); }, py::arg("bytes"))
@@ -151,6 +156,108 @@ void bind_arena(py::module_& module) {
       .def_property_readonly("resident_bytes", [](const Arena& arena) { return arena.core->stats().resident_bytes; })
       .def_property_readonly("live_bytes", [](const Arena& arena) { return arena.core->stats().live_bytes; })
       .def_property_readonly("live_blocks", [](const Arena& arena) { return arena.core->stats().live_blocks; });
+}
+
+py::dict as_dict(const PagerStats& stats) {
+  py::dict result;
+  result["pages"] = stats.pages;
+  result["file_bytes"] = stats.file_bytes;
+  result["file_peak_bytes"] = stats.file_peak_bytes;
+  result["written_bytes"] = stats.written_bytes;
+  result["read_bytes"] = stats.read_bytes;
+  result["written_pages"] = stats.written_pages;
+  result["read_pages"] = stats.read_pages;
+  result["retries"] = stats.retries;
+  result["write_seconds"] = stats.write_seconds;
+  result["read_seconds"] = stats.read_seconds;
+  result["wait_seconds"] = stats.wait_seconds;
+  return result;
+}
+
+// A pager and the file that it owns.
+class FilePager {
+ public:
+  FilePager(const std::string& folder, int64_t limit_bytes, int threads, bool packs, double patience_seconds)
+      : FilePager(std::make_unique<BackingFile>(folder), limit_bytes, threads, packs, patience_seconds) {}
+
+  const BackingFile* const file;
+  Pager pager;
+
+ private:
+  FilePager(
+      std::unique_ptr<BackingFile> backing, int64_t limit_bytes, int threads, bool packs, double patience_seconds)
+      : file(backing.get()), pager(std::move(backing), limit_bytes, threads, packs, patience_seconds) {}
+};
+
+// What Python holds of a page. Made together with the page, so that an interrupt in between loses none: the end of this
+// object is the end of every transfer of its page.
+class HeldPage {
+ public:
+  HeldPage(std::shared_ptr<FilePager> owner, int64_t id) : owner_(std::move(owner)), id_(id) {}
+  ~HeldPage() {
+    owner_->pager.drop(id_);
+  }
+  HeldPage(const HeldPage&) = delete;
+  HeldPage& operator=(const HeldPage&) = delete;
+
+  void page_in(uintptr_t address) {
+    owner_->pager.page_in(id_, reinterpret_cast<void*>(address));
+  }
+  void wait() {
+    owner_->pager.wait(id_);
+  }
+
+ private:
+  const std::shared_ptr<FilePager> owner_;
+  const int64_t id_;
+};
+
+std::unique_ptr<HeldPage> page_out(const std::shared_ptr<FilePager>& self, uintptr_t address, int64_t bytes) {
+  return std::make_unique<HeldPage>(self, self->pager.page_out(reinterpret_cast<const void*>(address), bytes));
+}
+
+const char* fault_name(PagingFault fault) {
+  switch (fault) {
+    case PagingFault::full:
+      return "full";
+    case PagingFault::torn:
+      return "torn";
+    case PagingFault::slow:
+      return "slow";
+    case PagingFault::forked:
+      return "forked";
+    default:
+      return "failed";
+  }
+}
+
+void bind_pager(py::module_& module) {
+  py::register_exception_translator([](std::exception_ptr error) {
+    try {
+      if (error) {
+        std::rethrow_exception(error);
+      }
+    } catch (const PagingError& paging) {
+      const py::object type = py::module_::import("torch_odt.errors").attr("PagingError");
+      PyErr_SetObject(type.ptr(), type(paging.what(), fault_name(paging.fault)).ptr());
+    }
+  });
+  using Released = py::call_guard<py::gil_scoped_release>;
+  py::class_<HeldPage>(module, "HeldPage")
+      .def("page_in", &HeldPage::page_in, py::arg("address"), Released())
+      .def("wait", &HeldPage::wait, Released());
+  py::class_<FilePager, std::shared_ptr<FilePager>>(module, "Pager")
+      .def(
+          py::init<const std::string&, int64_t, int, bool, double>(),
+          py::arg("folder"),
+          py::arg("limit_bytes"),
+          py::arg("threads"),
+          py::arg("packs"),
+          py::arg("patience_seconds"))
+      .def("page_out", &page_out, py::arg("address"), py::arg("bytes"), Released())
+      .def("stats", [](const FilePager& self) { return as_dict(self.pager.stats()); })
+      .def_property_readonly("descriptor", [](const FilePager& self) { return self.file->descriptor(); })
+      .def_property_readonly("is_direct", [](const FilePager& self) { return self.file->is_direct(); });
 }
 
 } // namespace
@@ -179,7 +286,10 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.def("tune_malloc", &tune_malloc);
   module.def("trim", &trim);
 
+  module.def("accumulator_holders", &accumulator_holders, py::arg("tensor"));
+
   bind_arena(module);
+  bind_pager(module);
 }
 
 } // namespace torch_odt::memory

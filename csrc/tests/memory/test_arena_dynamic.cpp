@@ -60,6 +60,25 @@ TEST(small_blocks_and_those_beyond_the_limit_are_ordinary) {
   arena->free_block(below);
 }
 
+TEST(what_does_not_fit_below_the_limit_is_refused_where_that_is_wanted) {
+  const auto arena = ArenaCore::create(64 * kKiB);
+  arena->set_dynamic(true, 20 * kKiB, true);
+  char* const first = serve(arena.get(), 16 * kKiB);
+  CHECK(first != nullptr);
+  CHECK(serve(arena.get(), 4 * kKiB - 1) == nullptr);
+  int64_t limit_bytes = 0;
+  try {
+    serve(arena.get(), 8 * kKiB);
+  } catch (const memory::ArenaFull& full) {
+    limit_bytes = full.limit_bytes;
+  }
+  CHECK_EQUAL(limit_bytes, 20 * kKiB);
+  arena->set_dynamic(true, 20 * kKiB);
+  CHECK(serve(arena.get(), 8 * kKiB) == nullptr);
+  arena->leave_thread();
+  arena->free_block(first);
+}
+
 TEST(dynamic_service_comes_before_a_plan_and_from_one_arena) {
   const auto arena = arena_with({{{32 * kKiB, 4 * kKiB}}});
   const auto other = ArenaCore::create(64 * kKiB);
