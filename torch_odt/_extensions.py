@@ -1,6 +1,7 @@
 """Loads the compiled parts, once, and knows why when they are missing.
 
-Nothing here raises: without an extension the package works in pure Python, and `status()` says what is missing and why.
+No missing part raises: without an extension the package works in pure Python, and `status()` says what is missing and
+why.
 Set `TORCH_ODT_DISABLE_EXTENSIONS=1` before the first import to run as if nothing had been compiled.
 """
 
@@ -9,13 +10,17 @@ from __future__ import annotations
 import importlib
 import os
 import sys
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 
 import torch
 
+from torch_odt.errors import OdtWarning
+
 DISABLE_VARIABLE = "TORCH_ODT_DISABLE_EXTENSIONS"
+ISA_VARIABLE = "TORCH_ODT_ISA"
 REINSTALL = "reinstall torch_odt to build it"
 
 
@@ -89,3 +94,31 @@ def status() -> dict[str, ExtensionStatus]:
         ['_C', '_memory']
     """
     return {"_C": _kernels_status, "_memory": _memory_status}
+
+
+def instruction_set() -> str | None:
+    """The instruction set that the operators' kernels use.
+
+    When to choose it: to report on an installation, or to tell measurements of one set from those of another. The
+    variable TORCH_ODT_ISA keeps the sets above the one that it names switched off.
+
+    Returns:
+        "baseline" (what every processor of this architecture has), "avx2" or "avx512"; None without kernels.
+
+    Example:
+        >>> instruction_set()  # doctest: +SKIP
+        'avx2'
+    """
+    return None if _kernels is None else str(_kernels.instruction_set())
+
+
+def why_uncapped() -> str | None:
+    """Why TORCH_ODT_ISA has no effect; None if it has, or is not set."""
+    word = os.environ.get(ISA_VARIABLE)
+    if not word or _kernels is None or word in (names := _kernels.instruction_sets()):
+        return None
+    return f"{ISA_VARIABLE} is {word!r}, which is none of {', '.join(names)}: no instruction set is switched off"
+
+
+if _problem := why_uncapped():
+    warnings.warn(_problem, OdtWarning, stacklevel=2)

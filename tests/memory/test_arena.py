@@ -271,6 +271,21 @@ def test_dynamic_mode_serves_large_blocks_anywhere_below_its_limit(tracker: Modu
     del a, c, fits_the_hole, small
 
 
+def test_dynamic_mode_may_refuse_what_is_beyond_its_limit(tracker: ModuleType) -> None:
+    arena = tracker.Arena(256 * KIB)
+    arena.dynamic(True, limit_bytes=64 * KIB, refuses=True)
+    within = bytes_tensor(40 * KIB)
+    allocated = tracker.stats()["allocated_bytes"]
+    with pytest.raises(torch.OutOfMemoryError, match=r"does not fit into the .* of the arena"):
+        bytes_tensor(40 * KIB)
+    assert tracker.stats()["allocated_bytes"] == allocated
+    arena.dynamic(True, limit_bytes=64 * KIB)
+    outside = bytes_tensor(40 * KIB)
+    arena.dynamic(False)
+    assert arena.live_blocks == 1
+    del within, outside
+
+
 def test_dynamic_mode_respects_planned_blocks_and_their_ordinals(tracker: ModuleType) -> None:
     arena = tracker.Arena(256 * KIB)
     with planned(arena, [[(8 * KIB, 8 * KIB), (0, 4 * KIB)]]):

@@ -1,8 +1,10 @@
-"""Batch normalisation in training mode with an activation function behind it, forward and backward.
+"""Batch normalisation in training mode with what follows it, forward and backward: a residual that is added, and an
+activation function.
 
-The activation functions are those that clamp: ReLU keeps what is above 0, ReLU6 and hardtanh what is between two
-bounds, and infinite bounds stand for no activation function. Nothing but the input and the statistics has to be kept
-for the backward pass, which computes the clamp's mask again.
+The activation functions are hardswish, SiLU and those that clamp: ReLU keeps what is above 0, ReLU6 and hardtanh what
+is between two bounds, and infinite bounds stand for no activation function. Without a residual nothing but the input
+and the statistics has to be kept for the backward pass, which computes the activation function's input again. With one
+it reads the output, which the next operator usually keeps anyway.
 
 The operators have no gradient of their own: they stand in graphs that hold both passes already.
 """
@@ -11,25 +13,33 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from torch_odt import _extensions
 from torch_odt.ops.batch_norm import _keeps_format, _normalize_in_torch
+from torch_odt.ops.registration import register
+
+Activation = Literal["clamp", "hardswish", "silu"]
 
 SCHEMAS = {
     "batch_norm_act": (
         "(Tensor input, Tensor? weight, Tensor? bias, Tensor running_mean, Tensor running_var, "
-        "float momentum, float eps, float low, float high) -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
+        "float momentum, float eps, str activation, float low, float high, Tensor? residual) "
+        "-> (Tensor, Tensor, Tensor, Tensor, Tensor)"
     ),
     "batch_norm_act_normalize": (
-        "(Tensor input, Tensor mean, Tensor invstd, Tensor? weight, Tensor? bias, float low, float high) -> Tensor"
+        "(Tensor input, Tensor mean, Tensor invstd, Tensor? weight, Tensor? bias, "
+        "str activation, float low, float high, Tensor? residual) -> Tensor"
     ),
     "batch_norm_act_backward": (
         "(Tensor grad_output, Tensor input, Tensor mean, Tensor invstd, Tensor? weight, Tensor? bias, "
-        "float low, float high, bool[3] output_mask) -> (Tensor, Tensor, Tensor)"
+        "str activation, float low, float high, bool[3] output_mask) -> (Tensor, Tensor, Tensor)"
+    ),
+    "batch_norm_add_act_backward": (
+        "(Tensor grad_output, Tensor output, Tensor input, Tensor mean, Tensor invstd, Tensor? weight, "
+        "float low, float high, bool[3] output_mask) -> (Tensor, Tensor, Tensor, Tensor)"
     ),
 }
 
@@ -42,13 +52,17 @@ def batch_norm_act(
     running_var: Tensor,
     momentum: float = 0.1,
     eps: float = 1e-5,
+    activation: Activation = "clamp",
     low: float = -math.inf,
     high: float = math.inf,
+    residual: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Normalises with the batch's own statistics and clamps to `[low, high]`: two passes over the input, one output.
+    """Normalises with the batch's own statistics, adds a residual and applies an activation function: two passes over
+    the input, one output.
 
-    When to choose it: in place of `batch_norm` and `relu` or `hardtanh` of a forward pass whose backward pass is
-    `batch_norm_act_backward`. The normalised tensor in between never exists. Nothing is changed in place.
+    When to choose it: in place of `batch_norm`, an addition and an activation function of a forward pass whose backward
+    pass is `batch_norm_act_backward`, or `batch_norm_add_act_backward` where there is a residual. The tensors in
+    between never exist. Nothing is changed in place.
 
     Args:
         input: float32, float64 or bfloat16, of at least 2 dimensions; the second is the channels. Not empty.
@@ -58,7 +72,9 @@ def batch_norm_act(
         running_var: as `weight`: the exponential average of the unbiased variances so far.
         momentum: the share of this batch in the new averages.
         eps: is added to the variance.
-        low, high: the bounds, -inf and inf for none. They are rounded to the input's dtype.
+        activation: "clamp" to `[low, high]`, "hardswish" or "silu".
+        low, high: the bounds of "clamp", -inf and inf for none. They are rounded to the input's dtype.
+        residual: of the input's shape and dtype; another memory format costs a copy. None for nothing to add.
 
     Returns:
         The output, in the input's dtype; the mean and the inverse standard deviation, which the backward pass needs;
@@ -73,7 +89,9 @@ def batch_norm_act(
         >>> bool((y >= 0).all())
         True
     """
-    return torch.ops.torch_odt.batch_norm_act(input, weight, bias, running_mean, running_var, momentum, eps, low, high)
+    return torch.ops.torch_odt.batch_norm_act(
+        input, weight, bias, running_mean, running_var, momentum, eps, activation, low, high, residual
+    )
 
 
 def batch_norm_act_normalize(
@@ -82,10 +100,12 @@ def batch_norm_act_normalize(
     invstd: Tensor,
     weight: Tensor | None = None,
     bias: Tensor | None = None,
+    activation: Activation = "clamp",
     low: float = -math.inf,
     high: float = math.inf,
+    residual: Tensor | None = None,
 ) -> Tensor:
-    """Computes `(input - mean) * invstd * weight + bias`, clamped to `[low, high]`, in one pass over the input.
+    """Computes `activation((input - mean) * invstd * weight + bias + residual)` in one pass over the input.
 
     When to choose it: to compute the output of `batch_norm_act` again, bit for bit, without taking statistics.
 
@@ -95,7 +115,7 @@ def batch_norm_act_normalize(
         invstd: as `mean`: one over the standard deviation.
         weight: as `mean`; None for 1.
         bias: as `mean`; None for 0.
-        low, high: the bounds, -inf and inf for none. They are rounded to the input's dtype.
+        activation, low, high, residual: as for `batch_norm_act`.
 
     Returns:
         A tensor of the input's shape and dtype. Dense inputs keep their memory format; from others it is contiguous.
@@ -108,7 +128,9 @@ def batch_norm_act_normalize(
         >>> batch_norm_act_normalize(x, torch.zeros(3), torch.ones(3), low=0.0, high=6.0).shape
         torch.Size([8, 3, 4, 4])
     """
-    return torch.ops.torch_odt.batch_norm_act_normalize(input, mean, invstd, weight, bias, low, high)
+    return torch.ops.torch_odt.batch_norm_act_normalize(
+        input, mean, invstd, weight, bias, activation, low, high, residual
+    )
 
 
 def batch_norm_act_backward(
@@ -118,20 +140,21 @@ def batch_norm_act_backward(
     invstd: Tensor,
     weight: Tensor | None = None,
     bias: Tensor | None = None,
+    activation: Activation = "clamp",
     low: float = -math.inf,
     high: float = math.inf,
     output_mask: Sequence[bool] = (True, True, True),
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of `batch_norm_act`, from its input and the statistics that it returned.
+    """The gradients of `batch_norm_act` without a residual, from its input and the statistics that it returned.
 
-    When to choose it: in place of `threshold_backward` or `hardtanh_backward` and `native_batch_norm_backward`. At a
-    bound and beyond it the gradient is 0, as it is there; where the forward pass met a NaN it is passed on.
+    When to choose it: in place of the activation function's backward operator and `native_batch_norm_backward`. At a
+    bound of a clamp and beyond it the gradient is 0, as it is there; where the forward pass met a NaN it is passed on.
 
     Args:
         grad_output: of the input's shape and dtype; another memory format costs a copy.
         input: as it was given to `batch_norm_act`.
         mean, invstd: as `batch_norm_act` returned them.
-        weight, bias, low, high: as they were given to `batch_norm_act`.
+        weight, bias, activation, low, high: as they were given to `batch_norm_act`.
         output_mask: which results are wanted.
 
     Returns:
@@ -147,7 +170,51 @@ def batch_norm_act_backward(
         torch.Size([8, 3, 4, 4])
     """
     return torch.ops.torch_odt.batch_norm_act_backward(
-        grad_output, input, mean, invstd, weight, bias, low, high, output_mask
+        grad_output, input, mean, invstd, weight, bias, activation, low, high, output_mask
+    )
+
+
+def batch_norm_add_act_backward(
+    grad_output: Tensor,
+    output: Tensor,
+    input: Tensor,
+    mean: Tensor,
+    invstd: Tensor,
+    weight: Tensor | None = None,
+    low: float = -math.inf,
+    high: float = math.inf,
+    output_mask: Sequence[bool] = (True, True, True),
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The gradients of `batch_norm_act` with a residual and a clamp, from its output, its input and the statistics.
+
+    When to choose it: in place of `threshold_backward` or `hardtanh_backward`, whose result is the residual's gradient,
+    and `native_batch_norm_backward` behind it. At a bound and beyond it the gradient is 0; where the output is a NaN it
+    is passed on.
+
+    Args:
+        grad_output: of the input's shape and dtype; another memory format costs a copy.
+        output: as `batch_norm_act` returned it; another memory format than the input's costs a copy.
+        input: as it was given to `batch_norm_act`.
+        mean, invstd: as `batch_norm_act` returned them.
+        weight, low, high: as they were given to `batch_norm_act`.
+        output_mask: which of the first three results are wanted.
+
+    Returns:
+        The gradients of the input, the weight and the bias, and of the residual. One that is not wanted has no
+        elements; the residual's is always there.
+
+    Raises:
+        RuntimeError: a shape, dtype or device is another.
+
+    Example:
+        >>> x, r = torch.randn(8, 3, 4, 4), torch.randn(8, 3, 4, 4)
+        >>> y, mean, invstd, *_ = batch_norm_act(x, None, None, torch.zeros(3), torch.ones(3), low=0.0, residual=r)
+        >>> *_, grad_r = batch_norm_add_act_backward(torch.ones_like(y), y, x, mean, invstd, low=0.0)
+        >>> torch.equal(grad_r, (y > 0).float())
+        True
+    """
+    return torch.ops.torch_odt.batch_norm_add_act_backward(
+        grad_output, output, input, mean, invstd, weight, low, high, output_mask
     )
 
 
@@ -159,8 +226,8 @@ def _dense(input: Tensor) -> Tensor:
     return input if _keeps_format(input) else input.contiguous()
 
 
-def _rounded(bound: float, dtype: torch.dtype) -> float:
-    return torch.tensor(bound, dtype=dtype).item()
+def _rounded(low: float, high: float, dtype: torch.dtype) -> tuple[float, float]:
+    return torch.tensor(low, dtype=dtype).item(), torch.tensor(high, dtype=dtype).item()
 
 
 def _normalize_act_in_torch(
@@ -169,12 +236,32 @@ def _normalize_act_in_torch(
     invstd: Tensor,
     weight: Tensor | None,
     bias: Tensor | None,
+    activation: str,
     low: float,
     high: float,
+    residual: Tensor | None,
 ) -> Tensor:
     """As the compiled operator, in plain torch."""
-    output = _normalize_in_torch(input, mean, invstd, weight, bias)
-    return output.clamp(_rounded(low, input.dtype), _rounded(high, input.dtype))
+    if input.dtype not in (torch.float32, torch.float64, torch.bfloat16):
+        raise RuntimeError("batch_norm_act: the input must be float32, float64 or bfloat16")
+    wanted = _parameter_dtype(input)
+    output = _normalize_in_torch(_dense(input).to(wanted), mean, invstd, weight, bias)
+    if residual is not None:
+        _check_alike("batch_norm_act", "residual", residual, input)
+        output = output.add_(residual)
+    if activation == "clamp":
+        output = output.clamp(*_rounded(low, high, input.dtype))
+    else:
+        output = _smooth(activation, "")(output)
+    return output.to(input.dtype)
+
+
+def _smooth(activation: str, suffix: str) -> Callable[..., Tensor]:
+    """ATen's operator for an activation function that is no clamp; with the suffix "_backward", for its gradient."""
+    if activation not in ("hardswish", "silu"):
+        raise RuntimeError(f"batch_norm_act{suffix}: there is no activation function {activation}")
+    operator: Callable[..., Tensor] = getattr(torch.ops.aten, activation + suffix)
+    return operator
 
 
 def _act_in_torch(
@@ -185,8 +272,10 @@ def _act_in_torch(
     running_var: Tensor,
     momentum: float,
     eps: float,
+    activation: str,
     low: float,
     high: float,
+    residual: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """As the compiled operator, in plain torch."""
     if input.dim() < 2 or not input.numel():
@@ -198,7 +287,7 @@ def _act_in_torch(
     _, mean, invstd, *running = torch.ops.aten._native_batch_norm_legit_functional(
         wide, weight, bias, running_mean, running_var, True, momentum, eps
     )
-    output = _normalize_act_in_torch(input, mean, invstd, weight, bias, low, high)
+    output = _normalize_act_in_torch(input, mean, invstd, weight, bias, activation, low, high, residual)
     return output, mean, invstd, running[0], running[1]
 
 
@@ -209,28 +298,70 @@ def _backward_in_torch(
     invstd: Tensor,
     weight: Tensor | None,
     bias: Tensor | None,
+    activation: str,
     low: float,
     high: float,
     output_mask: Sequence[bool],
 ) -> tuple[Tensor, Tensor, Tensor]:
     """As the compiled operator, in plain torch."""
-    if not input.numel() or (grad_output.shape, grad_output.dtype) != (input.shape, input.dtype):
-        raise RuntimeError("batch_norm_act_backward: the input and its gradient must fit and have elements")
-    source, wanted = _dense(input), _parameter_dtype(input)
-    output = _normalize_in_torch(source, mean, invstd, weight, bias)
-    passed = grad_output
+    _check_alike("batch_norm_act_backward", "grad_output", grad_output, input)
+    if activation == "clamp":
+        output = _normalize_in_torch(_dense(input), mean, invstd, weight, bias)
+        passed = _clamp_backward(grad_output, output, low, high)
+    else:
+        wanted = _parameter_dtype(input)
+        output = _normalize_in_torch(_dense(input).to(wanted), mean, invstd, weight, bias)
+        passed = _smooth(activation, "_backward")(grad_output.to(wanted), output)
+    return _normalize_backward(passed, input, mean, invstd, weight, output_mask)
+
+
+def _add_backward_in_torch(
+    grad_output: Tensor,
+    output: Tensor,
+    input: Tensor,
+    mean: Tensor,
+    invstd: Tensor,
+    weight: Tensor | None,
+    low: float,
+    high: float,
+    output_mask: Sequence[bool],
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """As the compiled operator, in plain torch."""
+    _check_alike("batch_norm_add_act_backward", "grad_output", grad_output, input)
+    _check_alike("batch_norm_add_act_backward", "output", output, input)
+    passed = _empty_dense(input).copy_(_clamp_backward(grad_output, output, low, high))
+    return (*_normalize_backward(passed, input, mean, invstd, weight, output_mask), passed)
+
+
+def _clamp_backward(grad: Tensor, output: Tensor, low: float, high: float) -> Tensor:
+    """The gradient at a clamp; `output` is the clamp's input or its output, which is the same to it."""
+    low, high = _rounded(low, high, output.dtype)
     if low != -math.inf:
-        passed = passed.masked_fill(output <= _rounded(low, input.dtype), 0)
+        grad = grad.masked_fill(output <= low, 0)
     if high != math.inf:
-        passed = passed.masked_fill(output >= _rounded(high, input.dtype), 0)
+        grad = grad.masked_fill(output >= high, 0)
+    return grad
+
+
+def _normalize_backward(
+    grad: Tensor, input: Tensor, mean: Tensor, invstd: Tensor, weight: Tensor | None, output_mask: Sequence[bool]
+) -> tuple[Tensor, Tensor, Tensor]:
+    source, wanted = _dense(input), _parameter_dtype(input)
     gradients = torch.ops.aten.native_batch_norm_backward(
-        passed.to(wanted), source.to(wanted), weight, None, None, mean, invstd, True, 0.0, list(output_mask)
+        grad.to(wanted), source.to(wanted), weight, None, None, mean, invstd, True, 0.0, list(output_mask)
     )
     grad_input = torch.empty_like(source).copy_(gradients[0]) if output_mask[0] else source.new_empty(0)
     grad_weight, grad_bias = (
         gradient if wants else mean.new_empty(0) for gradient, wants in zip(gradients[1:], output_mask[1:], strict=True)
     )
     return grad_input, grad_weight, grad_bias
+
+
+def _check_alike(operator: str, name: str, tensor: Tensor, input: Tensor) -> None:
+    if not input.numel():
+        raise RuntimeError(f"{operator}: the input must have elements")
+    if (tensor.shape, tensor.dtype) != (input.shape, input.dtype):
+        raise RuntimeError(f"{operator}: {name} must have the input's shape and dtype")
 
 
 def _empty_dense(input: Tensor) -> Tensor:
@@ -243,12 +374,12 @@ def _empty_channels(input: Tensor) -> Tensor:
     return input.new_empty(input.shape[1], dtype=_parameter_dtype(input))
 
 
-def _fake_act(input: Tensor, *_: Tensor | float | None) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def _fake_act(input: Tensor, *_: Tensor | float | str | None) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     mean, invstd, running_mean, running_var = (_empty_channels(input) for _ in range(4))
     return _empty_dense(input), mean, invstd, running_mean, running_var
 
 
-def _fake_normalize(input: Tensor, *_: Tensor | float | None) -> Tensor:
+def _fake_normalize(input: Tensor, *_: Tensor | float | str | None) -> Tensor:
     return _empty_dense(input)
 
 
@@ -259,10 +390,29 @@ def _fake_backward(
     invstd: Tensor,
     weight: Tensor | None,
     bias: Tensor | None,
+    activation: str,
     low: float,
     high: float,
     output_mask: Sequence[bool],
 ) -> tuple[Tensor, Tensor, Tensor]:
+    return _fake_gradients(input, mean, output_mask)
+
+
+def _fake_add_backward(
+    grad_output: Tensor,
+    output: Tensor,
+    input: Tensor,
+    mean: Tensor,
+    invstd: Tensor,
+    weight: Tensor | None,
+    low: float,
+    high: float,
+    output_mask: Sequence[bool],
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return (*_fake_gradients(input, mean, output_mask), _empty_dense(input))
+
+
+def _fake_gradients(input: Tensor, mean: Tensor, output_mask: Sequence[bool]) -> tuple[Tensor, Tensor, Tensor]:
     return (
         _empty_dense(input) if output_mask[0] else input.new_empty(0),
         _empty_channels(input) if output_mask[1] else mean.new_empty(0),
@@ -270,13 +420,10 @@ def _fake_backward(
     )
 
 
-def _register(name: str, in_torch: Callable[..., Any], fake: Callable[..., Any]) -> None:
-    if not _extensions.has_kernels:
-        torch.library.define(f"torch_odt::{name}", SCHEMAS[name])
-        torch.library.impl(f"torch_odt::{name}", "cpu", in_torch)
-    torch.library.register_fake(f"torch_odt::{name}", fake)
-
-
-_register("batch_norm_act", _act_in_torch, _fake_act)
-_register("batch_norm_act_normalize", _normalize_act_in_torch, _fake_normalize)
-_register("batch_norm_act_backward", _backward_in_torch, _fake_backward)
+for _name, _in_torch, _fake in (
+    ("batch_norm_act", _act_in_torch, _fake_act),
+    ("batch_norm_act_normalize", _normalize_act_in_torch, _fake_normalize),
+    ("batch_norm_act_backward", _backward_in_torch, _fake_backward),
+    ("batch_norm_add_act_backward", _add_backward_in_torch, _fake_add_backward),
+):
+    register(_name, SCHEMAS[_name], _in_torch, _fake)
