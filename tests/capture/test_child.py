@@ -63,9 +63,14 @@ def test_a_child_that_does_not_answer_is_given_up(children: list[int]) -> None:
 
 
 def test_an_interrupt_takes_the_child_along(children: list[int]) -> None:
-    threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
-    with pytest.raises(KeyboardInterrupt):
-        run_in_child(sleep)
+    # Jobs that a shell runs in the background ignore interrupts.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+        with pytest.raises(KeyboardInterrupt):
+            run_in_child(sleep)
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def test_where_no_process_can_be_started(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""BatchNorm and the clamp behind it as one operator: where it happens, where it must not, and what comes out."""
+"""BatchNorm and its activation function as one operator: where it happens, where it must not, and what comes out."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.capture.test_rewrite import execute, ops_named, recompute
-from torch_odt.capture.fuse_batch_norm import BATCH_NORM, BATCH_NORM_BACKWARD, FUSED, FUSED_BACKWARD, FUSED_NORMALIZE
+from torch_odt.capture.batch_norm_match import BATCH_NORM, BATCH_NORM_BACKWARD
+from torch_odt.capture.fuse_batch_norm import FUSED, FUSED_BACKWARD, FUSED_NORMALIZE
 from torch_odt.capture.graph import TrainingGraph
 from torch_odt.capture.rewrite import rewrite
 from torch_odt.capture.trace import trace_step
@@ -30,7 +31,8 @@ def _seeded() -> Iterator[None]:
 
 def capture(model: nn.Module, *args: Tensor, fuse: bool = True, loss_fn: Any = F.mse_loss) -> TrainingGraph:
     traced = trace_step(model, loss_fn, make_compute(loss_fn), (args, {})).graph
-    return rewrite(traced, drop=("result",), disabled=() if fuse else ("fuse_batch_norm",))
+    disabled = ("choose_layouts",) if fuse else ("choose_layouts", "fuse_batch_norm")
+    return rewrite(traced, drop=("result",), disabled=disabled)
 
 
 def run_plainly(model: nn.Module, x: Tensor, y: Tensor) -> dict[tuple[str, Any], Tensor]:
@@ -69,26 +71,30 @@ ACTIVATIONS: list[Make] = [
     lambda: nn.ReLU6(inplace=True),
     nn.Hardtanh,
     lambda: nn.Hardtanh(-0.5, 2.0),
+    nn.Hardswish,
+    lambda: nn.Hardswish(inplace=True),
+    nn.SiLU,
+    lambda: nn.SiLU(inplace=True),
 ]
 
 
 @pytest.mark.parametrize("affine", [True, False])
 @pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_a_clamp_is_fused(activation: Make, memory_format: torch.memory_format, affine: bool) -> None:
+def test_an_activation_function_is_fused(activation: Make, memory_format: torch.memory_format, affine: bool) -> None:
     model = block(activation, affine).to(memory_format=memory_format)
     x, y = torch.randn(4, 3, 10, 10).to(memory_format=memory_format), torch.randn(4, 4, 6, 6)
     graph = check(model, x, y, 1)
     (backward,) = ops_named(graph, FUSED_BACKWARD)
-    gone = (BATCH_NORM, BATCH_NORM_BACKWARD, "aten.relu.default", "aten.hardtanh.default")
-    assert not any(ops_named(graph, target) for target in gone)
-    assert not any("threshold" in op.target or "hardtanh" in op.target for op in graph.program)
+    assert not any(ops_named(graph, target) for target in (BATCH_NORM, BATCH_NORM_BACKWARD, "aten.relu.default"))
+    gone = ("threshold", "hardtanh", "hardswish", "silu")
+    assert not any(op.target.startswith(f"aten.{name}") for op in graph.program for name in gone)
     (convolution, _) = ops_named(graph, "aten.convolution.default")
-    assert convolution.results[0] in backward.reads, "the clamp's mask comes from BatchNorm's input"
+    assert convolution.results[0] in backward.reads, "the activation function's input comes from BatchNorm's"
 
 
 @pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
-@pytest.mark.parametrize("activation", [nn.ReLU, nn.ReLU6])
+@pytest.mark.parametrize("activation", [nn.ReLU, nn.ReLU6, nn.Hardswish, nn.SiLU])
 def test_an_output_comes_back_bit_for_bit(activation: Make, memory_format: torch.memory_format) -> None:
     model = block(activation).to(memory_format=memory_format)
     x = torch.randn(4, 3, 10, 10).to(memory_format=memory_format)
@@ -108,7 +114,7 @@ def test_gradients_that_nobody_asked_for_stay_away() -> None:
     model[1].bias.requires_grad_(False)
     graph = check(model, torch.randn(4, 3, 10, 10), torch.randn(4, 4, 6, 6), 1)
     (op,) = ops_named(graph, FUSED_BACKWARD)
-    assert op.args[8] == [True, True, False] and op.writes[2] is None
+    assert op.args[9] == [True, True, False] and op.writes[2] is None
 
 
 def test_a_frozen_head_has_a_forward_pass_alone() -> None:
@@ -143,6 +149,25 @@ class Shared(nn.Module):
 @pytest.mark.parametrize(("sum_of", "fused"), [("normalised", 0), ("views", 0), ("clamps", 0), ("activated", 1)])
 def test_a_normalised_tensor_that_others_need_stays(sum_of: str, fused: int) -> None:
     check(Shared(sum_of), torch.randn(4, 3, 10, 10), torch.randn(4, 4, 8, 8), fused)
+
+
+class SqueezeExcite(nn.Module):
+    """A block that scales an activated tensor by what it makes of the tensor's means."""
+
+    def __init__(self, activation: nn.Module) -> None:
+        super().__init__()
+        self.first, self.norm, self.activation = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), activation
+        self.scale = nn.Conv2d(4, 4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.activation(self.norm(self.first(x)))
+        return x * self.scale(x.mean((2, 3), keepdim=True)).sigmoid()
+
+
+@pytest.mark.parametrize("activation", [nn.ReLU(), nn.Hardswish(), nn.SiLU()])
+def test_an_activated_tensor_may_have_several_readers(activation: nn.Module) -> None:
+    graph = check(SqueezeExcite(activation), torch.randn(4, 3, 10, 10), torch.randn(4, 4, 8, 8), 1)
+    assert len(ops_named(graph, FUSED_BACKWARD)) == 1
 
 
 @pytest.mark.parametrize("change", [nn.Module.eval, lambda model: setattr(model[1], "track_running_stats", False)])

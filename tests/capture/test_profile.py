@@ -2,15 +2,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from functools import cache
 from typing import Any
 
 import pytest
 import torch
-from models import case_named
-from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.capture.profiles import captured, fast, graph_of, needs_recorder, wide
 from torch_odt import _extensions, memory
 from torch_odt.cache import Cache
 from torch_odt.capture import operators
@@ -25,61 +23,13 @@ from torch_odt.capture.cost_table import (
     signature,
     table_of,
 )
-from torch_odt.capture.costs import Costs
-from torch_odt.capture.graph import Op, Ref, TrainingGraph, Value
+from torch_odt.capture.graph import Op, Ref
 from torch_odt.capture.layouts import RealLayouts
 from torch_odt.capture.machine import machine_name, settings_name
 from torch_odt.capture.operators import resolve
 from torch_odt.capture.profile import profile
-from torch_odt.capture.rewrite import inexact_rewrites, rewrite
 from torch_odt.capture.synthetic import SyntheticInputs
-from torch_odt.capture.trace import trace_step
 from torch_odt.errors import PlanError
-
-needs_recorder = pytest.mark.skipif(_extensions.memory_module is None, reason="torch_odt._memory is not built")
-
-
-def fast(graph: TrainingGraph, **options: Any) -> Costs:
-    return profile(graph, repeats=1, min_seconds=0.0, **options)
-
-
-@cache
-def captured(name: str, autocast: bool = False) -> TrainingGraph:
-    case = case_named(name)
-    args, kwargs = case.batch(case.batch_size, torch.Generator().manual_seed(0))
-
-    def compute(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[torch.Tensor, Any]:
-        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-            return case.loss(model, (args, kwargs)), ()
-
-    with torch.random.fork_rng():
-        model = case.make()
-    return rewrite(trace_step(model, case.loss_fn, compute, (args, kwargs)).graph, disabled=inexact_rewrites())
-
-
-def graph_of(
-    target: str, inputs: list[torch.Tensor], results: list[torch.Tensor | None], args: list[Any]
-) -> TrainingGraph:
-    """One op; an int among `args` inside a `Ref` names an input."""
-    tensors = [*inputs, *(r for r in results if r is not None)]
-    values = [
-        Value(
-            i,
-            f"v{i}",
-            tuple(t.shape),
-            t.stride(),
-            str(t.dtype).removeprefix("torch."),
-            t.untyped_storage().nbytes(),
-            "input" if i < len(inputs) else "computed",
-            i,
-            None if i < len(inputs) else 0,
-        )
-        for i, t in enumerate(tensors)
-    ]
-    numbers = iter(range(len(inputs), len(tensors)))
-    writes = tuple(None if r is None else next(numbers) for r in results)
-    op = Op(0, target, tuple(args), {}, tuple(range(len(inputs))), (), writes)
-    return TrainingGraph([op], values, list(range(len(inputs))), [], 1, 1)
 
 
 @needs_recorder
@@ -415,33 +365,6 @@ def test_an_empty_table_names_everything_missing() -> None:
     costs = apply_costs(graph, CostTable("nowhere", "none"))
     count = sum(not op.is_view for op in graph.ops)
     assert costs.notes[1].startswith(f"{count} of {len(graph.ops)} ops are not in the table")
-
-
-def wide(size: int) -> TrainingGraph:
-    a, b = torch.ones(size, size), torch.ones(size, size)
-    return graph_of("aten.mm.default", [a, b], [a @ b], [Ref(0), Ref(1)])
-
-
-def test_an_op_larger_than_the_room_is_estimated_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    graph = wide(512)
-    nbytes = 512 * 512 * 4
-    small = fast(graph, limit_bytes=lambda: 2 * nbytes)
-    assert small.too_large == 1 and small.ops[0].source == "estimated"
-    assert any("1 operators were estimated" in note for note in small.notes)
-    large = fast(graph, limit_bytes=lambda: 4 * nbytes)
-    assert large.too_large == 0 and large.ops[0].source == "measured"
-
-
-@needs_recorder
-def test_measuring_stays_inside_its_limit() -> None:
-    graph = captured("mobilenet_v2")
-    largest = max(sum(graph.values[v].nbytes for v in (*op.reads, *op.results)) for op in graph.ops)
-    memory.install()
-    memory.reset_peak()
-    level = memory.stats().allocated_bytes
-    costs = fast(graph, limit_bytes=lambda: 2 * largest)
-    assert costs.too_large == 0
-    assert memory.stats().peak_bytes - level <= 2.5 * largest  # type: ignore[operator]
 
 
 @needs_recorder

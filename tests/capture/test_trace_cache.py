@@ -31,7 +31,7 @@ from torch_odt.cache import Cache
 from torch_odt.capture.describe import Undescribable
 from torch_odt.capture.describe_code import describe_executed
 from torch_odt.capture.describe_step import describe_step
-from torch_odt.capture.graph_data import step_from_data, step_to_data
+from torch_odt.capture.step_data import step_from_data, step_to_data
 from torch_odt.capture.trace_cache import remembered_trace
 from torch_odt.errors import OdtWarning
 from torch_odt.execute.loss import make_compute
@@ -452,7 +452,7 @@ def test_everything_in_a_step_survives_the_waythrough_json() -> None:
     assert step_to_data(again) == data
 
 
-@pytest.mark.parametrize("part", ["fingerprint", "result_spec", "graph"])
+@pytest.mark.parametrize("part", ["fingerprint", "results", "graph"])
 def test_a_damaged_entry_is_ignored_with_a_warning(part: str, remembered: tuple[str, Any]) -> None:
     key, entry = copy.deepcopy(remembered)
     entry["step"][part] = "damaged"

@@ -152,6 +152,7 @@ def _batch_as_channels(call: Call, data: list[Operand], others: list[Operand]) -
 
 _PLANES = [
     "max_pool2d_with_indices",
+    "torch_odt::max_pool2d_with_offsets",
     "max_pool3d_with_indices",
     "adaptive_max_pool2d",
     "adaptive_max_pool3d",
@@ -191,6 +192,7 @@ _LINEAR_PLANES = [
 ]
 _PLANES_BACKWARD = [
     "max_pool2d_with_indices_backward",
+    "torch_odt::max_pool2d_with_offsets_backward",
     "max_pool3d_with_indices_backward",
     "adaptive_max_pool2d_backward",
     "avg_pool2d_backward",

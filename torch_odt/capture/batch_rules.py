@@ -16,6 +16,7 @@ from torch_odt.capture.batch_state import (
     SAME,
     SAMPLES,
     Call,
+    Kind,
     NotSeparable,
     Operand,
     State,
@@ -43,12 +44,14 @@ RULES: dict[str, Rule] = {}
 
 
 def rule(*names: str, free: Sequence[str] = ()) -> Callable[[RuleFunction], RuleFunction]:
-    """Make a function the rule of operators: "mm" or "add.Tensor" of aten; a name without overload means "default"."""
+    """Make a function the rule of operators: "mm" or "add.Tensor" of aten, "torch_odt::name" of this package; a name
+    without overload means "default"."""
 
     def register(function: RuleFunction) -> RuleFunction:
         for name in names:
-            overload = name if "." in name else f"{name}.default"
-            RULES[f"aten.{overload}"] = Rule(function, frozenset(free))
+            package, _, own = name.rpartition("::")
+            overload = own if "." in own else f"{own}.default"
+            RULES[f"{package or 'aten'}.{overload}"] = Rule(function, frozenset(free))
         return function
 
     return register
@@ -167,6 +170,21 @@ def _pointwise_backward(call: Call) -> State:
 def _pointwise_without_tag(call: Call) -> Result:
     state = pointwise(call)
     return [state, replace(state, kind="opaque")]
+
+
+@rule("torch_odt::clamp_with_mask")
+def _clamp_with_mask(call: Call) -> Result:
+    state = pointwise(call)
+    # Each micro-batch has the bits of its own samples.
+    return [state, replace(state, kind="opaque")]
+
+
+@rule("torch_odt::clamp_with_mask_backward")
+def _clamp_with_mask_backward(call: Call) -> State:
+    gradient, mask = call.operand("grad_output"), call.operand("mask")
+    kind: Kind = "same" if mask.dim < 0 else "slice"
+    clamped = replace(gradient, state=replace(mask.state, kind=kind))
+    return linear(call, gradient, [clamped], lambda: align(call, [gradient, clamped]))
 
 
 @rule("_prelu_kernel")

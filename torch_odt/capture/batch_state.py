@@ -14,13 +14,9 @@ from math import isclose
 from typing import Any, Literal
 
 from torch_odt.capture.graph import Op, Value
-from torch_odt.errors import CaptureError
+from torch_odt.capture.separation import NotSeparable
 
 Kind = Literal["same", "slice", "part", "index", "opaque"]
-
-
-class NotSeparable(CaptureError):
-    """Micro-batches of a step would not add up to the step; the text says why."""
 
 
 @dataclass(frozen=True, slots=True, order=True)

@@ -9,6 +9,7 @@ from math import prod
 from torch_odt.capture.batch_rules import rule, with_dim, wrap_dim, wrap_dims
 from torch_odt.capture.batch_state import Call, Operand, State, added, differing_dim, require_exact
 from torch_odt.capture.graph import Value
+from torch_odt.capture.strides import is_contiguous, same_layout
 
 
 @rule("view", "_unsafe_view", "_reshape_alias", "reshape", free=("size", "stride"))
@@ -49,12 +50,12 @@ def _as_strided(call: Call) -> State:
 def _as_strided_scatter(call: Call) -> State:
     source = call.operand("src")
     for whole, part in zip(call.first_result, (call.full["src"].value, source.micro), strict=True):
-        if not (_is_contiguous(whole.shape, whole.stride) and _is_contiguous(part.shape, part.stride)):
+        if not (is_contiguous(whole.shape, whole.stride) and is_contiguous(part.shape, part.stride)):
             raise call.refuse("addresses the memory of its argument")
         if prod(whole.shape) != prod(part.shape) or call.micro["storage_offset"]:
             raise call.refuse("addresses the memory of its argument")
     for sizes, strides in ((call.full["size"], call.full["stride"]), (call.micro["size"], call.micro["stride"])):
-        if not _is_contiguous(sizes, strides):
+        if not is_contiguous(sizes, strides):
             raise call.refuse("addresses the memory of its argument")
     return _viewed(call, source)
 
@@ -63,18 +64,9 @@ def _same_elements(source: Value, result: Value, offset: int | None) -> bool:
     if offset is not None and (offset or source.is_view):
         return False
     if source.shape == result.shape:
-        return all(n == 1 or a == b for n, a, b in zip(source.shape, source.stride, result.stride, strict=True))
+        return same_layout(source.shape, source.stride, result.stride)
     whole = prod(source.shape) == prod(result.shape)
-    return whole and _is_contiguous(source.shape, source.stride) and _is_contiguous(result.shape, result.stride)
-
-
-def _is_contiguous(shape: Sequence[int], stride: Sequence[int]) -> bool:
-    expected = 1
-    for size, step in zip(reversed(shape), reversed(stride), strict=True):
-        if size != 1 and step != expected:
-            return False
-        expected *= size
-    return True
+    return whole and is_contiguous(source.shape, source.stride) and is_contiguous(result.shape, result.stride)
 
 
 @rule("expand", "repeat", free=("size", "repeats"))

@@ -84,4 +84,5 @@ def _moved(op: Op, index: int, first_value: int) -> Op:
         reads=tuple(first_value + v for v in op.reads),
         shape_reads=tuple(first_value + v for v in op.shape_reads),
         writes=tuple(None if w is None else first_value + w for w in op.writes),
+        overwrites=None if op.overwrites is None else first_value + op.overwrites,
     )

@@ -51,7 +51,8 @@ def signature(op: Op, layouts: RealLayouts) -> str:
         return str(argument)
 
     keywords = [f"{name}={text(argument)}" for name, argument in sorted(op.kwargs.items())]
-    return f"{op.target}({','.join([*map(text, op.args), *keywords])})"
+    mark = "" if op.overwrites is None else f"!{list(op.args).index(Ref(op.overwrites))}"
+    return f"{op.target}{mark}({','.join([*map(text, op.args), *keywords])})"
 
 
 def table_of(graph: TrainingGraph, costs: Costs, *, settings: str = "") -> CostTable:

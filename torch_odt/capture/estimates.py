@@ -27,11 +27,12 @@ def estimate(graph: TrainingGraph, op: Op) -> OpCost:
         ordinals.append(len(events))
         events.append((len(events), graph.values[result].nbytes))
     traffic = sum(graph.values[v].nbytes for v in op.reads) + sum(size for _, size in events)
-    seconds = traffic / BYTES_PER_SECOND + 2 * _multiplications(graph, op) / FLOPS_PER_SECOND
+    seconds = traffic / BYTES_PER_SECOND + 2 * multiplications(graph, op) / FLOPS_PER_SECOND
     return OpCost(seconds, tuple(events), tuple(ordinals), "estimated")
 
 
-def _multiplications(graph: TrainingGraph, op: Op) -> int:
+def multiplications(graph: TrainingGraph, op: Op) -> int:
+    """Of convolutions, matrix products and attention; 0 for other ops."""
     name = op.target.split(".")[1] if "." in op.target else op.target
     shapes = [graph.values[a.value].shape if isinstance(a, Ref) else () for a in op.args]
     if name == "convolution":
@@ -44,4 +45,9 @@ def _multiplications(graph: TrainingGraph, op: Op) -> int:
         return prod(shapes[0]) * shapes[1][-1]
     if name == "addmm":
         return prod(shapes[1]) * shapes[2][-1]
+    if name.startswith("_scaled_dot_product") and not name.endswith("_backward"):
+        return 2 * prod(shapes[0]) * shapes[1][-2]
+    if name.startswith("_scaled_dot_product"):
+        # The scores again, and the gradients of both products.
+        return 5 * prod(shapes[1]) * shapes[2][-2]
     return 0

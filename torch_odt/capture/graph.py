@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal
 
-ValueKind = Literal["parameter", "buffer", "gradient", "input", "tangent", "constant", "computed"]
+ValueKind = Literal["parameter", "buffer", "gradient", "state", "input", "tangent", "constant", "computed"]
 OutputKind = Literal["loss", "result", "gradient", "mutation"]
 
 
@@ -59,7 +59,8 @@ class Value:
             are planned: the others belong to the caller and stay where they are.
         base: index of the value that owns the storage; its own index unless it is a view.
         producer: index of the program op that computes it, None for what the caller gives.
-        target: the qualified name of a parameter or buffer (of a gradient: its parameter), the position of an input.
+        target: the qualified name of a parameter or buffer (of a gradient: its parameter; of the optimizer's state:
+            "<parameter>/<state>"), the position of an input.
     """
 
     index: int
@@ -88,9 +89,11 @@ class Op:
         args, kwargs: the call's arguments, with `Ref` where a value stands.
         reads: the values whose data it reads, each once.
         shape_reads: the values of which it uses shape and strides alone; they need not be in memory.
-        writes: its results in order; None for a result that nobody uses.
+        writes: its results in order; None for a result that nobody uses. An op that has none changes its first
+            argument, and always runs.
         is_view: its results share the storage of its first read and cost nothing.
         is_random: it draws random numbers, so it runs exactly once.
+        overwrites: the value in whose memory one of its results lies: nothing else reads that value.
         phase: the half of the step it belongs to.
     """
 
@@ -104,6 +107,7 @@ class Op:
     is_view: bool = False
     is_random: bool = False
     is_pinned: bool = False
+    overwrites: int | None = None
     phase: Literal["forward", "backward"] = "forward"
 
     @property
@@ -177,7 +181,7 @@ class TrainingGraph:
             found.setdefault(value.base, []).append(value.index)
         return {base: tuple(sorted(members, key=lambda v: v != base)) for base, members in found.items()}
 
-    @cached_property
+    @property
     def output_values(self) -> frozenset[int]:
         return frozenset(output.value for output in self.outputs)
 
@@ -201,5 +205,6 @@ class TrainingGraph:
             )
         for op in self.ops:
             digest.update(f"{op.target}{op.args}{sorted(op.kwargs.items())}{op.writes}{op.shape_reads}".encode())
+            digest.update(f"{op.is_pinned}{op.overwrites}".encode())
         digest.update(f"{self.inputs}{self.outputs}{self.boundary}{sorted(self.rematerializers.items())}".encode())
         return digest.hexdigest()

@@ -1,81 +1,34 @@
-"""Traced steps to and from plain data, for JSON.
+"""Graphs to and from plain data, for JSON.
 
-Nothing but names and numbers is written, so that reading an entry can never run code.
+Nothing but names and numbers is written, so that reading them can never run code.
 """
 
 from __future__ import annotations
 
 import base64
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
 
-from torch_odt.capture.describe import tensor_bytes
-from torch_odt.capture.graph import Op, Output, Ref, TrainingGraph, Value
-from torch_odt.capture.trace import Opaque, TracedStep
+from torch_odt.capture.graph import Op, Output, Ref, TrainingGraph, Value, refs
 
 _PLAIN = (bool, int, float, str, type(None))
-_MOST_CONSTANT_BYTES = 1 << 16
-_VALUE_FIELDS = ("name", "shape", "stride", "dtype", "nbytes", "kind", "base", "producer", "target")
-_OP_FIELDS = (
-    "target",
-    "args",
-    "kwargs",
-    "reads",
-    "shape_reads",
-    "writes",
-    "is_view",
-    "is_random",
-    "is_pinned",
-    "phase",
-)
+_VALUE_MARK = "%"
+_FLAGS = ("is_view", "is_random", "is_pinned")
 
 
-def step_to_data(step: TracedStep) -> dict[str, Any]:
-    """Data from which `step_from_data` makes an equal step.
+def graph_to_data(graph: TrainingGraph, *, most_constant_bytes: int) -> dict[str, Any]:
+    """Data from which `graph_from_data` makes an equal graph.
 
     Raises:
-        TypeError, NotImplementedError: it holds something that has no such form.
+        TypeError: it holds something that has no such form, or constants of more than `most_constant_bytes`.
     """
-    spec = pytree.treespec_dumps(step.result_spec)
-    if "__enum__" in spec:
-        # To read it would import a module that the file names.
-        raise TypeError("the outputs' structure holds an enumeration")
+    if sum(constant.nbytes for constant in graph.constants.values()) > most_constant_bytes:
+        raise TypeError(f"the graph holds constants of more than {most_constant_bytes} bytes")
     return {
-        "graph": _graph_to_data(step.graph),
-        "fingerprint": step.graph.fingerprint,
-        "result_spec": spec,
-        "result_leaves": [[position, _encode_leaf(leaf)] for position, leaf in step.result_leaves],
-    }
-
-
-def step_from_data(data: Mapping[str, Any]) -> TracedStep:
-    """The step of `step_to_data`.
-
-    Raises:
-        ValueError, KeyError, TypeError, IndexError, AttributeError: the data is not what it was.
-        NotImplementedError: a class in the outputs' structure is not known to `torch.utils._pytree`.
-    """
-    graph = _graph_from_data(data["graph"])
-    if graph.fingerprint != data["fingerprint"]:
-        raise ValueError("the graph's fingerprint is another one")
-    if "__enum__" in data["result_spec"]:
-        raise ValueError("the outputs' structure names code")
-    return TracedStep(
-        graph=graph,
-        result_spec=pytree.treespec_loads(data["result_spec"]),
-        result_leaves=[(position, _decode_leaf(leaf)) for position, leaf in data["result_leaves"]],
-    )
-
-
-def _graph_to_data(graph: TrainingGraph) -> dict[str, Any]:
-    if sum(constant.nbytes for constant in graph.constants.values()) > _MOST_CONSTANT_BYTES:
-        raise TypeError("the graph holds large constants")
-    return {
-        "values": [[_encode(getattr(value, name)) for name in _VALUE_FIELDS] for value in graph.values],
-        "ops": [[_encode(getattr(op, name)) for name in _OP_FIELDS] for op in graph.ops],
+        "values": list(map(_value_to_data, graph.values)),
+        "ops": [op_to_data(op) for op in graph.ops],
         "inputs": graph.inputs,
         "outputs": [[output.value, output.kind, output.target] for output in graph.outputs],
         "boundary": graph.boundary,
@@ -86,12 +39,15 @@ def _graph_to_data(graph: TrainingGraph) -> dict[str, Any]:
     }
 
 
-def _graph_from_data(data: Mapping[str, Any]) -> TrainingGraph:
-    values = [dict(zip(_VALUE_FIELDS, map(_decode, row), strict=True)) for row in data["values"]]
-    ops = [dict(zip(_OP_FIELDS, map(_decode, row), strict=True)) for row in data["ops"]]
+def graph_from_data(data: Mapping[str, Any]) -> TrainingGraph:
+    """The graph of `graph_to_data`.
+
+    Raises:
+        ValueError, KeyError, TypeError, IndexError, AttributeError: the data is not what it was.
+    """
     return TrainingGraph(
-        ops=[Op(index=index, **fields) for index, fields in enumerate(ops)],
-        values=[Value(index=index, **fields) for index, fields in enumerate(values)],
+        ops=[op_from_data(index, row) for index, row in enumerate(data["ops"])],
+        values=[_value_from_data(index, row) for index, row in enumerate(data["values"])],
         inputs=list(data["inputs"]),
         outputs=[Output(value, kind, target) for value, kind, target in data["outputs"]],
         boundary=data["boundary"],
@@ -102,27 +58,90 @@ def _graph_from_data(data: Mapping[str, Any]) -> TrainingGraph:
     )
 
 
-def _encode(value: Any) -> Any:
-    """JSON for an operator's argument: plain values and lists as they are, all else as `{kind: content}`."""
+def _value_to_data(v: Value) -> list[Any]:
+    return [v.name, v.shape, v.stride, v.dtype, v.nbytes, v.kind, v.base, v.producer, v.target]
+
+
+def _value_from_data(index: int, row: list[Any]) -> Value:
+    name, shape, stride, dtype, *rest = row
+    return Value(index, name, tuple(shape), tuple(stride), dtype, *rest)
+
+
+def op_to_data(op: Op) -> dict[str, Any]:
+    """An op as plain data, but for its position and for what goes without saying."""
+    data = {
+        "target": op.target,
+        "args": list(map(encode, op.args)),
+        "kwargs": {name: encode(argument) for name, argument in op.kwargs.items()},
+        "shape_reads": op.shape_reads,
+        "writes": op.writes,
+        "is": [name for name in _FLAGS if getattr(op, name)],
+        "overwrites": op.overwrites,
+        "phase": op.phase,
+    }
+    if op.reads != _reads(op.args, op.kwargs, op.shape_reads):
+        data["reads"] = op.reads
+    return {name: content for name, content in data.items() if content not in ((), [], {}, None)}
+
+
+def op_from_data(index: int, data: Mapping[str, Any]) -> Op:
+    """The op of `op_to_data`, as number `index` of a graph."""
+    args = tuple(map(decode, data.get("args", ())))
+    kwargs = {name: decode(argument) for name, argument in data.get("kwargs", {}).items()}
+    shape_reads = tuple(data.get("shape_reads", ()))
+    reads = tuple(data["reads"]) if "reads" in data else _reads(args, kwargs, shape_reads)
+    flags = {name: name in data.get("is", ()) for name in _FLAGS}
+    writes, overwrites = tuple(data.get("writes", ())), data.get("overwrites")
+    return Op(
+        index,
+        data["target"],
+        args,
+        kwargs,
+        reads,
+        shape_reads,
+        writes,
+        **flags,
+        overwrites=overwrites,
+        phase=data["phase"],
+    )
+
+
+def _reads(args: tuple[Any, ...], kwargs: dict[str, Any], shape_reads: Collection[int]) -> tuple[int, ...]:
+    """What an op reads as a rule: the values among its arguments, but for those whose shape alone it uses."""
+    return tuple(value for value in dict.fromkeys(refs((args, kwargs))) if value not in shape_reads)
+
+
+def encode(value: Any) -> Any:
+    """JSON for an operator's argument: plain values and lists as they are, values as "%number", all else as
+    `{kind: content}`."""
     kind = type(value)
+    if kind is str and value.startswith(_VALUE_MARK):
+        return {"text": value}
     if kind in _PLAIN:
         return value
-    if kind is list:
-        return [_encode(item) for item in value]
-    if kind is tuple:
-        return {"tuple": [_encode(item) for item in value]}
-    if kind is dict:
-        return {"dict": [[_encode(key), _encode(item)] for key, item in value.items()]}
     if kind is Ref:
-        return {"ref": value.value}
+        return f"{_VALUE_MARK}{value.value}"
+    if kind is list:
+        return [encode(item) for item in value]
+    if kind is tuple:
+        return {"tuple": [encode(item) for item in value]}
+    if kind is dict:
+        return {"dict": [[encode(key), encode(item)] for key, item in value.items()]}
     if kind in _NAMED:
         return {_NAMED[kind]: str(value).removeprefix("torch.")}
     raise TypeError(f"a {kind.__name__} among an operator's arguments")
 
 
-def _decode(data: Any) -> Any:
+def decode(data: Any) -> Any:
+    """The inverse of `encode`.
+
+    Raises:
+        ValueError, KeyError, TypeError, AttributeError: it is something else.
+    """
+    if isinstance(data, str):
+        return Ref(int(data[1:])) if data.startswith(_VALUE_MARK) else data
     if isinstance(data, list):
-        return [_decode(item) for item in data]
+        return [decode(item) for item in data]
     if isinstance(data, dict):
         ((kind, content),) = data.items()
         return _DECODERS[kind](content)
@@ -141,9 +160,9 @@ def _torch_object(kind: type) -> Callable[[str], Any]:
 
 _NAMED = {torch.dtype: "dtype", torch.layout: "layout", torch.memory_format: "memory_format", torch.device: "device"}
 _DECODERS: dict[str, Callable[[Any], Any]] = {
-    "tuple": lambda content: tuple(map(_decode, content)),
-    "dict": lambda content: {_decode(key): _decode(item) for key, item in content},
-    "ref": Ref,
+    "tuple": lambda content: tuple(map(decode, content)),
+    "dict": lambda content: {decode(key): decode(item) for key, item in content},
+    "text": str,
     "device": torch.device,
     "dtype": _torch_object(torch.dtype),
     "layout": _torch_object(torch.layout),
@@ -154,21 +173,13 @@ _DECODERS: dict[str, Callable[[Any], Any]] = {
 def _encode_tensor(tensor: torch.Tensor) -> dict[str, Any]:
     if type(tensor) is not torch.Tensor or not tensor.is_contiguous():
         raise TypeError("a constant of the graph is no ordinary tensor")
-    content = base64.b64encode(tensor_bytes(tensor)).decode()
-    return {"dtype": _encode(tensor.dtype), "shape": list(tensor.shape), "content": content}
+    content = base64.b64encode(tensor.reshape(-1).view(torch.uint8).numpy().tobytes()).decode()
+    return {"dtype": encode(tensor.dtype), "shape": list(tensor.shape), "content": content}
 
 
 def _decode_tensor(data: Mapping[str, Any]) -> torch.Tensor:
     content = bytearray(base64.b64decode(data["content"], validate=True))
-    dtype, shape = _decode(data["dtype"]), data["shape"]
+    dtype, shape = decode(data["dtype"]), data["shape"]
     if not content:
         return torch.empty(shape, dtype=dtype)
     return torch.frombuffer(content, dtype=dtype).reshape(shape)
-
-
-def _encode_leaf(leaf: Any) -> Any:
-    return {"opaque": leaf.type_name} if isinstance(leaf, Opaque) else _encode(leaf)
-
-
-def _decode_leaf(data: Any) -> Any:
-    return Opaque(data["opaque"]) if isinstance(data, dict) and "opaque" in data else _decode(data)

@@ -15,6 +15,7 @@ import torch
 from torch_odt.capture.costs import OpCost, ResultLayout
 from torch_odt.capture.graph import Op, TrainingGraph, Value, map_refs
 from torch_odt.capture.operators import resolve
+from torch_odt.capture.strides import same_layout
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +86,5 @@ def layout_of(tensor: torch.Tensor | None) -> ResultLayout | None:
 
 
 def _is_as_traced(value: Value, layout: ResultLayout) -> bool:
-    # Strides of dimensions of size 1 mean nothing.
-    return (layout.shape, layout.dtype) == (value.shape, value.dtype) and all(
-        size <= 1 or ours == theirs for size, ours, theirs in zip(value.shape, layout.stride, value.stride, strict=True)
-    )
+    is_alike = (layout.shape, layout.dtype) == (value.shape, value.dtype)
+    return is_alike and same_layout(value.shape, layout.stride, value.stride)

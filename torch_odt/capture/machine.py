@@ -15,6 +15,9 @@ _NOTABLE_FEATURES = (
     "avx512_vnni", "avx512_bf16", "avx_vnni", "amx_int8", "amx_bf16", "asimddp", "i8mm", "bf16", "sve", "rvv",
 )  # fmt: skip
 
+_LEAST_CACHE_BYTES = 4 << 20
+_MOST_CACHE_BYTES = 64 << 20
+
 
 @cache
 def machine_name() -> str:
@@ -29,6 +32,26 @@ def machine_name() -> str:
     capability = torch.backends.cpu.get_cpu_capability()
     notable = [name for name in _NOTABLE_FEATURES if name in features]
     return ", ".join([model, f"{cores} core{'s' if cores != 1 else ''}", " ".join([capability, *notable])])
+
+
+@cache
+def cache_bytes(root: Path = Path("/")) -> int:
+    """The last-level cache: what has been touched after so many other bytes is read from memory again.
+
+    Between 4 and 64 MiB: the least where the system does not say, the most where a large cache is many processes'.
+    """
+    folders = (root / "sys/devices/system/cpu/cpu0/cache").glob("index*")
+    sizes = [_size_of_cache(folder / "size") for folder in folders]
+    return min(max([_LEAST_CACHE_BYTES, *sizes]), _MOST_CACHE_BYTES)
+
+
+def _size_of_cache(path: Path) -> int:
+    """From text such as "32768K"; 0 where there is none."""
+    try:
+        number = path.read_text().strip().removesuffix("K")
+    except OSError:
+        return 0
+    return int(number) * 1024 if number.isdigit() else 0
 
 
 def settings_name() -> str:

@@ -26,6 +26,7 @@ _IN_GRAD_MODE = frozenset({"aten.mkldnn_rnn_layer.default"})
 # target -> positions of tensor arguments that are used for their shape, strides and dtype alone.
 _SHAPE_ONLY: dict[str, tuple[int, ...]] = {
     "aten.max_pool2d_with_indices_backward.default": (1,),
+    "torch_odt.max_pool2d_with_offsets_backward.default": (1,),
     "aten.avg_pool2d_backward.default": (1,),
     "aten._adaptive_avg_pool2d_backward.default": (1,),
     "aten.nll_loss_backward.default": (1,),
@@ -59,22 +60,29 @@ def resolve(target: str) -> Callable[..., Any]:
     """
     if target in _OWN:
         return _OWN[target]
-    if target in _IN_GRAD_MODE:
-        return _in_grad_mode(target)
+    return _in_grad_mode(target) if target in _IN_GRAD_MODE else of_torch(target)
+
+
+def of_torch(target: str) -> torch._ops.OpOverload:
+    """The operator of torch's dispatcher of that name.
+
+    Raises:
+        KeyError: no such operator is registered in this process.
+    """
+    found: Any = torch.ops
     try:
-        return _of_torch(target)
+        for name in target.split(".", 2):
+            found = getattr(found, name)
     except AttributeError:
-        raise KeyError(f"operator {target!r} is not registered here; import the package that has it") from None
-
-
-def _of_torch(target: str) -> Callable[..., Any]:
-    namespace, name, overload = target.split(".", 2)
-    function: Callable[..., Any] = getattr(getattr(getattr(torch.ops, namespace), name), overload)
-    return function
+        found = None
+    # What a graph names must not reach anything else that torch.ops has.
+    if not isinstance(found, torch._ops.OpOverload):
+        raise KeyError(f"operator {target!r} is not registered here; import the package that has it")
+    return found
 
 
 def _in_grad_mode(target: str) -> Callable[..., Any]:
-    function = _of_torch(target)
+    function = of_torch(target)
 
     def call(*args: Any) -> Any:
         with torch.enable_grad():
@@ -104,7 +112,7 @@ def shape_only_positions(target: str, args: tuple[Any, ...], dtype: str) -> tupl
     """Positions of the tensor arguments whose data the call never reads, for results of that type."""
     if target == "aten.convolution_backward.default":
         wants_input, wants_weight, wants_bias = args[10]
-        if args[9] > 1 and not _convolves_by_onednn(dtype):
+        if args[9] > 1 and not convolves_by_onednn(dtype):
             # ATen's own kernels copy every group's part of the input and of the weight, whatever is wanted.
             return ()
         # The gradient of the bias alone makes the kernel read its input all the same.
@@ -114,7 +122,7 @@ def shape_only_positions(target: str, args: tuple[Any, ...], dtype: str) -> tupl
     return _SHAPE_ONLY.get(target, ())
 
 
-def _convolves_by_onednn(dtype: str) -> bool:
+def convolves_by_onednn(dtype: str) -> bool:
     """Whether convolutions in groups are oneDNN's here, with the settings of now."""
     onednn = torch.backends.mkldnn
     if not (onednn.is_available() and onednn.enabled):
@@ -129,7 +137,7 @@ def output_mask_position(target: str) -> int | None:
         "aten.native_batch_norm_backward.default": 9,
         "aten.native_layer_norm_backward.default": 7,
         "aten.native_group_norm_backward.default": 9,
-        "torch_odt.batch_norm_act_backward.default": 8,
+        "torch_odt.batch_norm_act_backward.default": 9,
     }.get(target)
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import fx, nn
 
 from torch_odt.capture.graph import OutputKind, TrainingGraph, ValueKind
-from torch_odt.capture.rewrite import rewrite
+from torch_odt.capture.rewrite import for_whole_batch, rewrite
 from torch_odt.capture.trace import from_joint
 from torch_odt.errors import CaptureError
 
@@ -139,7 +139,8 @@ def _make_piece(
     results: Sequence[Any],
     disabled_rewrites: Collection[str],
 ) -> GraphPiece:
-    graph = rewrite(from_joint(module, inputs, outputs), disabled=disabled_rewrites)
+    traced = from_joint(module, inputs, outputs)
+    graph = for_whole_batch(rewrite(traced, disabled=disabled_rewrites), disabled_rewrites)
     given: dict[tuple[bool, int], int] = {}
     for index in graph.inputs:
         value = graph.values[index]

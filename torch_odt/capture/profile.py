@@ -6,12 +6,14 @@ Calls with the same signature are measured once; a cache carries them over to th
 
 from __future__ import annotations
 
+import resource
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import replace
 from statistics import median
 from types import ModuleType
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
@@ -33,8 +35,8 @@ from torch_odt.capture.costs import Costs, OpCost, ResultLayout
 from torch_odt.capture.estimates import estimate
 from torch_odt.capture.graph import Op, TrainingGraph
 from torch_odt.capture.layouts import RealLayouts, layout_of
-from torch_odt.capture.machine import machine_name, settings_name
-from torch_odt.capture.operators import resolve
+from torch_odt.capture.machine import cache_bytes, machine_name, settings_name
+from torch_odt.capture.overwrite_gradients import function_of
 from torch_odt.capture.synthetic import SyntheticInputs
 from torch_odt.errors import first_line
 
@@ -45,8 +47,8 @@ _RECORDED_RUNS = 2
 _ARENA_SLACK_BYTES = 256 << 20
 # Less than this may be the rounding of two mappings to huge pages.
 _LIBRARY_BYTES = 4 << 20
-# About the second-level caches of the cores that compute.
-_CACHE_BYTES = 4 << 20
+# Emptying the caches takes longer than most calls: small ones are measured less often.
+_MOST_SECONDS = 0.03
 
 Events = tuple[tuple[int, int], ...]
 Ordinals = tuple[int | None, ...]
@@ -64,7 +66,7 @@ class DynamicArena(Protocol):
 
     @property
     def resident_bytes(self) -> int: ...
-    def dynamic(self, on: bool, limit_bytes: int = -1) -> None: ...
+    def dynamic(self, on: bool, limit_bytes: int = -1, refuses: bool = False) -> None: ...
     def release(self) -> None: ...
 
 
@@ -94,8 +96,8 @@ def profile(
         min_seconds: an op is timed at least this long in total, or 20 times.
         arena: where results lie while ops are timed; by default one is made and dropped again.
         progress: called before each op.
-        limit_bytes: asked what measuring may take when there is something to measure. An op whose inputs and results
-            are more is estimated.
+        limit_bytes: asked what measuring may take when there is something to measure. An op that takes more is
+            estimated, and counts as one that needs more than that.
     """
     machine, key = machine_name(), profile_key()
     known, damaged = costs_from_entries(cache.load_profile(key)) if cache is not None else ({}, 0)
@@ -146,7 +148,8 @@ def _notes_of(damaged: int) -> list[str]:
 def profile_key() -> str:
     """What measurements are stored under: they hold for this machine, with these settings."""
     seen = "all allocations" if _extensions.memory_module is not None else "results alone"
-    return f"{machine_name()}; {settings_name()}; {seen}; format {FORMAT}"
+    kernels = f"kernels {_extensions.instruction_set() or 'absent'}, {cache_bytes() >> 20} MiB of cache emptied"
+    return f"{machine_name()}; {settings_name()}; {kernels}; {seen}; format {FORMAT}"
 
 
 class _Bench:
@@ -179,8 +182,7 @@ class _Bench:
         self._inputs = SyntheticInputs(graph, self._layouts, limit_bytes=limit_bytes)
         self.too_large = 0
         self._failed: dict[str, str] = {}
-        other_bytes = _CACHE_BYTES if limit_bytes is None else min(_CACHE_BYTES, limit_bytes // 4)
-        self._other_data = torch.zeros(other_bytes // 4)
+        self._other_data = torch.zeros((cache_bytes() if limit_bytes is None else 0) // 4)
 
     def cost(self, op: Op, known: Mapping[str, OpCost]) -> OpCost:
         """The cost of the next op of the graph; measured if neither `known` nor met before."""
@@ -198,24 +200,50 @@ class _Bench:
             self.too_large += 1
         elif name not in self._failed:
             try:
-                self._make_room(op)
-                self.fresh[name] = self._measure_somehow(op)
+                self.fresh[name] = self._measure_within(op)
                 return self.fresh[name]
+            except torch.OutOfMemoryError as error:
+                if self._limit_bytes is None:
+                    self._note_failure(name, op, error)
+                else:
+                    self.too_large += 1
+                    return _beyond(estimate(self._graph, op), self._limit_bytes)
             except Exception as error:
-                self._failed[name] = f"{type(error).__name__}: {first_line(error)}"
-                self.notes.append(f"{op.target} could not be measured and was estimated: {self._failed[name]}")
+                self._note_failure(name, op, error)
         return estimate(self._graph, op)
+
+    def _note_failure(self, name: str, op: Op, error: Exception) -> None:
+        self._failed[name] = f"{type(error).__name__}: {first_line(error)}"
+        self.notes.append(f"{op.target} could not be measured and was estimated: {self._failed[name]}")
 
     def _bytes_of(self, op: Op) -> int:
         return sum(self._graph.values[v].nbytes for v in (*op.reads, *op.results))
 
-    def _make_room(self, op: Op) -> None:
+    def _measure_within(self, op: Op) -> OpCost:
+        """What the op costs, measured inside the limit; with caches as they are if emptying them takes too much."""
+        if self._limit_bytes is None:
+            return self._measure_somehow(op)
+        spare_bytes = self._limit_bytes - self._bytes_of(op)
+        with suppress(torch.OutOfMemoryError):
+            self._make_room(op, min(cache_bytes(), spare_bytes // 2))
+            return self._measure_somehow(op)
+        # Not while the error is handled: its traceback holds what the first attempt has made.
+        self._make_room(op, 0)
+        return self._measure_somehow(op)
+
+    def _make_room(self, op: Op, other_bytes: int) -> None:
         """Inputs and results of other calls must not stand beside this one's where that is too much."""
+        assert self._limit_bytes is not None
+        is_kept = other_bytes // 2 <= self._other_data.nbytes <= other_bytes
+        if not is_kept:
+            self._other_data = torch.empty(0)
         held = self._inputs.held_bytes + (0 if self._arena is None else self._arena.resident_bytes)
-        if self._limit_bytes is not None and held + self._bytes_of(op) > self._limit_bytes:
+        if held + other_bytes + self._bytes_of(op) > self._limit_bytes:
             self._inputs.clear()
             if self._arena is not None:
                 self._arena.release()
+        if not is_kept:
+            self._other_data = torch.zeros(other_bytes // 4)
 
     def _measure_somehow(self, op: Op) -> OpCost:
         try:
@@ -223,32 +251,36 @@ class _Bench:
         except torch.OutOfMemoryError:
             raise
         except (RuntimeError, IndexError, ZeroDivisionError):
-            # Zero is a valid index, but no valid divisor or size.
-            return self._measure(op, SyntheticInputs(self._graph, self._layouts, integer=1))
+            self._inputs.clear()
+        # Zero is a valid index, but no valid divisor or size.
+        return self._measure(op, SyntheticInputs(self._graph, self._layouts, integer=1))
 
     def _measure(self, op: Op, inputs: SyntheticInputs) -> OpCost:
-        function = resolve(op.target)
+        function = function_of(op)
         args, kwargs = inputs.arguments(op, function, self._opaque_inputs(op))
         if self._arena is not None:
             # Pages that earlier results have left untouched would count as the library's when this call touches them.
             self._arena.release()
-        with self._in_arena():
+        with self._in_arena(inputs.held_bytes):
             layouts, library_bytes = self._first_call(op, function, args, kwargs)
-            seconds: list[float] = []
+            timed: list[_Timed] = []
             runs: list[tuple[Events, Ordinals]] = []
-            while not self._is_enough(seconds):
-                # In a step, what an op reads has long left the caches; small calls would look too good.
+            began = time.perf_counter()
+            while not self._is_enough(timed, time.perf_counter() - began):
+                # In a step, what an op reads has long left the caches; calls would look too good.
                 self._other_data.add_(1.0)
+                taken_away = _times_taken_away()
                 if len(runs) < _RECORDED_RUNS:
                     elapsed, run = self._record(op, function, args, kwargs)
                     runs.append(run)
                 else:
                     elapsed = _time(function, args, kwargs)
-                seconds.append(elapsed)
+                timed.append(_Timed(elapsed, _times_taken_away() > taken_away))
+        inputs.forget_written(op)
         if runs[0] != runs[-1]:
             self.notes.append(f"the allocations of {op.target} vary from call to call; the most are planned for")
         events, ordinals = max(runs, key=lambda run: OpCost(0.0, *run).peak_bytes)
-        return OpCost(median(seconds), events, ordinals, layouts=layouts, library_bytes=library_bytes)
+        return OpCost(_typical(timed), events, ordinals, layouts=layouts, library_bytes=library_bytes)
 
     def _first_call(
         self, op: Op, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
@@ -261,9 +293,12 @@ class _Bench:
         taken = memory.peak_process_bytes() - before - arena_bytes
         return layouts, taken if self._arena is not None and taken >= _LIBRARY_BYTES else 0
 
-    def _is_enough(self, seconds: list[float]) -> bool:
-        count = len(seconds)
-        return count >= max(1, self._repeats) and (sum(seconds) >= self._min_seconds or count >= _MOST_REPEATS)
+    def _is_enough(self, timed: list[_Timed], elapsed: float) -> bool:
+        least = max(1, self._repeats)
+        if len(timed) >= least and (elapsed >= _MOST_SECONDS or len(timed) >= _MOST_REPEATS):
+            return True
+        alone = [run.seconds for run in timed if not run.was_disturbed]
+        return len(alone) >= least and sum(alone) >= self._min_seconds
 
     def _record(
         self, op: Op, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
@@ -294,22 +329,51 @@ class _Bench:
         index = self._graph.values[value].producer
         assert index is not None
         producer = self._graph.ops[index]
-        function = resolve(producer.target)
+        function = function_of(producer)
         args, kwargs = self._inputs.arguments(producer, function, self._opaque_inputs(producer))
         tensor = _as_list(function(*args, **kwargs), producer)[producer.writes.index(value)]
         assert tensor is not None
         return tensor
 
     @contextmanager
-    def _in_arena(self) -> Iterator[None]:
+    def _in_arena(self, held_bytes: int) -> Iterator[None]:
+        """Inside, what a call allocates lies in the arena; beside so many bytes, more than the limit is refused."""
         if self._arena is None:
             yield
             return
-        self._arena.dynamic(True)
+        if self._limit_bytes is None:
+            self._arena.dynamic(True)
+        else:
+            left_bytes = self._limit_bytes - held_bytes - self._other_data.nbytes
+            self._arena.dynamic(True, max(0, left_bytes), refuses=True)
         try:
             yield
         finally:
             self._arena.dynamic(False)
+
+
+def _beyond(cost: OpCost, nbytes: int) -> OpCost:
+    """The same cost for a call that needs more than so many bytes at once."""
+    scratch = 1 + max(-1, *cost.block_bytes)
+    return replace(cost, events=((scratch, nbytes), (scratch, -nbytes), *cost.events))
+
+
+class _Timed(NamedTuple):
+    """One timed call, and whether other processes took the processor from it meanwhile."""
+
+    seconds: float
+    was_disturbed: bool
+
+
+def _typical(timed: Sequence[_Timed]) -> float:
+    """The median of the calls that nothing disturbed; where there is none, the one that was disturbed least."""
+    alone = [run.seconds for run in timed if not run.was_disturbed]
+    return median(alone) if alone else min(run.seconds for run in timed)
+
+
+def _times_taken_away() -> int:
+    """How often the processor has been taken from a thread of this process."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw
 
 
 def _time(function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> float:

@@ -8,16 +8,24 @@ Each pass is a function `(TrainingGraph) -> str | None` that changes the graph i
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 from torch_odt._extensions import has_kernels
 from torch_odt.capture import operators
-from torch_odt.capture.fuse_batch_norm import BATCH_NORM, FUSED, FUSED_NORMALIZE, fuse_batch_norm
+from torch_odt.capture.batch_norm_match import BATCH_NORM
+from torch_odt.capture.choose_layouts import choose_layouts
+from torch_odt.capture.fuse_batch_norm import FUSED, FUSED_NORMALIZE, fuse_batch_norm
 from torch_odt.capture.graph import Op, OutputKind, Ref, TrainingGraph, Value, map_refs, refs
+from torch_odt.capture.narrow_pool_indices import narrow_pool_indices
+from torch_odt.capture.overwrite_gradients import overwrite_gradients
+from torch_odt.capture.pack_activation_masks import pack_activation_masks
+from torch_odt.capture.pack_dropout_masks import APPLY, DROPOUT, PACKED, pack_dropout_masks, scaled
+from torch_odt.capture.update_in_backward import UpdateRule, update_in_backward
 
 Pass = Callable[[TrainingGraph], str | None]
+Stage = Literal["traced", "numbered", "whole batch", "optimizer"]
 
 
 @dataclass(frozen=True)
@@ -25,16 +33,19 @@ class Rewrite:
     """A pass that can be switched off.
 
     Attributes:
-        apply: the pass; its function's name is the rewrite's.
+        apply: the pass; its function's name is the rewrite's. One of the stage "optimizer" takes the rules, too.
         is_exact: every output keeps every bit; otherwise outputs agree within rounding.
         needs_kernels: what it puts into the graph is slower than what it replaces unless it is compiled.
-        after_numbering: it adds to the graph as it is executed, with its ops and values numbered.
+        stage: "traced": it changes the graph as it was traced. "numbered": it adds to the graph as it is executed, with
+            its ops and values numbered. "whole batch": it changes ops and values, but not their number, of a graph that
+            runs all samples at once; the proof that micro-batches add up does not know of it. "optimizer":
+            `with_updates` makes it, where the optimizer of a step over the whole batch is known.
     """
 
-    apply: Pass
+    apply: Callable[..., str | None]
     is_exact: bool = True
     needs_kernels: bool = False
-    after_numbering: bool = False
+    stage: Stage = "traced"
 
 
 def rewrite(
@@ -50,7 +61,7 @@ def rewrite(
     graph.outputs = [output for output in graph.outputs if output.kind not in drop]
     hand_on_aliases(graph)
     remove_dead(graph)
-    for name, pass_ in _enabled(disabled, after_numbering=False):
+    for name, pass_ in _enabled(disabled, "traced"):
         _apply(graph, name, pass_)
         remove_dead(graph)
     protect_mutated_buffers(graph)
@@ -60,14 +71,58 @@ def rewrite(
 def number_anew(graph: TrainingGraph, disabled: Collection[str] = ()) -> TrainingGraph:
     """The graph without values that nothing names, its ops and values numbered in order, with rematerializers."""
     result = _renumber(graph)
-    for name, pass_ in _enabled(disabled, after_numbering=True):
+    for name, pass_ in _enabled(disabled, "numbered"):
         _apply(result, name, pass_)
     return result
 
 
-def _enabled(disabled: Collection[str], *, after_numbering: bool) -> Iterator[tuple[str, Pass]]:
+def reopen(graph: TrainingGraph) -> tuple[TrainingGraph, frozenset[str]]:
+    """A copy of a numbered graph that may be changed, and the rewrites not to be made when it is numbered anew.
+
+    What rematerializes is gone from it: `number_anew` makes that again, and names it again in the notes.
+    """
+    made = {name for name, row in REWRITES.items() if row.stage == "numbered"}
+    missing = frozenset(name for name in made if not any(_is_note_of(name, note) for note in graph.notes))
+    copy = TrainingGraph(
+        ops=[replace(op) for op in graph.program],
+        values=[replace(value) for value in graph.values],
+        inputs=list(graph.inputs),
+        outputs=list(graph.outputs),
+        boundary=graph.boundary,
+        program_length=graph.program_length,
+        constants=dict(graph.constants),
+        notes=[note for note in graph.notes if not any(_is_note_of(name, note) for name in made)],
+    )
+    return copy, missing
+
+
+def _is_note_of(name: str, note: str) -> bool:
+    return note.endswith(f"({name})")
+
+
+def with_updates(graph: TrainingGraph, rules: Mapping[str, UpdateRule]) -> TrainingGraph:
+    """A numbered graph whose parameters are updated inside of it, as `update_in_backward` says; not changed itself."""
+    updated, disabled = reopen(graph)
+    _apply(updated, update_in_backward.__name__, lambda graph: update_in_backward(graph, rules))
+    return number_anew(updated, disabled)
+
+
+def for_whole_batch(graph: TrainingGraph, disabled: Collection[str] = ()) -> TrainingGraph:
+    """What is executed where all samples run at once, from a graph that `rewrite` returned, which is not changed."""
+    result = replace(
+        graph,
+        ops=[replace(op) for op in graph.ops],
+        values=[replace(value) for value in graph.values],
+        notes=list(graph.notes),
+    )
+    for name, pass_ in _enabled(disabled, "whole batch"):
+        _apply(result, name, pass_)
+    return result
+
+
+def _enabled(disabled: Collection[str], stage: Stage) -> Iterator[tuple[str, Pass]]:
     for name, row in REWRITES.items():
-        if row.after_numbering == after_numbering and name not in disabled:
+        if row.stage == stage and name not in disabled:
             yield name, row.apply
 
 
@@ -106,12 +161,12 @@ def switched_off(names: Iterable[str], planner: str) -> frozenset[str]:
 
 
 def hand_on_aliases(graph: TrainingGraph) -> None:
-    """`detach` and `alias` hand on their input: nothing in the graph is changed in place."""
+    """`detach` and `alias` hand on their input: nothing in a traced graph is changed in place."""
     _hand_on(graph, ("aten.detach.default", "aten.alias.default"))
 
 
 def remove_copies(graph: TrainingGraph) -> str | None:
-    """A `clone` with unchanged strides hands on its input: nothing in the graph is changed in place.
+    """A `clone` with unchanged strides hands on its input: nothing in a traced graph is changed in place.
 
     A clone that leaves the graph stays, and so does a clone of something that the caller owns when it leaves as a view.
     """
@@ -211,9 +266,12 @@ def _next_index(graph: TrainingGraph, more: list[Op]) -> int:
 
 
 def remove_dead(graph: TrainingGraph) -> None:
-    """Ops whose results nobody reads. A random one stays: what the next one draws depends on it."""
+    """Ops whose results nobody reads. A random one stays: what the next one draws depends on it.
+
+    Ops that have none are of use for what they change.
+    """
     used = _used_values(graph)
-    graph.ops = [op for op in graph.ops if op.is_random or any(r in used for r in op.results)]
+    graph.ops = [op for op in graph.ops if op.is_random or not op.writes or any(r in used for r in op.results)]
     for op in graph.ops:
         if any(r in used for r in op.results):
             op.writes = tuple(w if w in used else None for w in op.writes)
@@ -232,7 +290,7 @@ def rematerialize_batch_norm(graph: TrainingGraph) -> str | None:
         x, weight, bias = op.args[0], op.args[1], op.args[2]
         if not _can_normalize(graph, x, (Ref(mean), Ref(invstd), weight, bias)):
             continue
-        arguments = (x, Ref(mean), Ref(invstd), weight, bias, *(op.args[7:9] if is_fused else ()))
+        arguments = (x, Ref(mean), Ref(invstd), weight, bias, *(op.args[7:] if is_fused else ()))
         _add_rematerializer(graph, op, output, FUSED_NORMALIZE if is_fused else "odt.batch_norm_normalize", arguments)
         count += 1
     return f"{count} BatchNorm outputs can be recomputed from the saved statistics" if count else None
@@ -250,12 +308,15 @@ def rematerialize_dropout(graph: TrainingGraph) -> str | None:
     """Dropout's output comes back from its input and the mask that was drawn."""
     count = 0
     for op in graph.program:
-        if op.target != "aten.native_dropout.default":
+        if op.target not in (DROPOUT, PACKED):
             continue
         output, mask = op.writes
         if output is None or mask is None:
             continue
-        _add_rematerializer(graph, op, output, "odt.dropout_apply", (op.args[0], Ref(mask), op.args[1]))
+        again = replace(op, target=APPLY, args=(op.args[0], Ref(mask), op.args[1]))
+        if op.target == PACKED:
+            again = scaled(graph, again, channels_last=op.args[2])
+        _add_rematerializer(graph, op, output, again.target, again.args)
         count += 1
     return f"{count} dropout outputs can be recomputed from their masks" if count else None
 
@@ -267,10 +328,16 @@ REWRITES = {
         Rewrite(remove_copies),
         Rewrite(mask_unused_gradients),
         Rewrite(sum_bias_gradients, is_exact=False),
+        Rewrite(choose_layouts, is_exact=False),
+        Rewrite(narrow_pool_indices, needs_kernels=True),
         Rewrite(mark_shape_reads),
         Rewrite(fuse_batch_norm, is_exact=False, needs_kernels=True),
-        Rewrite(rematerialize_batch_norm, after_numbering=True),
-        Rewrite(rematerialize_dropout, after_numbering=True),
+        Rewrite(pack_activation_masks, needs_kernels=True),
+        Rewrite(overwrite_gradients),
+        Rewrite(rematerialize_batch_norm, stage="numbered"),
+        Rewrite(rematerialize_dropout, stage="numbered"),
+        Rewrite(pack_dropout_masks, needs_kernels=True, stage="whole batch"),
+        Rewrite(update_in_backward, stage="optimizer"),
     )
 }
 
@@ -299,6 +366,7 @@ def _renumber(graph: TrainingGraph) -> TrainingGraph:
             kwargs=renumber(op.kwargs),
             reads=tuple(new_index[v] for v in op.reads),
             shape_reads=tuple(new_index[v] for v in op.shape_reads),
+            overwrites=None if op.overwrites is None else new_index[op.overwrites],
             writes=tuple(None if w is None else new_index[w] for w in op.writes),
         )
         for op in graph.ops
@@ -360,10 +428,10 @@ def _insert_early_copy(graph: TrainingGraph, value: int, readers: list[Op]) -> N
 
 
 def _used_values(graph: TrainingGraph) -> set[int]:
-    """Values that an output or a random draw depends on, walking back through what ops really read."""
+    """Values that an output, a random draw or a change depends on, walking back through what ops really read."""
     used = set(graph.output_values)
     for op in reversed(graph.ops):
-        if op.is_random or any(r in used for r in op.results):
+        if op.is_random or not op.writes or any(r in used for r in op.results):
             used.update(op.reads)
     return used
 

@@ -48,6 +48,7 @@ class SyntheticInputs:
         self._layouts = layouts
         self._integer = integer
         self._buffers: dict[tuple[torch.dtype, int], torch.Tensor] = {}
+        self._rank: dict[int, int] = {}
         largest = max((self._input_bytes(op) for op in graph.ops), default=0)
         self._limit_bytes = largest if limit_bytes is None else min(largest, limit_bytes)
 
@@ -64,9 +65,17 @@ class SyntheticInputs:
         # The largest input of every op is a view of the same buffer, so that the buffers together stay small.
         missing.sort(key=lambda v: -self._graph.values[v].nbytes)
         self._make_room(missing)
-        for rank, value in enumerate(missing):
+        self._rank = {value: rank for rank, value in enumerate(missing)}
+        for value, rank in self._rank.items():
             tensors[value] = self._from_buffer(value, rank)
         return map_refs(op.args, tensors.__getitem__), map_refs(op.kwargs, tensors.__getitem__)
+
+    def forget_written(self, op: Op) -> None:
+        """What the op of the last `arguments` has overwritten is not to be another one's input."""
+        written = op.reads if not op.writes else () if op.overwrites is None else (op.overwrites,)
+        for value in written:
+            if value in self._rank:
+                self._buffers.pop((self._layouts.real(value).dtype, self._rank[value]), None)
 
     @property
     def held_bytes(self) -> int:
@@ -162,4 +171,6 @@ def _index_bound(graph: TrainingGraph, op: Op) -> tuple[int, int] | None:
         return op.args[2].value, graph.values[op.args[0].value].shape[0]
     if op.target == "aten.max_pool2d_with_indices_backward.default":
         return op.args[7].value, prod(graph.values[op.args[1].value].shape[-2:])
+    if op.target == "torch_odt.max_pool2d_with_offsets_backward.default":
+        return op.args[7].value, prod(op.args[2])
     return None

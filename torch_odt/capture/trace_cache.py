@@ -22,8 +22,8 @@ from torch_odt.capture.child import ChildFailed, run_in_child
 from torch_odt.capture.describe import Describer
 from torch_odt.capture.describe_code import describe_executed
 from torch_odt.capture.describe_step import describe_step, step_modules
-from torch_odt.capture.graph_data import step_from_data, step_to_data
 from torch_odt.capture.recorder import run_recorded
+from torch_odt.capture.step_data import step_from_data, step_to_data
 from torch_odt.capture.trace import Batch, Compute, TracedStep, trace_step
 from torch_odt.errors import OdtWarning
 

@@ -1,0 +1,151 @@
+"""Graphs from elsewhere are what they say, or refused before anything runs."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from torch_odt.capture.graph import Output, Ref, TrainingGraph
+from torch_odt.capture.graph_check import check_graph
+from torch_odt.capture.graph_data import graph_from_data, graph_to_data
+from torch_odt.capture.rewrite import for_whole_batch, rewrite
+from torch_odt.capture.trace import trace_step
+from torch_odt.errors import PlanError
+
+
+@functools.cache
+def _traced() -> TrainingGraph:
+    model = nn.Sequential(
+        nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Dropout(0.5), nn.Linear(64, 2)
+    )
+
+    def compute(model: nn.Module, args: tuple[torch.Tensor], kwargs: object) -> tuple[torch.Tensor, None]:
+        return model(*args).square().sum(), None
+
+    traced = trace_step(model, None, compute, ((torch.ones(2, 3, 6, 6),), {}))
+    return for_whole_batch(rewrite(traced.graph, drop=("result",)))
+
+
+def copied() -> TrainingGraph:
+    """The graph of a small step, from data."""
+    return graph_from_data(graph_to_data(_traced(), most_constant_bytes=1 << 20))
+
+
+def find(graph: TrainingGraph, target: str) -> int:
+    return next(op.index for op in graph.ops if op.target == target)
+
+
+def test_a_graph_survives_as_data_and_is_what_it_says() -> None:
+    graph = copied()
+    check_graph(graph)
+    assert graph.fingerprint == _traced().fingerprint
+    assert (graph.ops, graph.values, graph.outputs) == (_traced().ops, _traced().values, _traced().outputs)
+
+
+def retarget(target: str) -> Callable[[TrainingGraph], None]:
+    def change(graph: TrainingGraph) -> None:
+        graph.ops[0].target = target
+
+    return change
+
+
+def reads_the_shape_alone(graph: TrainingGraph) -> None:
+    """An operator that reads its argument gets an address without memory."""
+    op = graph.ops[find(graph, "aten.convolution.default")]
+    op.shape_reads, op.reads = op.reads[:1], op.reads[1:]
+
+
+def forgets_a_read(graph: TrainingGraph) -> None:
+    op = graph.ops[find(graph, "aten.convolution.default")]
+    op.reads = op.reads[:1]
+
+
+def reads_beyond(graph: TrainingGraph) -> None:
+    op = graph.ops[find(graph, "aten.convolution.default")]
+    op.args = (Ref(len(graph.values)), *op.args[1:])
+
+
+def counts_backwards(graph: TrainingGraph) -> None:
+    graph.inputs[0] = -1
+
+
+def is_said_to_be_a_view(graph: TrainingGraph) -> None:
+    graph.ops[find(graph, "aten.convolution.default")].is_view = True
+
+
+def is_said_not_to_be_random(graph: TrainingGraph) -> None:
+    next(op for op in graph.ops if op.is_random).is_random = False
+
+
+def writes_nowhere(graph: TrainingGraph) -> None:
+    op = graph.ops[find(graph, "aten.convolution.default")]
+    op.writes = (len(graph.values) + 3,)
+
+
+def delivers_nothing(graph: TrainingGraph) -> None:
+    graph.outputs.append(Output(len(graph.values), "gradient", "0.weight"))
+
+
+def takes_more(graph: TrainingGraph) -> None:
+    op = graph.ops[find(graph, "aten.convolution.default")]
+    op.args = (*op.args, 1, 2, 3)
+
+
+def takes_an_unknown_word(graph: TrainingGraph) -> None:
+    graph.ops[find(graph, "aten.convolution.default")].kwargs["loudly"] = True
+
+
+def has_a_negative_shape(graph: TrainingGraph) -> None:
+    graph.values[0] = replace(graph.values[0], shape=(-1,) * len(graph.values[0].shape))
+
+
+def has_no_dtype(graph: TrainingGraph) -> None:
+    graph.values[0].dtype = "load"
+
+
+def comes_from_nowhere(graph: TrainingGraph) -> None:
+    graph.inputs.pop()
+
+
+def overwrites_where_it_cannot(graph: TrainingGraph) -> None:
+    op = graph.ops[find(graph, "aten.convolution.default")]
+    op.overwrites = op.reads[0]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        retarget("aten.no_such_operator.default"),
+        retarget("aten.add"),
+        retarget("load_library.__call__.__call__"),
+        retarget("aten.convolution.__class__"),
+        retarget("odt.no_such_operator"),
+        retarget("aten.add_.Tensor"),
+        retarget("aten.from_file.default"),
+        retarget(""),
+        reads_the_shape_alone,
+        forgets_a_read,
+        reads_beyond,
+        counts_backwards,
+        is_said_to_be_a_view,
+        is_said_not_to_be_random,
+        writes_nowhere,
+        delivers_nothing,
+        takes_more,
+        takes_an_unknown_word,
+        has_a_negative_shape,
+        has_no_dtype,
+        comes_from_nowhere,
+        overwrites_where_it_cannot,
+    ],
+)
+def test_what_is_not_what_it_says_is_refused(change: Callable[[TrainingGraph], None]) -> None:
+    graph = copied()
+    change(graph)
+    with pytest.raises(PlanError):
+        check_graph(graph)

@@ -1,0 +1,121 @@
+"""Gradients that are overwritten: which, what a schedule may do with them, and that no bit changes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tests.capture.test_rewrite import capture, check_against_plain
+from torch_odt.capture.costs import Costs
+from torch_odt.capture.graph import Op, TrainingGraph
+from torch_odt.errors import ScheduleError
+from torch_odt.planning.keep_all import keep_all
+from torch_odt.planning.pool import check, pack
+from torch_odt.planning.registry import get_planner
+from torch_odt.planning.schedule import Run, Schedule
+from torch_odt.planning.simulate import simulate
+
+NO_COSTS = Costs({})
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> Iterator[None]:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        yield
+
+
+class Residual(nn.Module):
+    """A gradient that two branches read, their sum, and activation functions that each read a gradient alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(3, 4, 3, padding=1)
+        self.second = nn.Conv2d(4, 4, 3, padding=1)
+        self.third = nn.Conv2d(4, 4, 3, padding=1)
+
+    @staticmethod
+    def block() -> nn.Module:
+        return nn.Sequential(nn.Conv2d(4, 4, 3, padding=1), nn.Tanh(), nn.Conv2d(4, 4, 3, padding=1), nn.GELU())
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.first(x))
+        return F.gelu(self.third(x + torch.relu(self.second(x)))).mean((2, 3))
+
+
+def images(size: int = 8) -> Tensor:
+    return torch.randn(2, 3, size, size)
+
+
+def residual(size: int = 8, disabled: tuple[str, ...] = ()) -> TrainingGraph:
+    return capture(Residual(), images(size), torch.randn(2, 4), disabled=[*disabled, "choose_layouts"])
+
+
+def overwriting(graph: TrainingGraph) -> dict[str, Op]:
+    return {op.target: op for op in graph.program if op.overwrites is not None}
+
+
+def test_what_reads_a_gradient_last_writes_in_its_place() -> None:
+    graph = check_against_plain(Residual(), images(), torch.randn(2, 4))
+    # The gradient in front of ReLU goes around it as well, so that the sum is where the next one can be overwritten.
+    expected = {"aten.gelu_backward.default", "aten.add.Tensor", "aten.tanh_backward.default"}
+    assert set(overwriting(graph)) == expected
+    for op in overwriting(graph).values():
+        (result,) = op.writes
+        assert result is not None and graph.values[result].base == graph.values[op.overwrites].base
+        assert not op.may_rerun
+    assert any(note.endswith("(overwrite_gradients)") for note in graph.notes)
+
+
+def test_it_can_be_switched_off() -> None:
+    assert not overwriting(residual(disabled=("overwrite_gradients",)))
+
+
+def test_the_parts_of_a_parameters_gradient_are_summed_as_before() -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(torch.tanh(self.layer(torch.tanh(self.layer(x)))))
+
+    graph = check_against_plain(Twice(), torch.randn(3, 4), torch.randn(3, 4))
+    assert set(overwriting(graph)) == {"aten.tanh_backward.default"}
+
+
+def test_the_peak_is_smaller_and_every_address_has_one_owner() -> None:
+    graphs = residual(32), residual(32, disabled=("overwrite_gradients",))
+    peaks = []
+    for graph in graphs:
+        schedule = keep_all(graph, NO_COSTS, 1)
+        layout = pack(graph, NO_COSTS, schedule)
+        check(graph, NO_COSTS, schedule, layout)
+        peaks.append(simulate(graph, NO_COSTS, schedule).peak_bytes)
+    assert peaks[0] < peaks[1]
+
+
+@pytest.mark.parametrize("planner", ["chen", "melon", "min-cut", "auto"])
+def test_planners_keep_what_has_been_overwritten(planner: str) -> None:
+    model = nn.Sequential(*(Residual.block() for _ in range(6)), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+    graph = capture(model, torch.randn(2, 4, 32, 32), torch.randn(2, 4), disabled=["choose_layouts"])
+    assert overwriting(graph)
+    keeping = simulate(graph, NO_COSTS, keep_all(graph, NO_COSTS, 1)).peak_bytes
+    schedule = get_planner(planner)(graph, NO_COSTS, keeping // 2)
+    assert simulate(graph, NO_COSTS, schedule).recomputed_ops
+    check(graph, NO_COSTS, schedule, pack(graph, NO_COSTS, schedule))
+
+
+def test_the_simulator_refuses_a_read_of_what_has_been_overwritten() -> None:
+    graph = residual()
+    schedule = keep_all(graph, NO_COSTS, 1)
+    op = overwriting(graph)["aten.tanh_backward.default"]
+    instructions = list(schedule.instructions)
+    # Its reader runs twice, and the gradient is there still, but not what it was.
+    instructions.insert(instructions.index(Run(op.index)), Run(op.index))
+    with pytest.raises(ScheduleError, match="has been overwritten"):
+        simulate(graph, NO_COSTS, Schedule(instructions, schedule.boundary))

@@ -1,0 +1,122 @@
+"""Whether a graph from elsewhere is what it says.
+
+What the trace and the rewrites derive from operators is derived again: above all which arguments are used for their
+shape alone, because those get no memory when the graph runs. Whether it is the right graph, nobody can tell from it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, get_args
+
+import torch
+
+from torch_odt.capture import operators
+from torch_odt.capture.graph import Op, OutputKind, Ref, TrainingGraph, ValueKind, refs
+from torch_odt.capture.overwrite_gradients import function_of
+from torch_odt.capture.pack_dropout_masks import PACKED
+from torch_odt.capture.update_in_backward import UPDATE
+from torch_odt.errors import PlanError
+
+# What a trace cannot contain, and what would reach beyond the tensors of the step.
+_FORBIDDEN = frozenset({"aten.from_file.default", "aten.set_data.default"})
+
+_OTHER_FACTS = "is a view or draws random numbers, or does not, against what the graph says"
+
+
+def check_graph(graph: TrainingGraph) -> None:
+    """Check everything about a graph that could make its execution something else than operators on tensors.
+
+    Raises:
+        PlanError: a value or an op does not exist, or an op is not what its operator is.
+    """
+    _check_numbers(graph)
+    for value in graph.values:
+        _check_value(graph, value.index)
+    for op in graph.ops:
+        _check_op(graph, op)
+
+
+def _check_numbers(graph: TrainingGraph) -> None:
+    values, ops = len(graph.values), len(graph.ops)
+    _require_below(values, graph.inputs, "an input")
+    _require_below(values, (output.value for output in graph.outputs), "an output")
+    _require_below(values, (*graph.rematerializers, *graph.constants), "a rematerializer or a constant")
+    _require_below(ops, graph.rematerializers.values(), "a rematerializer")
+    _require_below(ops + 1, (graph.boundary, graph.program_length), "the graph's length")
+    if any(output.kind not in get_args(OutputKind) for output in graph.outputs):
+        raise PlanError("the graph has an output of an unknown kind")
+    for op in graph.ops:
+        _require_below(values, (*refs((op.args, op.kwargs)), *op.reads, *op.shape_reads, *op.results), f"op {op.index}")
+    for value in graph.values:
+        _require_below(values, (value.base,), f"value {value.index}")
+        _require_below(ops, () if value.producer is None else (value.producer,), f"value {value.index}")
+
+
+def _require_below(limit: int, numbers: Iterable[Any], what: str) -> None:
+    for number in numbers:
+        if type(number) is not int or not 0 <= number < limit:
+            raise PlanError(f"{what} of the graph names number {number!r}, which does not exist")
+
+
+def _check_value(graph: TrainingGraph, index: int) -> None:
+    value = graph.values[index]
+    sizes = (*value.shape, *value.stride, value.nbytes)
+    if value.kind not in get_args(ValueKind) or any(type(size) is not int or size < 0 for size in sizes):
+        raise PlanError(f"value {index} of the graph is no tensor of a step")
+    if len(value.shape) != len(value.stride) or not isinstance(getattr(torch, value.dtype, None), torch.dtype):
+        raise PlanError(f"value {index} of the graph is no tensor")
+    if index in graph.inputs or value.kind == "computed":
+        return
+    if index not in graph.constants:
+        raise PlanError(f"value {index} of the graph comes from nowhere")
+
+
+def _check_op(graph: TrainingGraph, op: Op) -> None:
+    if op.target == UPDATE:
+        # The door compares it with the optimizer.
+        return
+    try:
+        function_of(op)
+    except (KeyError, ValueError, StopIteration) as error:
+        text = f"the plan uses {op.target!r}, which is no operator in this process; import the package that has it"
+        raise PlanError(text) from error
+    used = set(refs((op.args, op.kwargs)))
+    if {*op.reads, *op.shape_reads} != used or not used.difference(op.reads) == set(op.shape_reads):
+        raise _is_not(op, "does not read what its arguments are")
+    dtype = graph.values[op.reads[0]].dtype if op.reads else ""
+    positions = _shape_positions(op, dtype)
+    if not {v.value for i, v in enumerate(op.args) if i in positions and isinstance(v, Ref)}.issuperset(op.shape_reads):
+        raise _is_not(op, "reads data of arguments that the graph leaves without memory")
+    if not op.target.startswith("odt."):
+        _check_overload(op)
+    elif op.is_view or op.is_random != (op.target == PACKED):
+        raise _is_not(op, _OTHER_FACTS)
+
+
+def _shape_positions(op: Op, dtype: str) -> tuple[int, ...]:
+    try:
+        return operators.shape_only_positions(op.target, op.args, dtype)
+    except (IndexError, TypeError, ValueError) as error:
+        raise _is_not(op, "lacks arguments") from error
+
+
+def _check_overload(op: Op) -> None:
+    """An operator of torch's dispatcher, with the arguments that it takes."""
+    overload = operators.of_torch(op.target)
+    schema = overload._schema
+    if schema.is_mutable or op.target in _FORBIDDEN:
+        raise _is_not(op, "may not stand in a graph")
+    names = [argument.name for argument in schema.arguments]
+    if len(op.args) > len(names) or not op.kwargs.keys() <= set(names[len(op.args) :]):
+        raise _is_not(op, "has other arguments in this version of torch")
+    named = dict(zip(names, op.args, strict=False)) | op.kwargs
+    facts = (operators.is_view(overload), operators.is_random(overload, named))
+    if (op.is_view, op.is_random) != facts:
+        raise _is_not(op, _OTHER_FACTS)
+    if op.is_view and (not op.reads or op.args[:1] != (Ref(op.reads[0]),)):
+        raise _is_not(op, "is a view of something else")
+
+
+def _is_not(op: Op, what: str) -> PlanError:
+    return PlanError(f"op {op.index} of the graph, {op.target}, {what}")

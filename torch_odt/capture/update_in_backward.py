@@ -1,0 +1,133 @@
+"""Parameters are updated in the backward pass, each as soon as its gradient is complete.
+
+The gradient is gone right after, so that never more than a few of them exist at once, and it is still in the caches
+when it is used (TTE's operator reordering: Lin et al., "On-Device Training Under 256KB Memory", 2022, section 3.2).
+An update waits until nothing reads the parameter any more: neither what propagates gradients through it, nor what may
+have to compute an activation again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch
+
+from torch_odt.capture.graph import Op, Output, Ref, TrainingGraph, Value
+
+UPDATE = "odt.update"
+
+
+@dataclass(frozen=True)
+class UpdateRule:
+    """How one parameter is updated.
+
+    Attributes:
+        text: the optimizer's name, and what of it is in use: all that decides which tensors exist meanwhile.
+        state: what the optimizer keeps for it, by name: "step" a number, everything else as large as the parameter.
+    """
+
+    text: str
+    state: tuple[str, ...]
+
+
+def update_in_backward(graph: TrainingGraph, rules: Mapping[str, UpdateRule]) -> str | None:
+    """Put updates into the graph in the place of the gradients that are delivered.
+
+    Args:
+        graph: without rematerializers. Its ops and values are to be numbered anew afterwards.
+        rules: by the parameters' names; what is not among them delivers its gradient as before.
+    """
+    taken = [output for output in graph.outputs_of("gradient") if _can_update(graph, output, rules)]
+    if not taken:
+        return None
+    parameters = {str(v.target): v for v in graph.values if v.kind == "parameter"}
+    updated = frozenset(parameters[str(output.target)].index for output in taken)
+    _run_once(graph, updated, frozenset(graph.values[output.value].base for output in taken))
+    last_reads = _last_reads(graph)
+    after: dict[int, list[Op]] = {}
+    for number, output in enumerate(taken):
+        parameter = parameters[str(output.target)]
+        complete = graph.values[output.value].producer
+        assert complete is not None
+        op = _update_op(graph, len(graph.ops) + number, parameter, output.value, rules[str(output.target)])
+        after.setdefault(max(last_reads[parameter.index], complete), []).append(op)
+    graph.ops = [new for position, op in enumerate(graph.ops) for new in (op, *after.get(position, ()))]
+    graph.outputs = [output for output in graph.outputs if output not in taken]
+    return f"{len(taken)} parameters are updated as soon as their gradients are complete; these are gone then"
+
+
+def _can_update(graph: TrainingGraph, output: Output, rules: Mapping[str, UpdateRule]) -> bool:
+    producer = graph.values[output.value].producer
+    return str(output.target) in rules and producer is not None and graph.ops[producer].phase == "backward"
+
+
+def _run_once(graph: TrainingGraph, updated: frozenset[int], gradients: frozenset[int]) -> None:
+    """Pin the ops of the backward pass that propagate gradients through parameters, and those that make gradients.
+
+    If they could run again, parameters would have to wait for everything that comes behind them.
+    """
+    needed_elsewhere = {graph.values[output.value].base for output in graph.outputs} - gradients
+    for op in reversed(graph.ops):
+        if op.phase == "forward":
+            return
+        bases = {graph.values[value].base for value in op.reads}
+        makes_gradients = needed_elsewhere.isdisjoint(graph.values[value].base for value in op.results)
+        if not makes_gradients:
+            needed_elsewhere |= bases
+        if not op.is_view and (makes_gradients or not updated.isdisjoint(bases)):
+            op.is_pinned = True
+
+
+def _last_reads(graph: TrainingGraph) -> list[int]:
+    """For each storage, the position after which no op of the backward pass reads it, be it to compute again."""
+    last = [-1] * len(graph.values)
+    for position in reversed(range(len(graph.ops))):
+        op = graph.ops[position]
+        in_backward = op.phase == "backward"
+        bases = [graph.values[value].base for value in op.reads]
+        until = position if in_backward else -1
+        if not (in_backward and op.is_pinned):
+            until = max([until, *(last[graph.values[value].base] for value in op.results)])
+        for base in bases:
+            last[base] = max(last[base], until)
+    return last
+
+
+def _update_op(graph: TrainingGraph, index: int, parameter: Value, gradient: int, rule: UpdateRule) -> Op:
+    state = [_state_value(graph, parameter, name) for name in rule.state]
+    reads = (parameter.index, gradient, *state)
+    return Op(
+        index=index,
+        target=UPDATE,
+        args=(rule.text, *map(Ref, reads)),
+        kwargs={},
+        reads=reads,
+        shape_reads=(),
+        writes=(),
+        is_pinned=True,
+        phase="backward",
+    )
+
+
+def counter_dtype() -> torch.dtype:
+    """Of the number of steps, as torch.optim keeps it."""
+    return torch.float64 if torch.get_default_dtype() == torch.float64 else torch.float32
+
+
+def _state_value(graph: TrainingGraph, parameter: Value, name: str) -> int:
+    index = len(graph.values)
+    value = replace(
+        parameter,
+        index=index,
+        name=f"{parameter.name}_{name}",
+        kind="state",
+        base=index,
+        target=f"{parameter.target}/{name}",
+    )
+    if name == "step":
+        dtype = counter_dtype()
+        value = replace(value, shape=(), stride=(), dtype=str(dtype).removeprefix("torch."), nbytes=dtype.itemsize)
+    graph.values.append(value)
+    graph.inputs.append(index)
+    return index
