@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from torch_odt.capture.costs import Costs, OpCost
 from torch_odt.capture.graph import Op, Output, OutputKind, Ref, TrainingGraph, Value, ValueKind
-from torch_odt.planning.schedule import Deliver, Free, Run, Schedule
+from torch_odt.planning.schedule import Deliver, Free, PageIn, PageOut, Run, Schedule
 
 MB = 1 << 20
 
@@ -198,8 +198,11 @@ def normalised(layers: int) -> tuple[TrainingGraph, Costs]:
 
 
 @st.composite
-def random_graphs(draw: st.DrawFn) -> tuple[TrainingGraph, Costs]:
-    """Directed acyclic graphs with views, several results, random and pinned ops, rematerializers and mutations."""
+def random_graphs(draw: st.DrawFn, most_ops: int = 14) -> tuple[TrainingGraph, Costs]:
+    """Directed acyclic graphs with views, several results, random and pinned ops, rematerializers and mutations.
+
+    `most_ops` are in each half of the step.
+    """
     make = GraphMaker()
     values = [make.give(), make.give("parameter")]
     buffers = [make.give("buffer", f"b{i}") for i in range(draw(st.integers(0, 1)))]
@@ -223,7 +226,7 @@ def random_graphs(draw: st.DrawFn) -> tuple[TrainingGraph, Costs]:
                 flags = {"is_random": kind == "random", "is_pinned": kind == "pinned"}
                 values.append(make.op(*reads, nbytes=nbytes, seconds=seconds, **flags))
 
-    grow(draw(st.integers(1, 14)))
+    grow(draw(st.integers(1, most_ops)))
     make.output(values[-1], "loss", 0)
     computed = [v for v in values if make.values[v].kind == "computed"]
     for position in range(draw(st.integers(0, 2))):
@@ -232,11 +235,38 @@ def random_graphs(draw: st.DrawFn) -> tuple[TrainingGraph, Costs]:
         make.output(draw(st.sampled_from(computed)), "mutation", f"b{position}")
     forward = len(values)
     values.append(make.backward())
-    grow(draw(st.integers(1, 14)))
+    grow(draw(st.integers(1, most_ops)))
     late = [v for v in values[forward + 1 :] if make.values[v].kind == "computed"]
     candidates = late + computed if late else computed
     for position in range(draw(st.integers(1, 4))):
         make.output(draw(st.sampled_from(candidates)), "gradient", f"w{position}")
+    return make.finish()
+
+
+@st.composite
+def small_steps(draw: st.DrawFn, most_ops: int = 5) -> tuple[TrainingGraph, Costs]:
+    """Steps in which most of what the forward pass makes is read again and can be recomputed."""
+    make = GraphMaker()
+    values = [make.give()]
+    for _ in range(draw(st.integers(2, most_ops))):
+        reads = draw(st.lists(st.sampled_from(values[-3:]), min_size=1, max_size=2, unique=True))
+        kind = draw(st.sampled_from(("op", "op", "op", "random", "two", "normalise")))
+        nbytes, seconds = draw(st.integers(1, 9)), float(draw(st.integers(1, 5)))
+        if kind in ("op", "random"):
+            values.append(make.op(*reads, nbytes=nbytes, seconds=seconds, is_random=kind == "random"))
+        else:
+            out, second = make.op(*reads, nbytes=(nbytes, 2), seconds=seconds, workspace=1)
+            if kind == "normalise":
+                make.rematerialize(out, *reads, second, seconds=seconds / 2)
+            values.extend((out, second))
+    make.output(make.op(values[-1], nbytes=1), "loss", 0)
+    gradient = make.backward()
+    for position, value in enumerate(reversed(values)):
+        reads = (gradient, value) if draw(st.booleans()) else (gradient,)
+        gradient = make.op(*reads, nbytes=draw(st.integers(1, 9)), seconds=float(draw(st.integers(0, 3))))
+        if draw(st.booleans()):
+            make.output(make.op(value, gradient, nbytes=1), "gradient", f"w{position}")
+    make.output(gradient, "gradient", "input")
     return make.finish()
 
 
@@ -259,6 +289,7 @@ def execute(graph: TrainingGraph, schedule: Schedule) -> dict[int, int]:
     order in which they are drawn.
     """
     memory: dict[int, int] = {}
+    file: dict[int, int] = {}
     given = _given(graph)
     delivered: dict[int, int] = {}
     draws = 0
@@ -279,6 +310,10 @@ def execute(graph: TrainingGraph, schedule: Schedule) -> dict[int, int]:
             value = graph.outputs[instruction.output].value
             assert instruction.output not in delivered
             delivered[instruction.output] = memory[value] if value in memory else readable[value]
+        elif isinstance(instruction, PageOut):
+            file[instruction.value] = memory[instruction.value]
+        elif isinstance(instruction, PageIn):
+            memory[instruction.value] = file[instruction.value]
     assert not memory
     return delivered
 

@@ -198,7 +198,7 @@ def test_a_plan_without_a_graph_survives_a_file(tmp_path: Path) -> None:
     assert Plan.load(tmp_path / "plan.json") == plan
 
 
-@pytest.mark.parametrize("text", ["", "{}", "[]", '{"format": 1}', '{"format": 2}'])
+@pytest.mark.parametrize("text", ["", "{}", "[]", '{"format": "torch_odt plan"}', '{"format": 2}'])
 def test_what_is_no_plan_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "plan.json").write_text(text)
     with pytest.raises(PlanError):

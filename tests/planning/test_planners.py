@@ -23,7 +23,8 @@ from torch_odt.planning.simulate import simulate
 from torch_odt.planning.smallest import smallest
 
 GRAPHS = {"chain": chain(24), "residual": residual(10), "normalised": normalised(8)}
-PLANNERS = ("keep-all", "chen", "melon", "min-cut", "auto")
+PLANNERS = ("keep-all", "chen", "dtr", "sage", "melon", "min-cut", "capuchin", "auto")
+SIMPLE = ("keep-all", "chen", "dtr", "sage", "melon", "min-cut", "capuchin")
 
 
 def check(graph: TrainingGraph, costs: Costs, schedule: Schedule) -> None:
@@ -44,7 +45,7 @@ def test_schedules_are_right(name: str, graph_name: str, share: float) -> None:
 
 
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(random_graphs(), st.floats(0.0, 1.1), st.sampled_from(("keep-all", "chen", "melon", "min-cut")))
+@given(random_graphs(), st.floats(0.0, 1.1), st.sampled_from(SIMPLE))
 def test_schedules_of_random_graphs_are_right(case: tuple[TrainingGraph, Costs], share: float, name: str) -> None:
     graph, costs = case
     most = simulate(graph, costs, keep_all(graph, costs)).peak_bytes
@@ -107,7 +108,7 @@ def test_auto_is_no_slower_than_the_others(name: str) -> None:
     graph, costs = GRAPHS[name]
     budget = simulate(graph, costs, keep_all(graph, costs)).peak_bytes // 2
     best = simulate(graph, costs, auto(graph, costs, budget))
-    for other in ("chen", "melon", "min-cut"):
+    for other in ("chen", "dtr", "sage", "melon", "min-cut"):
         result = simulate(graph, costs, get_planner(other)(graph, costs, budget))
         assert result.peak_bytes > budget or best.seconds <= result.seconds + 1e-9
 
@@ -223,3 +224,16 @@ def test_names() -> None:
 
     assert get_planner("of-a-test") is of_a_test
     assert "of-a-test" in planner_names()
+
+
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(random_graphs(), st.floats(0.3, 1.0))
+def test_auto_fits_wherever_another_does_however_little_time_it_has(
+    case: tuple[TrainingGraph, Costs], share: float
+) -> None:
+    graph, costs = case
+    budget = int(share * simulate(graph, costs, keep_all(graph, costs)).peak_bytes)
+    found = simulate(graph, costs, auto(graph, costs, budget, time_limit_seconds=0.0))
+    for other in ("chen", "dtr", "sage", "melon", "min-cut"):
+        result = simulate(graph, costs, get_planner(other)(graph, costs, budget))
+        assert result.peak_bytes > budget or found.peak_bytes <= budget

@@ -72,11 +72,43 @@ def test_activations_of_a_deep_chain_stack_without_a_gap() -> None:
     assert height <= 1.03 * packing.live_peak(blocks)
 
 
+def tiling(seed: int, count: int, units: int = 33) -> packing.Blocks:
+    """A rectangle that was cut into blocks at random: they can be put together again without a gap."""
+    generator = np.random.default_rng(seed)
+    tiles = [(0, 1000, 0, units)]
+    while len(tiles) < count:
+        areas = [(end - start) * (top - bottom) for start, end, bottom, top in tiles]
+        chosen = int(np.argmax(areas)) if generator.random() < 0.5 else int(generator.integers(len(tiles)))
+        start, end, bottom, top = tiles[chosen]
+        if generator.random() < 0.5 and end - start > 4:
+            cut = int(generator.integers(start + 1, end))
+            tiles[chosen : chosen + 1] = [(start, cut, bottom, top), (cut, end, bottom, top)]
+        elif top - bottom > 1:
+            cut = int(generator.integers(bottom + 1, top))
+            tiles[chosen : chosen + 1] = [(start, end, bottom, cut), (start, end, cut, top)]
+    return packing.as_blocks([(start, end, 6400 * (top - bottom)) for start, end, bottom, top in tiles])
+
+
+@pytest.mark.parametrize(("seed", "count"), [(5, 40), (6, 40), (0, 120)])
+def test_blocks_that_no_fixed_order_stacks_well(seed: int, count: int) -> None:
+    blocks = tiling(seed, count)
+    without_search = packing.place_all(blocks, effort=0)[1]
+    offsets, height = packing.place_all(blocks)
+    assert_apart(blocks, offsets)
+    assert height <= 1.03 * packing.live_peak(blocks) < without_search
+
+
+def test_the_search_sees_only_so_many_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packing, "_MOST_SEARCHED", 20)
+    blocks = tiling(4, 40)
+    offsets, height = packing.place_all(blocks, effort=2000)
+    assert_apart(blocks, offsets)
+    assert height == max(offsets + blocks.nbytes)
+
+
 def test_packing_is_deterministic() -> None:
-    generator = np.random.default_rng(3)
-    start = generator.integers(0, 300, 200)
-    blocks = packing.Blocks(start, start + generator.integers(1, 80, 200), generator.integers(1, 9000, 200))
-    first, second = packing.place_all(blocks), packing.place_all(blocks)
+    blocks = tiling(1, 100)
+    first, second = packing.place_all(blocks, effort=5000), packing.place_all(blocks, effort=5000)
     assert first[1] == second[1] and (first[0] == second[0]).all()
 
 

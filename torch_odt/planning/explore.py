@@ -8,12 +8,23 @@ from torch_odt.planning.chen import segmentations
 from torch_odt.planning.local_search import improve
 from torch_odt.planning.min_cut import keep_sets
 from torch_odt.planning.problem import BOUNDARY, Problem
-from torch_odt.planning.rematerialize import Score, Walk
+from torch_odt.planning.rematerialize import Score
+from torch_odt.planning.sage import states
+from torch_odt.planning.scores import (
+    bytes_per_second,
+    furthest,
+    own_bytes_per_second,
+    stale_bytes_per_second,
+    tensor_size_per_second,
+)
 from torch_odt.planning.search import Search, Trial
 
 _SLACKS = (1.03, 1.07, 1.12)
+# Transfers that run beside ops cost less than they take: how much less shows only in the whole schedule.
+_TRANSFER_WEIGHTS = (0.5, 0.2, 0.05)
 _IMPROVED_TRIALS = 4
-_NO_TIME = 1e-9
+_PUBLISHED: tuple[Score, ...] = (tensor_size_per_second, stale_bytes_per_second, bytes_per_second)
+_OTHERS: tuple[Score, ...] = (own_bytes_per_second, furthest)
 
 
 def explore(search: Search) -> Trial:
@@ -42,7 +53,12 @@ class Families:
 
 
 def try_all(search: Search, families: Families) -> Iterator[Trial]:
-    """Try eviction on demand with every score and all keep-sets, until the deadline of the search."""
+    """Try eviction on demand with every score and all keep-sets, until the deadline of the search.
+
+    What the planners of papers do comes first, whatever the time: no budget that one of them meets is to be refused.
+    """
+    yield from map(search.try_evicting, _PUBLISHED)
+    yield search.try_keeping(states(search.problem), bytes_per_second)
     for attempt in _attempts(search, families):
         if search.is_over:
             return
@@ -51,12 +67,14 @@ def try_all(search: Search, families: Families) -> Iterator[Trial]:
 
 def _attempts(search: Search, families: Families) -> Iterator[Callable[[], Trial]]:
     """One of each family comes before the variants of any: time may end the search early."""
-    yield search.try_evicting
+    if search.problem.transfers is not None and search.problem.transfers.overlaps:
+        for weight in _TRANSFER_WEIGHTS:
+            yield lambda weight=weight: search.try_evicting(transfer_weight=weight)  # type: ignore[misc]
     for kept in (*families.priced, *families.borders):
         yield lambda kept=kept: search.try_keeping(kept)  # type: ignore[misc]
     for slack in _SLACKS:
         yield lambda slack=slack: search.try_evicting(slack=slack)  # type: ignore[misc]
-    for score in SCORES:
+    for score in _OTHERS:
         yield lambda score=score: search.try_evicting(score)  # type: ignore[misc]
     for kept in families.together():
         yield lambda kept=kept: search.try_keeping(kept)  # type: ignore[misc]
@@ -67,25 +85,6 @@ def _best_distinct(trials: list[Trial]) -> list[Trial]:
     for trial in sorted(trials, key=Trial.order):
         found.setdefault((trial.peak_bytes, trial.seconds), trial)
     return list(found.values())
-
-
-def _bytes_per_second(walk: Walk, storage: int) -> float:
-    """SAGE's and DTR's score without staleness: bytes per second of recomputation."""
-    return walk.problem.nbytes[storage] / (walk.missing_seconds(storage) + _NO_TIME)
-
-
-def _own_bytes_per_second(walk: Walk, storage: int) -> float:
-    """As melon's, but for the op alone: on long chains the ancestors come back together anyway."""
-    freed = walk.next_use(storage) - walk.position
-    return walk.problem.nbytes[storage] * freed / (walk.problem.seconds[walk.problem.rerun[storage]] + _NO_TIME)
-
-
-def _furthest(walk: Walk, storage: int) -> float:
-    """Belady's rule, weighted by bytes: what is not needed for longest."""
-    return float(walk.problem.nbytes[storage] * (walk.next_use(storage) - walk.position))
-
-
-SCORES: tuple[Score, ...] = (_bytes_per_second, _own_bytes_per_second, _furthest)
 
 
 def lower_bound_bytes(problem: Problem) -> int:

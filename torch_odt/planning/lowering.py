@@ -1,29 +1,53 @@
 """From a sequence of steps to a schedule: views, deliveries and frees are put in.
 
-A planner decides which ops run in which order, recomputation included. Everything else follows: a view is taken when
-somebody reads it, an output is delivered as soon as it exists, and a value is freed right after the last instruction
-that touches it before it is computed again or the step ends.
+A planner decides which ops run in which order, recomputation and paging included. Everything else follows: a view is
+taken when somebody reads it, an output is delivered as soon as it exists, and a value is freed right after the last
+instruction that touches it before it is computed again or the step ends.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from torch_odt.capture.graph import TrainingGraph
 from torch_odt.errors import PlanError
 from torch_odt.planning.problem import BOUNDARY, Problem, is_alias, maker_of
-from torch_odt.planning.schedule import Deliver, Free, Instruction, Run, Schedule
+from torch_odt.planning.schedule import Deliver, Free, Instruction, PageIn, PageOut, Run, Schedule
 
 
 def lower(problem: Problem, runs: Sequence[int], planner: str = "") -> Schedule:
     """The schedule that executes `runs`: ops by index, with `BOUNDARY` where the forward pass ends."""
-    return _Lowering(problem.graph, planner).lower(runs)
+    return _Lowering(problem, planner).lower(runs)
+
+
+def runs_of(problem: Problem, schedule: Schedule) -> list[int]:
+    """The steps of a schedule that somebody made of the same graph."""
+    runs: list[int] = []
+    leaving: set[int] = set()
+    for position, instruction in enumerate(schedule.instructions):
+        if position == schedule.boundary:
+            runs.append(BOUNDARY)
+        if isinstance(instruction, Run) and not is_alias(problem.graph, problem.graph.ops[instruction.op]):
+            runs.append(instruction.op)
+        elif isinstance(instruction, PageOut):
+            runs.append(problem.paging[instruction.value].out)
+            leaving.add(instruction.value)
+        elif isinstance(instruction, Free) and instruction.value in leaving:
+            runs.append(problem.paging[instruction.value].let_go)
+            leaving.discard(instruction.value)
+        elif isinstance(instruction, PageIn):
+            runs.append(problem.paging[instruction.value].back)
+    if schedule.boundary == len(schedule.instructions):
+        runs.append(BOUNDARY)
+    return runs
 
 
 class _Lowering:
-    def __init__(self, graph: TrainingGraph, planner: str) -> None:
-        self.graph = graph
+    def __init__(self, problem: Problem, planner: str) -> None:
+        self.graph = problem.graph
         self.planner = planner
+        self.page_outs = {steps.out: storage for storage, steps in problem.paging.items()}
+        self.let_gos = {steps.let_go: storage for storage, steps in problem.paging.items()}
+        self.page_ins = {steps.back: storage for storage, steps in problem.paging.items()}
         self.instructions: list[Instruction] = []
         self.last_touch: dict[int, int] = {}
         self.frees: dict[int, list[int]] = {}
@@ -35,6 +59,12 @@ class _Lowering:
         for index in runs:
             if index == BOUNDARY:
                 self._cross_boundary()
+            elif index in self.page_outs:
+                self._page_out(self.page_outs[index])
+            elif index in self.let_gos:
+                self._touch(self.let_gos[index])
+            elif index in self.page_ins:
+                self._page_in(self.page_ins[index])
             else:
                 self._run(index)
         for output in self._at_end:
@@ -67,12 +97,28 @@ class _Lowering:
         for value in op.reads:
             self._ensure(value)
         for value in op.results:
-            self._end_episodes(value)
+            if op.overwrites is None or self.graph.values[value].base == value:
+                self._end_episodes(value)
         self._emit(index)
         if index in self._after_run and index not in self.done:
             for output in self._after_run[index]:
                 self._deliver(output)
         self.done.add(index)
+
+    def _page_out(self, storage: int) -> None:
+        self.instructions.append(PageOut(storage))
+        self._touch(storage)
+
+    def _touch(self, storage: int) -> None:
+        """A storage stays in memory until after the last instruction."""
+        if storage not in self.last_touch:
+            raise PlanError(f"value {storage} is paged out while it is not in memory")
+        self.last_touch[storage] = len(self.instructions) - 1
+
+    def _page_in(self, storage: int) -> None:
+        self._end_episodes(storage)
+        self.last_touch[storage] = len(self.instructions)
+        self.instructions.append(PageIn(storage))
 
     def _emit(self, index: int) -> None:
         op = self.graph.ops[index]

@@ -6,7 +6,7 @@ possible. That is NP-hard, so several orders are tried, each placed by best fit,
 - Melon (MobiSys 2022, section 3.4): longer lifetime first. Activations pile up at the bottom, first produced and last
   released, temporaries above them.
 - by size, by size times lifetime, and by how crowded memory is while the block lives.
-- whatever order squeaky-wheel search finds: blocks at the top of the best stack so far move forward in the order.
+- where none of these is good enough: whatever order a local search finds (see `packing_search`).
 
 Near-optimal (within 3 % of the lower bound) on training steps; a lower bound that is reached ends the search.
 Everything is deterministic: effort is limited by a count of placements, not by time.
@@ -21,7 +21,19 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from torch_odt.planning.packing_search import OrderSearch
+
 Ints = NDArray[np.int64]
+
+_TOLERANCE = 0.002
+# A search costs time: what is this far above the lower bound needs none.
+_ACCEPTED = 0.025
+_SEARCHES = 4
+_MOST_PLACEMENTS = 60_000
+# First an order of the few blocks that decide, without a gap if there is one; then the others are fitted in. Each is
+# searched for among blocks of at least this share of the lower bound, to come this close to it.
+_LEVELS = ((0.02, _TOLERANCE), (0.002, _ACCEPTED))
+_MOST_SEARCHED = 1500
 
 
 @dataclass(frozen=True)
@@ -59,27 +71,25 @@ def live_peak(blocks: Blocks) -> int:
     return int(live_bytes(blocks)[1].max(initial=0))
 
 
-def place_all(blocks: Blocks, *, effort: int = 12_000, tolerance: float = 0.002) -> tuple[Ints, int]:
+def place_all(blocks: Blocks, *, effort: int = 150_000) -> tuple[Ints, int]:
     """Offsets for all blocks, and the height of the stack.
 
     Args:
         blocks: what to place.
         effort: how many placements the search may make after the fixed orders have been tried.
-        tolerance: a stack this close to the lower bound is good enough.
     """
     if len(blocks) == 0:
         return np.zeros(0, dtype=np.int64), 0
-    good_enough = int(live_peak(blocks) * (1 + tolerance))
+    good_enough = int(live_peak(blocks) * (1 + _TOLERANCE))
     best: tuple[Ints, int] | None = None
-    best_order: Ints | None = None
     for order in _orders(blocks):
         found = best_fit(blocks, order, limit=best[1] if best else None)
         if found is not None:
-            best, best_order = found, order
+            best = found
             if found[1] <= good_enough:
                 return found
-    assert best is not None and best_order is not None
-    return _search(blocks, best, best_order, good_enough, effort)
+    assert best is not None
+    return _search(blocks, best, effort)
 
 
 def stack_in_order(blocks: Blocks) -> tuple[Ints, int]:
@@ -166,27 +176,42 @@ def _crowd(blocks: Blocks) -> Ints:
     return np.maximum.reduceat(padded, pairs)[::2]
 
 
-def _search(
-    blocks: Blocks, best: tuple[Ints, int], best_order: Ints, good_enough: int, effort: int
-) -> tuple[Ints, int]:
-    """Squeaky-wheel search: what made the stack high is placed earlier in the next try."""
-    rank = np.empty(len(blocks), dtype=np.float64)
-    rank[best_order] = np.arange(len(blocks))
-    generator = np.random.default_rng(0)
-    for attempt in range(effort // len(blocks)):
-        offsets, height = best
-        if height <= good_enough:
+def _search(blocks: Blocks, best: tuple[Ints, int], effort: int) -> tuple[Ints, int]:
+    """The best of what is known and of the orders that local searches find."""
+    lowest = live_peak(blocks)
+    by_size = np.lexsort((blocks.start, -blocks.nbytes))
+    begin = _begin(blocks, by_size[: _count_of(blocks, _LEVELS[0][0] * lowest)])
+    for seed in range(_SEARCHES):
+        if best[1] <= (1 + _ACCEPTED) * lowest or effort <= 0:
             break
-        tops = offsets + blocks.nbytes
-        blamed = tops > good_enough
-        trial = rank.copy()
-        trial[blamed] *= generator.uniform(0.2, 0.9)
-        if attempt % 3 == 2:
-            trial += generator.normal(0, 0.02 * len(blocks), len(blocks))
-        order = np.argsort(trial, kind="stable")
-        found = best_fit(blocks, order, limit=height)
-        if found is None:
-            rank[blamed] *= 0.98
-            continue
-        best, rank = found, trial
+        order = begin
+        for share, tolerance in _LEVELS:
+            count = _count_of(blocks, share * lowest)
+            order = np.concatenate([order, by_size[len(order) : count]])
+            part = blocks.select(order)
+            search = OrderSearch(part.start, part.end, part.nbytes, int((1 + tolerance) * lowest), seed)
+            search.run(min(effort, _MOST_PLACEMENTS))
+            effort -= search.placements
+            order = order[search.order]
+            if not search.is_done:
+                break
+        best = best_fit(blocks, np.concatenate([order, by_size[len(order) :]]), limit=best[1]) or best
     return best
+
+
+def _count_of(blocks: Blocks, least_bytes: float) -> int:
+    """How many blocks of at least this size are searched among."""
+    return min(int((blocks.nbytes >= least_bytes).sum()), _MOST_SEARCHED)
+
+
+def _begin(blocks: Blocks, large: Ints) -> Ints:
+    """The fixed order that stacks the large blocks lowest."""
+    chosen = np.sort(large)
+    part = blocks.select(chosen)
+    return chosen[min(_orders(part), key=lambda order: _height(part, order))]
+
+
+def _height(blocks: Blocks, order: Ints) -> int:
+    placed = best_fit(blocks, order)
+    assert placed is not None
+    return placed[1]

@@ -2,24 +2,41 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from torch_odt.capture.costs import Costs
 from torch_odt.capture.estimates import estimate
 from torch_odt.capture.graph import TrainingGraph
+from torch_odt.capture.update_in_backward import UPDATE
 from torch_odt.errors import PlanError
+from torch_odt.planning.objective import Objective
+from torch_odt.planning.plan_file import read_plan_file, write_plan_file
 from torch_odt.planning.pool import Layout
 from torch_odt.planning.schedule import Run, Schedule, schedule_from_data, schedule_to_data
 from torch_odt.planning.timeline import Timeline, recomputing_runs
 
 if TYPE_CHECKING:
-    from torch_odt.runtime.budget import ResolvedBudget
+    from torch_odt.runtime.budget import Budget, ResolvedBudget
 
-FORMAT = 1
+
+class Program(Protocol):
+    """What executes a plan: graphs with their costs, schedules and addresses."""
+
+    def to_data(self, *, carry_graph: bool) -> Mapping[str, Any]: ...
+
+
+@dataclass(frozen=True)
+class FileProgram:
+    """What executes a plan, as it stands in a file."""
+
+    data: Mapping[str, Any]
+
+    def to_data(self, *, carry_graph: bool) -> Mapping[str, Any]:
+        """As it is: what it does not carry cannot be added."""
+        return self.data
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +68,10 @@ class Plan:
         lines: the predicted footprint above the level at construction, part by part; their sum is `peak_bytes`.
         step_seconds: predicted time of the operators of a step.
         eager_seconds: the same with every operator run once.
+        step_joules: predicted for a step; None where nobody knows what the machine draws.
+        device: the machine that it was made for, in words.
+        objective: what it spends least of, "seconds" or "joules".
+        deadline_seconds: what a step was to take at most; None where there was no such limit.
         batch: samples in a batch, if known.
         micro_batch: samples that go through the schedule at once; None for the whole batch.
         budget: what it was made for; None where there was none.
@@ -65,12 +86,17 @@ class Plan:
         layout: its addresses while gradients are new; None where there is no arena.
         later_layout: its addresses when gradients are added to those of earlier micro-batches.
         timeline: memory over one pass through the schedule.
+        program: what executes it; None where it can only be looked at.
     """
 
     planner: str
     lines: Sequence[PlanLine]
     step_seconds: float
     eager_seconds: float
+    step_joules: float | None = None
+    device: str = ""
+    objective: Objective = "seconds"
+    deadline_seconds: float | None = None
     batch: int | None = None
     micro_batch: int | None = None
     budget: ResolvedBudget | None = None
@@ -84,6 +110,33 @@ class Plan:
     layout: Layout | None = None
     later_layout: Layout | None = None
     timeline: Timeline | None = None
+    program: Program | None = field(default=None, compare=False, repr=False)
+
+    @classmethod
+    def of_value(cls, value: str | Path | Plan) -> Plan:
+        """A plan from anything that a `plan=` may be given.
+
+        Raises:
+            OSError: the file cannot be read.
+            PlanError: it is no plan.
+            TypeError: it is neither a plan nor a path.
+        """
+        if not isinstance(value, (str, Path, Plan)):
+            raise TypeError(f"plan= takes a Plan or the path of its file, not a {type(value).__name__}")
+        return value if isinstance(value, Plan) else cls.load(value)
+
+    @property
+    def given_budget(self) -> Budget:
+        """The budget that it was made for, to be asked for again.
+
+        Raises:
+            ValueError: it was made for none.
+        """
+        from torch_odt.runtime.budget import Budget
+
+        if self.budget is None:
+            raise ValueError("the plan was made for no budget: give one")
+        return Budget(self.budget.in_terms_of(self.budget.growth_bytes), of=self.budget.of)
 
     @property
     def peak_bytes(self) -> int:
@@ -119,16 +172,27 @@ class Plan:
         return plan_text(self)
 
     def plot(self, path: str | Path) -> None:
-        """Draw memory over the step into a PNG, SVG or PDF file.
+        """Draw memory over the step, what is recomputed and what is paged, into a PNG, SVG, PDF or HTML file.
+
+        An HTML file is one page that needs no network, with everything that `print` says and the bytes of any moment;
+        for the frontiers of several planners in it see `torch_odt.planning.page.document.page`.
 
         Raises:
-            ImportError: matplotlib is missing; `pip install "torch_odt[plot]"` brings it.
+            ImportError: matplotlib is missing, which images need; `pip install "torch_odt[plot]"` brings it.
             PlanError: the plan has no timeline, because the step was not captured.
             ValueError: the file's name ends in no known image format.
         """
+        if self.timeline is None or not self.timeline.start_seconds:
+            raise PlanError("there is nothing to draw: the step was not captured")
+        path = Path(path)
+        if path.suffix.lower() == ".html":
+            from torch_odt.planning.page.document import write_page
+
+            write_page(path, self)
+            return
         from torch_odt.planning.plan_plot import draw_plan
 
-        draw_plan(self, Path(path))
+        draw_plan(self, self.timeline, path)
 
     def to_dict(self) -> dict[str, Any]:
         """What the plan says, as plain data: everything but the instructions and addresses."""
@@ -145,39 +209,46 @@ class Plan:
             "planning_seconds": self.planning_seconds,
             "step_seconds": self.step_seconds,
             "eager_seconds": self.eager_seconds,
+            "step_joules": self.step_joules,
+            "device": self.device,
+            "objective": self.objective,
+            "deadline_seconds": self.deadline_seconds,
             "recomputed_ops": self.recomputed_ops,
             "recomputed": [asdict(entry) for entry in self.recomputed],
             "lines": [asdict(line) for line in self.lines],
             "notes": list(self.notes),
         }
 
-    def to_state(self) -> dict[str, Any]:
-        """The whole plan as plain data for JSON; `from_state` reads it."""
-        return self.to_dict() | {
-            "format": FORMAT,
-            "schedule": schedule_to_data(self.schedule) if self.schedule is not None else None,
-            "layout": asdict(self.layout) if self.layout is not None else None,
-            "later_layout": asdict(self.later_layout) if self.later_layout is not None else None,
-            "timeline": asdict(self.timeline) if self.timeline is not None else None,
-        }
+    def to_state(self, *, carry_graph: bool = True) -> dict[str, Any]:
+        """The whole plan as plain data for JSON; `from_state` reads it. See `save` for `carry_graph`."""
+        program = None if self.program is None else self.program.to_data(carry_graph=carry_graph)
+        own = _schedule_to_data(self) if program is None else {}
+        timeline = asdict(self.timeline) if self.timeline is not None else None
+        return self.to_dict() | own | {"timeline": timeline, "program": program}
 
     @classmethod
-    def from_state(cls, state: dict[str, Any]) -> Plan:
+    def from_state(cls, state: Mapping[str, Any]) -> Plan:
         """The inverse of `to_state`.
 
         Raises:
-            PlanError: it is something else, or of another version.
+            PlanError: it is something else.
         """
         from torch_odt.runtime.budget import ResolvedBudget
 
         try:
-            if state["format"] != FORMAT:
-                raise PlanError(f"the plan is of format {state['format']}; this version reads format {FORMAT}")
+            program = state["program"]
+            executed = state if program is None else _first_part(program)
+            names = [name for name in ("layout", "later_layout") if executed[name] is not None]
+            layouts = {name: layout_from_data(executed[name]) for name in names}
             return cls(
                 planner=str(state["planner"]),
                 lines=tuple(PlanLine(**line) for line in state["lines"]),
                 step_seconds=float(state["step_seconds"]),
                 eager_seconds=float(state["eager_seconds"]),
+                step_joules=state["step_joules"],
+                device=str(state["device"]),
+                objective=state["objective"],
+                deadline_seconds=state["deadline_seconds"],
                 batch=state["batch"],
                 micro_batch=state["micro_batch"],
                 budget=ResolvedBudget(**state["budget"]) if state["budget"] is not None else None,
@@ -187,17 +258,28 @@ class Plan:
                 tensor_peak_bytes=state["tensor_peak_bytes"],
                 planning_seconds=state["planning_seconds"],
                 captured=bool(state["captured"]),
-                schedule=schedule_from_data(state["schedule"]) if state["schedule"] is not None else None,
-                layout=_layout_from(state["layout"]),
-                later_layout=_layout_from(state["later_layout"]),
-                timeline=Timeline(**state["timeline"]) if state["timeline"] is not None else None,
+                schedule=schedule_from_data(executed["schedule"]) if executed["schedule"] is not None else None,
+                **layouts,
+                timeline=Timeline.from_data(state["timeline"]) if state["timeline"] is not None else None,
+                program=None if program is None else FileProgram(program),
             )
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError) as error:
             raise PlanError(f"this is no plan: {error!r}") from error
 
-    def save(self, path: str | Path) -> None:
-        """Write the plan to a JSON file."""
-        Path(path).write_text(json.dumps(self.to_state(), separators=(",", ":")), encoding="utf-8")
+    def save(self, path: str | Path, *, carry_graph: bool = True) -> None:
+        """Write the plan to a JSON file, from which `TrainStep(plan=...)` trains on another machine.
+
+        Args:
+            path: the file.
+            carry_graph: write the graph into it: whoever trains from the file needs the model's parameters, but neither
+                traces the model nor runs its code, nor that of the loss. Without, the file is smaller, and the model
+                is traced where it is used and must give the same graph.
+
+        Raises:
+            OSError: the file cannot be written.
+            PlanError: the graph holds something that cannot be written, such as a large constant.
+        """
+        write_plan_file(Path(path), self.to_state(carry_graph=carry_graph))
 
     @classmethod
     def load(cls, path: str | Path) -> Plan:
@@ -205,18 +287,74 @@ class Plan:
 
         Raises:
             OSError: the file cannot be read.
-            PlanError: it holds no plan.
+            PlanError: it holds no plan, one of another version, or has been changed.
         """
-        try:
-            state = json.loads(Path(path).read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise PlanError(f"{path} is no plan: {error}") from error
-        return cls.from_state(state)
+        return cls.from_state(read_plan_file(Path(path)))
+
+
+def load_plan(path: str | Path) -> Plan:
+    """Read a plan that `Plan.save` wrote.
+
+    Choose it to look at a plan from a file; `TrainStep(plan=...)` takes the path as well, and needs less memory so.
+
+    Raises:
+        OSError: the file cannot be read.
+        PlanError: it holds no plan, one of another version, or has been changed.
+
+    Example:
+        >>> import tempfile, torch, torch_odt as odt
+        >>> model, batch = torch.nn.Linear(4, 2), (torch.ones(3, 4), torch.tensor([0, 1, 1]))
+        >>> made = odt.plan(model, torch.nn.functional.cross_entropy, batch, budget="8GiB", cache=False)
+        >>> with tempfile.NamedTemporaryFile(suffix=".json") as file:
+        ...     made.save(file.name)
+        ...     load_plan(file.name).batch
+        3
+    """
+    return Plan.load(path)
+
+
+def layout_to_data(layout: Layout) -> dict[str, Any]:
+    """Addresses as plain data for JSON."""
+    return asdict(layout)
+
+
+def layout_from_data(data: Mapping[str, Any]) -> Layout:
+    """The inverse of `layout_to_data`.
+
+    Raises:
+        ValueError, KeyError, TypeError: the data is no layout.
+    """
+    return Layout(
+        address_peak_bytes=int(data["address_peak_bytes"]),
+        outside_peak_bytes=int(data["outside_peak_bytes"]),
+        live_peak_bytes=int(data["live_peak_bytes"]),
+        table=[[(int(offset), int(nbytes)) for offset, nbytes in row] for row in data["table"]],
+    )
+
+
+def _schedule_to_data(plan: Plan) -> dict[str, Any]:
+    """What runs and where, of a plan that nothing executes."""
+    return {
+        "schedule": schedule_to_data(plan.schedule) if plan.schedule is not None else None,
+        "layout": layout_to_data(plan.layout) if plan.layout is not None else None,
+        "later_layout": layout_to_data(plan.later_layout) if plan.later_layout is not None else None,
+    }
+
+
+def _first_part(program: Mapping[str, Any]) -> dict[str, Any]:
+    """The same of a program."""
+    part = program["parts"][0]
+    later = part["later"]
+    return {
+        "schedule": part["schedule"],
+        "layout": part["first"]["layout"],
+        "later_layout": None if later is None else later["layout"],
+    }
 
 
 def eager_seconds(graph: TrainingGraph, costs: Costs) -> float:
-    """The time of every op of the program, each run once."""
-    return _seconds(graph, costs, range(graph.program_length))
+    """The time of every op of the program, each run once; without the optimizer's step, wherever that is made."""
+    return _seconds(graph, costs, [op.index for op in graph.program if op.target != UPDATE])
 
 
 def recomputed_in(graph: TrainingGraph, costs: Costs, schedule: Schedule, *, passes: int = 1) -> tuple[Recomputed, ...]:
@@ -236,10 +374,3 @@ def recomputed_in(graph: TrainingGraph, costs: Costs, schedule: Schedule, *, pas
 
 def _seconds(graph: TrainingGraph, costs: Costs, ops: Iterable[int]) -> float:
     return sum((costs.ops.get(op) or estimate(graph, graph.ops[op])).seconds for op in ops)
-
-
-def _layout_from(state: dict[str, Any] | None) -> Layout | None:
-    if state is None:
-        return None
-    table = [[(offset, nbytes) for offset, nbytes in row] for row in state["table"]]
-    return Layout(**{**state, "table": table})

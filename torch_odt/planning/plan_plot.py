@@ -1,11 +1,11 @@
-"""A plan as a picture: memory over one pass through the schedule."""
+"""A plan as a picture: memory over one pass through the schedule, and beneath it what is recomputed and paged."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torch_odt.errors import PlanError
 from torch_odt.runtime.budget import format_bytes
 
 if TYPE_CHECKING:
@@ -14,25 +14,28 @@ if TYPE_CHECKING:
 
 _MIB = 2**20
 _FIXED, _KEPT, _RECOMPUTED, _WORKSPACE = "#d9dce1", "#3b76af", "#e08a3c", "#8fb8de"
+_RETURNED, _MOVING = "#2f9e83", "#9a68b8"
 _TEXT, _FAINT, _LIMIT = "#333940", "#8a929b", "#b5322b"
 
 
-def draw_plan(plan: Plan, path: Path) -> None:
+def draw_plan(plan: Plan, timeline: Timeline, path: Path) -> None:
     """Draw live bytes by kind, the budget and the boundary between forward and backward; see `Plan.plot`."""
-    if plan.timeline is None or not plan.timeline.start_seconds:
-        raise PlanError("there is nothing to draw: the step was not captured")
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ImportError('drawing a plan needs matplotlib: pip install "torch_odt[plot]"') from error
     # A figure of its own: the user's pyplot state and backend are not touched.
-    figure = Figure(figsize=(9, 4.6), dpi=150, layout="constrained")
+    lanes = _lanes(timeline)
+    figure = Figure(figsize=(9, 4.6 + 0.25 * len(lanes)), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
-    _draw_memory(axes, plan, plan.timeline)
-    _draw_limits(axes, plan, plan.timeline)
-    _label(axes, plan)
+    heights = [18, len(lanes)] if lanes else [1]
+    axes, *beneath = figure.subplots(len(heights), sharex=True, height_ratios=heights, squeeze=False).flat
+    _draw_memory(axes, plan, timeline)
+    _draw_limits(axes, plan, timeline)
+    for each in beneath:
+        _draw_lanes(each, lanes)
+    _label([axes, *beneath], plan)
     figure.savefig(path)
 
 
@@ -43,11 +46,14 @@ def _draw_memory(axes: Any, plan: Plan, timeline: Timeline) -> None:
     def mib(sizes: list[int]) -> list[float]:
         return [size / _MIB for size in (*sizes, sizes[-1])]
 
-    fixed = max(0, plan.peak_bytes - plan.arena_bytes)
+    # Without an arena its size is that of the largest moment.
+    fixed = max(0, plan.peak_bytes - (plan.arena_bytes or max(timeline.total_bytes)))
     bands = [
         ("gradients, optimizer and others", _FIXED, [fixed] * len(timeline.start_seconds)),
         ("kept", _KEPT, timeline.kept_bytes),
         ("recomputed", _RECOMPUTED, timeline.recomputed_bytes),
+        ("back from the file", _RETURNED, timeline.returned_bytes),
+        ("on its way to or from the file", _MOVING, timeline.moving_bytes),
         ("workspace of the operator", _WORKSPACE, timeline.workspace_bytes),
     ]
     bands = [band for band in bands if any(band[2])]
@@ -75,6 +81,23 @@ def _draw_limits(axes: Any, plan: Plan, timeline: Timeline) -> None:
             axes.text(timeline.boundary_seconds, top * 0.985, text, ha=side, va="top", color=_FAINT, fontsize=8)
 
 
+def _lanes(timeline: Timeline) -> list[tuple[str, str, list[tuple[float, float]]]]:
+    """Names, colours and (start, duration) of what happens beside keeping; nothing of which there is none."""
+    spans = zip(timeline.start_seconds, timeline.end_seconds, timeline.recomputes, strict=True)
+    lanes = [("recomputed", _RECOMPUTED, [(start, end - start) for start, end, again in spans if again])]
+    for name, color, direction in (("page-outs", _MOVING, "out"), ("page-ins", _RETURNED, "in")):
+        moves = [move for move in timeline.transfers if move.direction == direction]
+        lanes.append((name, color, [(move.start_seconds, move.end_seconds - move.start_seconds) for move in moves]))
+    return [lane for lane in lanes if lane[2]]
+
+
+def _draw_lanes(axes: Any, lanes: Sequence[tuple[str, str, list[tuple[float, float]]]]) -> None:
+    for row, (_, color, spans) in enumerate(lanes):
+        axes.broken_barh(spans, (row + 0.15, 0.7), facecolors=color, edgecolors=color, linewidth=0.3)
+    axes.set_ylim(len(lanes), 0)
+    axes.set_yticks([row + 0.5 for row in range(len(lanes))], [name for name, _, _ in lanes])
+
+
 def _level(axes: Any, nbytes: int, text: str, color: str, style: str, *, is_below: bool) -> None:
     axes.axhline(nbytes / _MIB, color=color, linewidth=1.1, linestyle=style)
     axes.annotate(
@@ -91,17 +114,20 @@ def _level(axes: Any, nbytes: int, text: str, color: str, style: str, *, is_belo
     )
 
 
-def _label(axes: Any, plan: Plan) -> None:
+def _label(stacked: Sequence[Any], plan: Plan) -> None:
+    axes = stacked[0]
     title = f"{plan.planner}: {format_bytes(plan.peak_bytes)}"
     if plan.recomputed:
         title += f", {plan.slowdown:.2f} times the operator time of keeping everything"
     axes.set_title(title, loc="left", color=_TEXT, fontsize=11)
-    passes = f", one of {plan.passes} micro-batches" if plan.passes > 1 else ""
-    axes.set_xlabel(f"predicted seconds of operators{passes}", color=_TEXT)
     axes.set_ylabel("MiB above the level before", color=_TEXT)
-    axes.tick_params(colors=_TEXT, labelsize=8)
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
-    for side in ("left", "bottom"):
-        axes.spines[side].set_color(_FAINT)
-    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.14), ncols=4, frameon=False, fontsize=8)
+    passes = f", one of {plan.passes} micro-batches" if plan.passes > 1 else ""
+    stacked[-1].set_xlabel(f"predicted seconds{passes}", color=_TEXT)
+    for each in stacked:
+        each.tick_params(colors=_TEXT, labelsize=8)
+        for side in ("top", "right"):
+            each.spines[side].set_visible(False)
+        for side in ("left", "bottom"):
+            each.spines[side].set_color(_FAINT)
+    handles = axes.get_legend_handles_labels()
+    axes.get_figure().legend(*handles, loc="outside lower center", ncols=4, frameon=False, fontsize=8)

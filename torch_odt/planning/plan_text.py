@@ -31,10 +31,17 @@ def _facts(plan: Plan) -> Iterator[str]:
         budget = plan.budget
         held = f"; {format_bytes(budget.level_bytes)} held before" if budget.of == "process" else ""
         yield f"  budget         {budget.text}{held}"
+    if plan.device:
+        yield f"  device         {plan.device}"
+    if plan.objective != "seconds" or plan.deadline_seconds is not None:
+        deadline = "" if plan.deadline_seconds is None else f", in {plan.deadline_seconds:.3g} s at most"
+        yield f"  objective      fewest {plan.objective}{deadline}"
     yield f"  batch          {_batch(plan)}"
     yield f"  peak           {_peak(plan)}"
     if plan.captured:
         yield f"  step           {_step(plan)}"
+    if plan.step_joules is not None:
+        yield f"  energy         {format_joules(plan.step_joules)} a step"
     if plan.smallest_feasible_bytes is not None:
         yield f"  smallest       {format_bytes(plan.smallest_feasible_bytes)} would still be feasible"
 
@@ -57,11 +64,11 @@ def _peak(plan: Plan) -> str:
 
 
 def _step(plan: Plan) -> str:
-    text = f"{_seconds(plan.step_seconds)} in operators"
+    text = f"{format_seconds(plan.step_seconds)} in operators"
     if not plan.recomputed:
         return f"{text}, nothing is computed twice"
     calls = "1 call" if plan.recomputed_ops == 1 else f"{plan.recomputed_ops} calls"
-    everything_kept = _seconds(plan.eager_seconds)
+    everything_kept = format_seconds(plan.eager_seconds)
     return f"{text}, {plan.slowdown:.2f} times the {everything_kept} of keeping everything; {calls} recomputed"
 
 
@@ -91,7 +98,7 @@ def _recomputed(plan: Plan) -> Iterator[str]:
     width = max(len(name) for name, _, _ in shown)
     yield "Recomputed"
     for name, calls, seconds in shown:
-        yield f"  {name:<{width}}  {calls:>5} x  {_seconds(seconds):>8}"
+        yield f"  {name:<{width}}  {calls:>5} x  {format_seconds(seconds):>8}"
 
 
 def _bar(share: float) -> str:
@@ -101,7 +108,13 @@ def _bar(share: float) -> str:
     return ("█" * full + (_EIGHTHS[part] if part else "")).ljust(_BAR_CELLS)
 
 
-def _seconds(seconds: float) -> str:
+def format_seconds(seconds: float) -> str:
+    """Seconds for people, in the unit that suits."""
     if seconds >= 1:
         return f"{seconds:.2f} s"
     return f"{seconds * 1e3:.3g} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.3g} µs"
+
+
+def format_joules(joules: float) -> str:
+    """Joules for people, in the unit that suits."""
+    return f"{joules:.2f} J" if joules >= 1 else f"{joules * 1e3:.3g} mJ"

@@ -7,6 +7,7 @@ counted in allocation events, so that two temporaries of one op that do not over
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -18,12 +19,15 @@ from torch_odt.capture.graph import Op, Output, TrainingGraph
 from torch_odt.errors import PlanError
 from torch_odt.planning import packing
 from torch_odt.planning.problem import Gradients
-from torch_odt.planning.schedule import Deliver, Free, Run, Schedule
+from torch_odt.planning.schedule import Deliver, Free, PageIn, Run, Schedule
 
 OUTSIDE = -1
 
 # Blocks that together are less than this share of the peak are stacked without a search.
 _SMALL_SHARE = 0.002
+
+# For comparing schedules: so many placements find what the chosen one then takes, or a few percent more.
+QUICK = 4_000
 
 
 @dataclass(slots=True)
@@ -76,7 +80,7 @@ def pack(
     *,
     gradients: Gradients = "keep",
     alignment: int = 64,
-    effort: int = 12_000,
+    effort: int = 150_000,
 ) -> Layout:
     """Give every allocation of a schedule an address.
 
@@ -138,9 +142,19 @@ def allocations(
                 walk.free(position, value)
             case Deliver(output):
                 walk.deliver(position, graph.outputs[output])
+            case PageIn(value):
+                walk.page_in(position, value)
         clock_after.append(walk.clock)
     walk.finish()
     return Allocations(walk.blocks, clock_after)
+
+
+def storage_bytes(graph: TrainingGraph, costs: Costs, value: int) -> int:
+    """What is allocated for a computed value, which is what moves when it is paged."""
+    maker = graph.ops[graph.values[value].producer or 0]
+    cost = costs.ops.get(maker.index) or estimate(graph, maker)
+    ordinal = cost.result_ordinals[maker.writes.index(value)]
+    return 0 if ordinal is None else cost.block_bytes[ordinal]
 
 
 def check(
@@ -161,20 +175,23 @@ def check(
         [(block.start, 1, index) for index, block in enumerate(blocks)]
         + [(block.end, 0, index) for index, block in enumerate(blocks)]
     )
-    live: set[int] = set()
+    # Of what lives at once no two overlap, so that a new block can only overlap its neighbours.
+    live: list[tuple[int, int, int]] = []
     for _, begins, index in moments:
         instruction, offset, nbytes = places[index]
         if offset == OUTSIDE:
             continue
+        block = (offset, offset + nbytes, instruction)
+        position = bisect_left(live, block)
         if not begins:
-            live.discard(index)
+            del live[position]
             continue
         if offset < 0 or offset + nbytes > layout.address_peak_bytes:
             raise PlanError(f"a block of instruction {instruction} lies outside of the arena")
-        for other in live:
-            if places[other][1] < offset + nbytes and offset < places[other][1] + places[other][2]:
-                raise PlanError(f"blocks of instructions {places[other][0]} and {instruction} overlap")
-        live.add(index)
+        for other in live[max(0, position - 1) : position + 1]:
+            if other[0] < block[1] and offset < other[1]:
+                raise PlanError(f"blocks of instructions {other[2]} and {instruction} overlap")
+        live.insert(position, block)
 
 
 class _Walk:
@@ -215,6 +232,12 @@ class _Walk:
                 block.outside = True
                 block.holders += 1
 
+    def page_in(self, position: int, value: int) -> None:
+        self.clock += 1
+        block = Block(position, storage_bytes(self._graph, self._costs, value), self.clock)
+        self.blocks.append(block)
+        self._settle(value, (block,))
+
     def finish(self) -> None:
         self.clock += 1
         for block in self.blocks:
@@ -240,7 +263,7 @@ class _Walk:
             return self._homes.get(op.reads[0], ())
         value = self._graph.values[result]
         if value.base != result:
-            return self._homes.get(value.base, ())
+            return self._homes.get(value.base if op.overwrites is None else op.overwrites, ())
         if value.nbytes == 0:
             return ()
         # It allocates nothing and yet has data: it may share that of anything it reads.

@@ -10,10 +10,11 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Literal
 
-from torch_odt.capture.costs import Costs, OpCost
+from torch_odt.capture.costs import Costs, OpCost, TransferCosts
 from torch_odt.capture.estimates import estimate
 from torch_odt.capture.graph import Op, TrainingGraph
 
@@ -23,6 +24,21 @@ BOUNDARY = -1
 """Stands among the steps where the forward pass ends."""
 
 _REMEMBERED = 4
+
+
+@dataclass(frozen=True)
+class PageSteps:
+    """The steps that move one storage.
+
+    Attributes:
+        out: begins to write it to the file. It leaves memory afterwards, unless something touches it later.
+        let_go: touches it, and nothing else: until here it may be written.
+        back: begins to read it from the file.
+    """
+
+    out: int
+    let_go: int
+    back: int
 
 
 @dataclass
@@ -50,7 +66,9 @@ class Problem:
         fragile_storages: which storage has which bit.
         apart_bytes: what leaves the step, when it is counted apart: on top of everything else, all the time.
         holds: for each storage, the positions of those bits whose storages the program stops using before this one:
-            while it is evicted, they must stay for it.
+            while it is recomputed after an eviction, they must stay for it.
+        paging: the steps that move a storage to a file and back; empty where nothing is paged.
+        transfers: what that costs.
     """
 
     graph: TrainingGraph
@@ -71,10 +89,21 @@ class Problem:
     fragile_storages: list[int]
     holds: list[tuple[int, ...]]
     apart_bytes: int = 0
+    paging: Mapping[int, PageSteps] = field(default_factory=dict)
+    transfers: TransferCosts | None = None
 
     @property
     def program_seconds(self) -> float:
         return sum(self.seconds[op] for op in self.steps if op != BOUNDARY)
+
+    @cached_property
+    def rerun_readers(self) -> dict[int, list[int]]:
+        """For each storage, the ops that bring others back from it."""
+        readers: dict[int, list[int]] = {}
+        for op in dict.fromkeys(op for op in self.rerun if op >= 0):
+            for source in self.reads[op]:
+                readers.setdefault(source, []).append(op)
+        return readers
 
     def storages(self) -> list[int]:
         """Every storage, in the order in which the program computes them."""
@@ -97,7 +126,8 @@ def problem_of(graph: TrainingGraph, costs: Costs, gradients: Gradients = "keep"
     key = (id(graph), id(costs), gradients, apart)
     if key not in _RECENT:
         problem = make_problem(graph, costs, gradients)
-        _RECENT[key] = (graph, costs, _set_apart(problem, costs) if apart else problem)
+        problem = _set_apart(problem, costs) if apart else problem
+        _RECENT[key] = (graph, costs, problem if costs.transfers is None else _with_paging(problem, costs.transfers))
         while len(_RECENT) > _REMEMBERED:
             _RECENT.popitem(last=False)
     return _RECENT[key][2]
@@ -121,6 +151,47 @@ def _set_apart(problem: Problem, costs: Costs) -> Problem:
     return replace(problem, nbytes=nbytes, transient_bytes=transient_bytes, apart_bytes=apart_bytes)
 
 
+def unmovable_storages(graph: TrainingGraph) -> set[int]:
+    """What is never paged: what leaves the step, and what an op writes into: the file would have the old contents."""
+    written_into = {graph.values[op.overwrites].base for op in graph.ops if op.overwrites is not None}
+    return written_into | {graph.values[value].base for value in graph.output_values}
+
+
+def _with_paging(problem: Problem, costs: TransferCosts) -> Problem:
+    """The same problem, in which storages may be paged as well; steps of transfers have ids behind its ops'.
+
+    Left out are storages that take nothing or are never read.
+    """
+    graph = problem.graph
+    unmovable = unmovable_storages(graph)
+    reads, results = dict(problem.reads), dict(problem.results)
+    seconds, transient_bytes = dict(problem.seconds), dict(problem.transient_bytes)
+    rank = list(problem.rank)
+    paging: dict[int, PageSteps] = {}
+    for storage in problem.storages():
+        nbytes = problem.nbytes[storage]
+        if nbytes == 0 or storage in unmovable or not problem.uses[storage]:
+            continue
+        steps = PageSteps(len(rank), len(rank) + 1, len(rank) + 2)
+        rank += [problem.rank[graph.values[storage].producer or 0]] * 3
+        for step in (steps.out, steps.let_go):
+            reads[step], results[step], seconds[step], transient_bytes[step] = (storage,), (), 0.0, 0
+        reads[steps.back], results[steps.back] = (), (storage,)
+        seconds[steps.out], seconds[steps.back] = costs.write_seconds(nbytes), costs.read_seconds(nbytes)
+        transient_bytes[steps.back] = nbytes
+        paging[storage] = steps
+    return replace(
+        problem,
+        reads=reads,
+        results=results,
+        seconds=seconds,
+        transient_bytes=transient_bytes,
+        rank=rank,
+        paging=paging,
+        transfers=costs,
+    )
+
+
 def peak_without(cost: OpCost, ordinals: Collection[int | None]) -> int:
     """The most bytes that a call holds at once, leaving out some of its blocks."""
     live = peak = 0
@@ -133,6 +204,8 @@ def peak_without(cost: OpCost, ordinals: Collection[int | None]) -> int:
 
 def is_alias(graph: TrainingGraph, op: Op) -> bool:
     """Whether all that an op returns lives in storage that exists already."""
+    if op.overwrites is not None:
+        return False
     return op.is_view or (bool(op.results) and all(graph.values[v].base != v for v in op.results))
 
 
@@ -141,7 +214,7 @@ def live_ops(graph: TrainingGraph) -> set[int]:
     live: set[int] = set()
     wanted = set(graph.output_values)
     for op in reversed(graph.program):
-        if op.is_random or not wanted.isdisjoint(op.results):
+        if op.is_random or not op.writes or not wanted.isdisjoint(op.results):
             live.add(op.index)
             wanted.update(op.reads)
     return live
@@ -163,7 +236,10 @@ def storage_needs(graph: TrainingGraph) -> list[tuple[int, ...]]:
         alias = is_alias(graph, op)
         inherited = tuple(dict.fromkeys(s for v in op.reads for s in needs[v])) if alias else ()
         for value in op.results:
-            needs[value] = inherited if alias else (value,)
+            if op.overwrites is not None and graph.values[value].base != value:
+                needs[value] = needs[op.overwrites]
+            else:
+                needs[value] = inherited if alias else (value,)
     return needs
 
 

@@ -1,13 +1,17 @@
 """Planners by name.
 
 A planner is one function in one file; `@planner("name")` registers it. The built-in ones are imported when asked for.
+One that can use more time than it needs has an argument `time_limit_seconds`.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
+from functools import wraps
 from importlib import import_module
-from typing import TypeVar
+from inspect import signature
+from typing import Any, TypeVar
 
 from torch_odt.capture.costs import Costs
 from torch_odt.capture.graph import TrainingGraph
@@ -20,8 +24,18 @@ Planner = Callable[[TrainingGraph, Costs, int], Schedule]
 _BUILT_IN = {
     "keep-all": "torch_odt.planning.keep_all",
     "chen": "torch_odt.planning.chen",
+    "dtr": "torch_odt.planning.dtr",
+    "sage": "torch_odt.planning.sage",
     "melon": "torch_odt.planning.melon",
     "min-cut": "torch_odt.planning.min_cut",
+    "capuchin": "torch_odt.planning.capuchin",
+    "checkmate": "torch_odt.planning.checkmate",
+    "checkmate-lp": "torch_odt.planning.checkmate_lp",
+    "rotor": "torch_odt.planning.rotor",
+    "pofo": "torch_odt.planning.pofo",
+    "poet": "torch_odt.planning.poet",
+    "poet-paging": "torch_odt.planning.poet",
+    "poet-remat": "torch_odt.planning.poet",
     "auto": "torch_odt.planning.auto",
 }
 _PLANNERS: dict[str, Planner] = {}
@@ -38,6 +52,33 @@ def planner(name: str) -> Callable[[P], P]:
         return function
 
     return register
+
+
+def built_in_names() -> tuple[str, ...]:
+    """The names of the planners that come along."""
+    return tuple(_BUILT_IN)
+
+
+def takes_time_limit(planner: Planner) -> bool:
+    """Whether a planner has an argument `time_limit_seconds`, by which it stops."""
+    return "time_limit_seconds" in signature(planner).parameters
+
+
+def limited(planner: Planner, deadline: float, share: float = 1.0) -> Planner:
+    """A planner that takes a share of the time that is left when it is called; itself if it takes no limit.
+
+    Args:
+        deadline: as `time.perf_counter()` counts.
+    """
+    if not takes_time_limit(planner):
+        return planner
+
+    @wraps(planner)
+    def plan(graph: TrainingGraph, costs: Costs, budget_bytes: int, **goal: Any) -> Schedule:
+        goal["time_limit_seconds"] = share * max(0.0, deadline - time.perf_counter())
+        return planner(graph, costs, budget_bytes, **goal)
+
+    return plan
 
 
 def planner_names() -> tuple[str, ...]:

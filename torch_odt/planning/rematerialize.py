@@ -1,10 +1,10 @@
 """The schedule builder that planners share: walk the program, bring back what is missing, drop what does not fit.
 
 `build` runs the steps of a problem in program order. Whatever a step reads and is not in memory is recomputed just
-before it, with everything that this needs in turn. Storages leave memory after their last use, when the caller said
-so in advance (`dropped`), or when the next op does not fit into the budget: then the storage with the highest score
-goes, and the score is taken anew at every eviction, because each one changes what the others would cost to bring
-back.
+before it, with everything that this needs in turn, or paged in. Storages leave memory after their last use, when the
+caller said so in advance (`dropped`), or when the next op does not fit into the budget: then the storage with the
+highest score goes, and the score is taken anew at every eviction, because each one changes what the others would cost
+to bring back. A storage that goes is paged out where that is possible and cheaper than to recompute it.
 """
 
 from __future__ import annotations
@@ -13,10 +13,12 @@ import heapq
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 
+from torch_odt.capture.costs import TransferCosts
 from torch_odt.errors import PlanError
 from torch_odt.planning.lowering import lower
 from torch_odt.planning.problem import BOUNDARY, Problem
 from torch_odt.planning.schedule import Schedule
+from torch_odt.planning.spread_transfers import spread_transfers
 
 Score = Callable[["Walk", int], float]
 """How gladly a storage is given up: (walk, storage) -> larger goes first."""
@@ -33,6 +35,7 @@ class Built:
         recompute_seconds: of the ops that run again.
         was_cut: recomputation reached its limit, and from there on the budget was ignored.
         crossing: the storages in memory where the forward pass ends.
+        budget_bytes: what the builder stayed within where it could, without what is counted apart.
     """
 
     runs: list[int]
@@ -40,9 +43,11 @@ class Built:
     recompute_seconds: float
     was_cut: bool
     crossing: frozenset[int]
+    budget_bytes: float = 0.0
 
     def schedule(self, problem: Problem, planner: str) -> Schedule:
-        return lower(problem, self.runs, planner)
+        runs = spread_transfers(problem, self.runs, self.budget_bytes) if problem.paging else self.runs
+        return lower(problem, runs, planner)
 
 
 def build(
@@ -67,7 +72,7 @@ def build(
     walk = Walk(problem, budget_bytes, score, dropped, uses or problem.uses, max_recompute_seconds)
     for position, op in enumerate(problem.steps):
         walk.step(position, op)
-    return Built(walk.runs, walk.peak_bytes, walk.recompute_seconds, walk.was_cut, walk.crossing)
+    return Built(walk.runs, walk.peak_bytes, walk.recompute_seconds, walk.was_cut, walk.crossing, budget_bytes or 0.0)
 
 
 class Walk:
@@ -78,6 +83,7 @@ class Walk:
         position: of the step that is being prepared or run.
         resident: the storages in memory.
         live_bytes: of all of them.
+        clock_seconds: of everything that has run so far, recomputation included.
     """
 
     def __init__(
@@ -93,6 +99,7 @@ class Walk:
         self.position = 0
         self.resident: dict[int, None] = {}
         self.live_bytes = 0
+        self.clock_seconds = 0.0
         self.runs: list[int] = []
         self.peak_bytes = 0
         self.recompute_seconds = 0.0
@@ -106,11 +113,16 @@ class Walk:
         self._max_recompute_seconds = max_recompute_seconds
         self._max_runs = 12 * len(problem.steps) + 1000
         self._evicted: set[int] = set()
+        self._on_file: set[int] = set()
+        self._file_bytes = 0
         self._fragile_here = 0
         self._holds = [0] * len(problem.fragile_storages)
         self._pending: dict[int, int] = {}
         self._fresh: set[int] = set()
         self._missing_seconds: dict[int, float] = {}
+        self._neighbourhood_seconds: dict[int, float] = {}
+        self._lost: set[int] | None = None
+        self._touched_seconds: dict[int, float] = {}
 
     def next_use(self, storage: int) -> int:
         """The position of the step that needs a storage next; the end of the program if none does."""
@@ -121,21 +133,64 @@ class Walk:
         return uses[cursor] if cursor < len(uses) else len(self.problem.steps)
 
     def missing_seconds(self, storage: int) -> float:
-        """The time to bring a storage back if it were evicted now: its op and all ancestors that are not in memory."""
+        """The time that it takes if a storage is evicted now: to recompute it, or to page it out and in."""
         known = self._missing_seconds.get(storage)
         if known is None:
-            known = sum(self.problem.seconds[op] for op in self._closure((storage,)))
+            known = min(self._recompute_seconds(storage), self._paging_seconds(storage))
             self._missing_seconds[storage] = known
         return known
 
+    def own_seconds(self, storage: int) -> float:
+        """As `missing_seconds`, but as if all that its op reads were in memory."""
+        op = self.problem.rerun[storage]
+        own = self.problem.seconds[op] if op >= 0 else float("inf")
+        return min(own, self._paging_seconds(storage))
+
+    def neighbourhood_seconds(self, storage: int) -> float:
+        """As `missing_seconds`, with the evicted storages that are computed from this one, directly or not."""
+        known = self._neighbourhood_seconds.get(storage)
+        if known is None:
+            known = self._paging_seconds(storage)
+            if self._can_recompute(storage):
+                ops = self._closure((storage,)) | self._lost_behind(storage)
+                known = min(known, sum(self.problem.seconds[op] for op in ops))
+            self._neighbourhood_seconds[storage] = known
+        return known
+
+    def idle_seconds(self, storage: int) -> float:
+        """How long ago a storage in memory was computed or last read."""
+        return self.clock_seconds - self._touched_seconds[storage]
+
     def can_evict(self, storage: int) -> bool:
         """Whether a storage in memory may leave it now and can be brought back later."""
+        if self.problem.is_sticky[storage]:
+            return False
+        return self._can_recompute(storage) or self._paging_seconds(storage) < float("inf")
+
+    def _can_recompute(self, storage: int) -> bool:
         problem = self.problem
-        return (
-            problem.rerun[storage] >= 0
-            and not problem.is_sticky[storage]
-            and not problem.fragile[storage] & ~self._fragile_here
-        )
+        return problem.rerun[storage] >= 0 and not problem.fragile[storage] & ~self._fragile_here
+
+    def _recompute_seconds(self, storage: int) -> float:
+        """Of its op and all ancestors that are not in memory."""
+        if not self._can_recompute(storage):
+            return float("inf")
+        op = self.problem.rerun[storage]
+        absent = [s for s in self.problem.reads[op] if s not in self.resident]
+        return self.problem.seconds[op] + sum(self.problem.seconds[o] for o in self._closure(absent) - {op})
+
+    def _paging_seconds(self, storage: int) -> float:
+        """To read a storage from the file, and to write it if it is not there yet."""
+        problem = self.problem
+        steps = problem.paging.get(storage)
+        if steps is None or problem.transfers is None:
+            return float("inf")
+        if storage in self._on_file:
+            return problem.seconds[steps.back]
+        taken = problem.transfers.file_bytes(problem.nbytes[storage])
+        if self._file_bytes + taken > problem.transfers.limit_bytes:
+            return float("inf")
+        return problem.seconds[steps.out] + problem.seconds[steps.back]
 
     def step(self, position: int, op: int) -> None:
         """Run one step of the program, with everything that it takes to have its inputs in memory."""
@@ -186,6 +241,7 @@ class Walk:
                 if storage not in pending:
                     self._drop_if_useless(storage)
         self._missing_seconds.clear()
+        self._neighbourhood_seconds.clear()
         if self.recompute_seconds > self._max_recompute_seconds or len(self.runs) > self._max_runs:
             self._budget_bytes, self.was_cut = float("inf"), True
 
@@ -196,7 +252,7 @@ class Walk:
         stack = list(storages)
         while stack:
             storage = stack.pop()
-            op = problem.rerun[storage]
+            op = problem.paging[storage].back if storage in self._on_file else problem.rerun[storage]
             if op < 0:
                 raise PlanError(
                     f"value {storage} ({problem.graph.values[storage].name}) is needed and cannot be recomputed"
@@ -204,6 +260,20 @@ class Walk:
             if op not in ops:
                 ops.add(op)
                 stack.extend(s for s in problem.reads[op] if s not in resident)
+        return ops
+
+    def _lost_behind(self, storage: int) -> set[int]:
+        """The ops behind a storage that must run again for something evicted."""
+        problem = self.problem
+        if self._lost is None:
+            self._lost = self._closure(self._evicted)
+        ops: set[int] = set()
+        stack = [storage]
+        while stack:
+            for op in problem.rerun_readers.get(stack.pop(), ()):
+                if op in self._lost and op not in ops:
+                    ops.add(op)
+                    stack.extend(s for s in problem.results[op] if s not in self.resident)
         return ops
 
     def _run(self, op: int, held: frozenset[int]) -> None:
@@ -216,9 +286,12 @@ class Walk:
             self._make_room(transient, held)
         self.runs.append(op)
         self.peak_bytes = max(self.peak_bytes, self.live_bytes + transient)
+        self.clock_seconds += problem.seconds[op]
         for storage in problem.results[op]:
             if storage not in self.resident:
                 self._add(storage)
+        for storage in (*problem.reads[op], *problem.results[op]):
+            self._touched_seconds[storage] = self.clock_seconds
 
     def _make_room(self, transient: int, held: frozenset[int]) -> None:
         """Evict until the next op fits, the highest score first; what a recomputation in progress needs comes last.
@@ -242,6 +315,7 @@ class Walk:
             _, storage = heapq.heappop(heap)
             # Evictions only ever lower the scores of others, so the best one is the best if its own still stands.
             self._missing_seconds.pop(storage, None)
+            self._neighbourhood_seconds.pop(storage, None)
             current = -score(self, storage)
             if heap and current > heap[0][0]:
                 heapq.heappush(heap, (current, storage))
@@ -277,20 +351,38 @@ class Walk:
         if bit and self._holds[bit.bit_length() - 1]:
             return
         self._remove(storage)
+        if storage in self._on_file:
+            self._on_file.discard(storage)
+            self._file_bytes -= TransferCosts.file_bytes(problem.nbytes[storage])
 
     def _evict(self, storage: int) -> None:
+        if storage in self._on_file or self._paging_seconds(storage) < self._recompute_seconds(storage):
+            self._page_out(storage)
+            self._remove(storage)
+            return
         self._remove(storage)
         self._evicted.add(storage)
         for position in self.problem.holds[storage]:
             self._holds[position] += 1
 
+    def _page_out(self, storage: int) -> None:
+        if storage in self._on_file:
+            return
+        out = self.problem.paging[storage].out
+        self.runs.append(out)
+        self.recompute_seconds += self.problem.seconds[out]
+        self._on_file.add(storage)
+        self._file_bytes += TransferCosts.file_bytes(self.problem.nbytes[storage])
+
     def _remove(self, storage: int) -> None:
+        self._lost = None
         del self.resident[storage]
         self.live_bytes -= self.problem.nbytes[storage]
         self._fragile_here &= ~self.problem.fragile_bit[storage]
 
     def _add(self, storage: int) -> None:
         problem = self.problem
+        self._lost = None
         self.resident[storage] = None
         self.live_bytes += problem.nbytes[storage]
         self._fragile_here |= problem.fragile_bit[storage]

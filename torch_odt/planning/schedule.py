@@ -1,7 +1,7 @@
 """The schedule: a flat list of instructions that executes a training graph.
 
 Every planner returns one, the simulator checks it, the executor runs it. An op may stand in it more than once
-(rematerialization); a value may come and go.
+(rematerialization); a value may come and go, to a file and back (paging).
 """
 
 from __future__ import annotations
@@ -36,7 +36,24 @@ class Deliver:
     output: int
 
 
-Instruction = Run | Free | Deliver
+@dataclass(frozen=True, slots=True)
+class PageOut:
+    """Begin to write the storage of a value to the file. The value stays in memory until a `Free`, which waits."""
+
+    value: int
+
+
+@dataclass(frozen=True, slots=True)
+class PageIn:
+    """Begin to read the storage of a value from the file; it is in memory, and what touches it first waits.
+
+    The file keeps its copy until the last `PageIn` of the value.
+    """
+
+    value: int
+
+
+Instruction = Run | Free | Deliver | PageOut | PageIn
 
 
 @dataclass(frozen=True)
@@ -54,8 +71,13 @@ class Schedule:
     boundary: int
     planner: str = ""
 
+    @property
+    def pages(self) -> bool:
+        """Whether anything is written to the file."""
+        return any(isinstance(instruction, PageOut) for instruction in self.instructions)
 
-_LETTERS: dict[type, str] = {Run: "run", Free: "free", Deliver: "deliver"}
+
+_LETTERS: dict[type, str] = {Run: "run", Free: "free", Deliver: "deliver", PageOut: "page-out", PageIn: "page-in"}
 _INSTRUCTIONS: dict[str, Any] = {letter: kind for kind, letter in _LETTERS.items()}
 
 

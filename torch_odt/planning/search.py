@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from torch_odt.planning.keep_set import complement, uses_with_recomputation
-from torch_odt.planning.melon import tensor_size_per_second
-from torch_odt.planning.problem import BOUNDARY, Problem
+from torch_odt.planning.live_profile import peak_bytes
+from torch_odt.planning.problem import Problem
 from torch_odt.planning.rematerialize import Built, Score, build
 from torch_odt.planning.schedule import Schedule
+from torch_odt.planning.scores import tensor_size_per_second
+from torch_odt.planning.spread_transfers import seconds_with_transfers, spread_transfers, with_cheaper_transfers
 
 _MAX_RECOMPUTATION = 6.0
 
@@ -28,19 +30,17 @@ class Trial:
 
     Attributes:
         built: its steps.
+        seconds: that it takes longer than the program: for recomputation, and waiting for transfers.
         peak_bytes: the most planned memory that it holds.
         fits: whether that is within the budget.
         kept: the keep-set it was built from; without one, what it had in memory between forward and backward pass.
     """
 
     built: Built
+    seconds: float
     peak_bytes: int
     fits: bool
     kept: frozenset[int]
-
-    @property
-    def seconds(self) -> float:
-        return self.built.recompute_seconds
 
     def order(self) -> tuple[bool, float, float]:
         """Fitting comes first; then less time among those that fit, fewer bytes among those that do not."""
@@ -68,6 +68,7 @@ class Search:
         budget_bytes: what the peak must not exceed.
         deadline: `time.perf_counter()` when to stop looking for something better.
         work: what several searches may try together.
+        report: called with every trial.
         best: the best trial so far; keep-all to begin with.
         trials: how many were tried.
     """
@@ -76,6 +77,7 @@ class Search:
     budget_bytes: int
     deadline: float = float("inf")
     work: Work = field(default_factory=Work)
+    report: Callable[[Trial], None] = lambda trial: None
     best: Trial = field(init=False)
     trials: int = 0
 
@@ -93,9 +95,17 @@ class Search:
         uses = uses_with_recomputation(self.problem, dropped)
         return self._try(score, self.budget_bytes if evict else None, dropped, uses, kept)
 
-    def try_evicting(self, score: Score = tensor_size_per_second, slack: float = 1.0) -> Trial:
-        """Evict on demand alone. `slack` lets the builder, which counts late frees, go over the budget."""
-        return self._try(score, int(self.budget_bytes * slack), (), None, None)
+    def try_evicting(
+        self, score: Score = tensor_size_per_second, slack: float = 1.0, transfer_weight: float = 1.0
+    ) -> Trial:
+        """Evict on demand alone.
+
+        Args:
+            score: what goes first.
+            slack: lets the builder, which counts late frees, go over the budget.
+            transfer_weight: takes transfers for cheaper than they are, because ops hide most of them.
+        """
+        return self._try(score, int(self.budget_bytes * slack), (), None, None, transfer_weight)
 
     def _try(
         self,
@@ -104,9 +114,10 @@ class Search:
         dropped: Collection[int],
         uses: list[list[int]] | None,
         kept: frozenset[int] | None,
+        transfer_weight: float = 1.0,
     ) -> Trial:
         built = build(
-            self.problem,
+            self.problem if transfer_weight == 1.0 else with_cheaper_transfers(self.problem, transfer_weight),
             budget_bytes=None if budget_bytes is None else budget_bytes - self.problem.apart_bytes,
             score=score,
             dropped=dropped,
@@ -121,46 +132,17 @@ class Search:
     def _trial(self, built: Built, kept: frozenset[int] | None) -> Trial:
         self.trials += 1
         self.work.steps_left -= len(built.runs)
+        if self.problem.paging:
+            # What fits is decided as it will run.
+            limit = self.budget_bytes - self.problem.apart_bytes
+            built = replace(built, runs=spread_transfers(self.problem, built.runs, limit), budget_bytes=0.0)
         peak = peak_bytes(self.problem, built.runs) + self.problem.apart_bytes
-        return Trial(built, peak, peak <= self.budget_bytes, built.crossing if kept is None else kept)
+        seconds = built.recompute_seconds
+        if self.problem.paging:
+            seconds = seconds_with_transfers(self.problem, built.runs) - self.problem.program_seconds
+        trial = Trial(built, seconds, peak, peak <= self.budget_bytes, built.crossing if kept is None else kept)
+        self.report(trial)
+        return trial
 
     def schedule(self, planner: str) -> Schedule:
         return self.best.built.schedule(self.problem, planner)
-
-
-def peak_bytes(problem: Problem, runs: Collection[int]) -> int:
-    """The peak of a sequence of steps when everything is freed right after its last use."""
-    return max(profile(problem, runs), default=0)
-
-
-def profile(problem: Problem, runs: Collection[int]) -> list[int]:
-    """For each run, the most bytes that are live while it runs."""
-    reads, results, nbytes, sticky = problem.reads, problem.results, problem.nbytes, problem.is_sticky
-    last_touch: dict[int, int] = {}
-    ends: list[list[int]] = [[] for _ in runs]
-    for position, op in enumerate(runs):
-        for storage in reads[op]:
-            last_touch[storage] = position
-        for storage in results.get(op, ()):
-            if storage in last_touch and not sticky[storage]:
-                ends[last_touch[storage]].append(storage)
-            last_touch[storage] = position
-    for storage, position in last_touch.items():
-        if not sticky[storage]:
-            ends[position].append(storage)
-    live = 0
-    peaks: list[int] = []
-    left: set[int] = set()
-    for position, op in enumerate(runs):
-        if op == BOUNDARY:
-            peaks.append(live)
-        else:
-            peaks.append(live + problem.transient_bytes[op])
-            for storage in results[op]:
-                if storage not in left:
-                    live += nbytes[storage]
-                    if sticky[storage]:
-                        left.add(storage)
-        for storage in ends[position]:
-            live -= nbytes[storage]
-    return peaks

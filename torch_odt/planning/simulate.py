@@ -9,12 +9,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from torch_odt.capture.costs import Costs, OpCost
+from torch_odt.capture.costs import Costs, OpCost, TransferCosts
 from torch_odt.capture.estimates import estimate
 from torch_odt.capture.graph import Op, TrainingGraph
+from torch_odt.capture.update_in_backward import UPDATE
 from torch_odt.errors import ScheduleError
-from torch_odt.planning.problem import Gradients, is_alias, live_ops, peak_without
-from torch_odt.planning.schedule import Deliver, Free, Instruction, Run, Schedule
+from torch_odt.planning.problem import Gradients, is_alias, live_ops, peak_without, unmovable_storages
+from torch_odt.planning.schedule import Deliver, Free, Instruction, PageIn, PageOut, Run, Schedule
+from torch_odt.planning.transfer_clock import TransferClock
 
 
 class Moment(NamedTuple):
@@ -44,11 +46,15 @@ class Simulation:
     Attributes:
         peak_bytes: the most planned memory live at once, arena and outside together.
         arena_peak_bytes, outside_peak_bytes: of each of the two alone.
-        seconds: of all ops.
+        seconds: of all ops, and of waiting for transfers.
         recompute_seconds: of those that run because something was dropped.
         boundary_bytes: live where the forward pass ends.
         timeline: one `Moment` for each instruction.
         recomputed_ops: the ops that run because something was dropped, in order; an op may stand in it often.
+        written_bytes, read_bytes: of transfers to and from the file.
+        wait_seconds: that ops wait for transfers.
+        joules: of ops and transfers, as far as the costs know what they draw.
+        file_peak_bytes: the most that the file holds at once.
     """
 
     peak_bytes: int
@@ -59,6 +65,11 @@ class Simulation:
     boundary_bytes: int
     timeline: list[Moment]
     recomputed_ops: tuple[int, ...]
+    written_bytes: int = 0
+    read_bytes: int = 0
+    wait_seconds: float = 0.0
+    joules: float = 0.0
+    file_peak_bytes: int = 0
 
 
 @dataclass(slots=True)
@@ -101,6 +112,11 @@ class _Simulator:
         self.ran: set[int] = set()
         self.delivered: set[int] = set()
         self.recomputed: list[int] = []
+        self.updated: set[int] = set()
+        self.overwritten: set[int] = set()
+        self.on_file: set[int] = set()
+        self.bytes_paged_out: dict[int, int] = {}
+        self.unmovable = unmovable_storages(graph)
         self._cost_of: dict[int, tuple[OpCost, dict[int, int]]] = {}
 
     def run(self) -> Simulation:
@@ -114,6 +130,10 @@ class _Simulator:
                 self._free(instruction.value)
             elif isinstance(instruction, Deliver):
                 self._deliver(instruction.output)
+            elif isinstance(instruction, PageOut):
+                self._page_out(instruction.value)
+            elif isinstance(instruction, PageIn):
+                self._page_in(instruction.value)
             else:
                 raise self._error("it is no instruction of a schedule")
         self._check_end()
@@ -128,6 +148,8 @@ class _Simulator:
         again = index in self.ran or index >= self.graph.program_length
         self._check_may_run(op, again)
         self.ran.add(index)
+        if op.target == UPDATE:
+            self.updated.add(op.reads[0])
         if is_alias(self.graph, op):
             self._alias(op)
             return
@@ -143,8 +165,15 @@ class _Simulator:
                 storage = _Storage(0 if ordinal is None else blocks.get(ordinal, 0), ordinal, self.position)
                 self.storages.append(storage)
             else:
-                storage = self.storage_of.get(self.graph.values[value].base)
+                storage = self.storage_of.get(self._source_of(op, value))
             self._hold(value, storage)
+
+    def _source_of(self, op: Op, value: int) -> int:
+        """The value in whose storage a result lies that is no storage's own."""
+        if op.overwrites is None:
+            return self.graph.values[value].base
+        self.overwritten.add(op.overwrites)
+        return op.overwrites
 
     def _cost(self, op: Op) -> tuple[OpCost, dict[int, int]]:
         """The cost of an op and the block that each of its results lives in."""
@@ -175,6 +204,31 @@ class _Simulator:
             if storage.values == 0:
                 storage.ended_by = self.position
 
+    def _page_out(self, value: int) -> None:
+        if value not in self.storage_of:
+            raise self._error(f"{self._name(value)} is not in memory")
+        if value in self.on_file:
+            raise self._error(f"{self._name(value)} is in the file already")
+        if self.costs.transfers is None:
+            raise self._error("there is no file to page to")
+        if self.graph.values[value].base != value or value in self.unmovable:
+            raise self._error(f"{self._name(value)} is a view, an output, or written into by an op")
+        storage = self.storage_of[value]
+        self.bytes_paged_out[self.position] = 0 if storage is None else storage.nbytes
+        self.on_file.add(value)
+
+    def _page_in(self, value: int) -> None:
+        if value not in self.on_file:
+            raise self._error(f"{self._name(value)} is not in the file")
+        self._check_absent(value)
+        maker = self.graph.ops[self.graph.values[value].producer or 0]
+        cost, ordinals = self._cost(maker)
+        ordinal = ordinals.get(value)
+        nbytes = 0 if ordinal is None else cost.block_bytes.get(ordinal, 0)
+        storage = _Storage(nbytes, 0, self.position)
+        self.storages.append(storage)
+        self._hold(value, storage)
+
     def _deliver(self, index: int) -> None:
         if not 0 <= index < len(self.graph.outputs):
             raise self._error("the graph has no such output")
@@ -192,6 +246,10 @@ class _Simulator:
             storage.is_outside = True
 
     def _check_readable(self, value: int) -> None:
+        if self.graph.values[value].base in self.updated:
+            raise self._error(f"{self._name(value)} has been updated")
+        if value in self.overwritten:
+            raise self._error(f"{self._name(value)} has been overwritten")
         kind = self.graph.values[value].kind
         if kind == "tangent" and self.position < self.schedule.boundary:
             raise self._error(f"{self._name(value)} is given only after the forward pass")
@@ -237,8 +295,11 @@ class _Simulator:
             made.setdefault(storage.made_by, []).append(storage)
             if storage.ended_by is not None and not storage.is_outside:
                 ended[storage.ended_by] = ended.get(storage.ended_by, 0) + storage.nbytes
+        last_page_in = {i.value: position for position, i in enumerate(instructions) if isinstance(i, PageIn)}
         arena = outside = peak = arena_peak = boundary_bytes = 0
-        seconds = 0.0
+        file = file_peak = written = read = 0
+        clock = TransferClock(self.costs.transfers)
+        paged_bytes: dict[int, int] = {}
         timeline: list[Moment] = []
         for position, instruction in enumerate(instructions):
             if position == self.schedule.boundary:
@@ -250,13 +311,30 @@ class _Simulator:
                 left = {s.ordinal for s in storages if s.is_outside}
                 during = arena + outside + cost.peak_bytes
                 arena_during = arena + (peak_without(cost, left) if left else cost.peak_bytes)
-                seconds += cost.seconds
+                clock.run(cost.seconds, self._storages_of(instruction.op))
                 for storage in storages:
                     if storage.is_outside:
                         outside += storage.nbytes
                     else:
                         arena += storage.nbytes
+            elif isinstance(instruction, PageOut):
+                nbytes = paged_bytes[instruction.value] = self.bytes_paged_out[position]
+                clock.page_out(instruction.value, nbytes)
+                file, written = file + TransferCosts.file_bytes(nbytes), written + nbytes
+                file_peak = max(file_peak, file)
+                if self.costs.transfers is not None and file > self.costs.transfers.limit_bytes:
+                    self.position = position
+                    raise self._error(f"the file would hold {file} bytes of {self.costs.transfers.limit_bytes}")
+            elif isinstance(instruction, PageIn):
+                (storage,) = made[position]
+                clock.page_in(instruction.value, storage.nbytes)
+                arena, read = arena + storage.nbytes, read + storage.nbytes
+                during, arena_during = arena + outside, arena
+                if last_page_in[instruction.value] == position:
+                    file -= TransferCosts.file_bytes(paged_bytes[instruction.value])
             else:
+                if isinstance(instruction, Free):
+                    clock.wait_for(instruction.value)
                 arena -= ended.get(position, 0)
             peak = max(peak, during)
             arena_peak = max(arena_peak, arena_during)
@@ -267,12 +345,20 @@ class _Simulator:
             peak_bytes=peak,
             arena_peak_bytes=arena_peak,
             outside_peak_bytes=outside,
-            seconds=seconds,
+            seconds=clock.seconds,
             recompute_seconds=sum(self._cost_of[op][0].seconds for op in self.recomputed),
             boundary_bytes=boundary_bytes,
             timeline=timeline,
             recomputed_ops=tuple(self.recomputed),
+            written_bytes=written,
+            read_bytes=read,
+            wait_seconds=clock.wait_seconds,
+            joules=clock.op_seconds * self.costs.watts + clock.transfer_joules,
+            file_peak_bytes=file_peak,
         )
+
+    def _storages_of(self, op: int) -> set[int]:
+        return {self.graph.values[value].base for value in self.graph.ops[op].reads}
 
     def _name(self, value: int) -> str:
         known = 0 <= value < len(self.graph.values)
