@@ -6,12 +6,12 @@ import copy
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import exactness
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 import torch_odt as odt
-from torch_odt.capture.rewrite import inexact_rewrites
 
 Batch = tuple[Tensor, Tensor]
 PLENTY = odt.Budget("2GiB", of="training")
@@ -41,9 +41,9 @@ def make_batches(count: int, size: int = 4, seed: int = 3) -> list[Batch]:
 
 
 def make_step(model: nn.Module, loss_fn: Callable[..., Any] | None = F.cross_entropy, **options: Any) -> odt.TrainStep:
-    """A step whose every bit is plain PyTorch's where the batch is not cut."""
+    """A step whose every bit is plain PyTorch's where the batch is not cut, and that leaves its gradients."""
     optimizer = options.pop("optimizer", None) or sgd(model.parameters())
-    usual = {"budget": PLENTY, "cache": False, "disable_rewrites": inexact_rewrites()}
+    usual = {"budget": PLENTY, "cache": False, "disable_rewrites": exactness.WITH_GRADIENTS}
     return odt.TrainStep(model, loss_fn, optimizer, **usual | options)
 
 

@@ -74,7 +74,7 @@ def allocated() -> int:
     return memory.stats().allocated_bytes or 0
 
 
-@pytest.mark.parametrize("planner", ["chen", "melon", "min-cut", "auto"])
+@pytest.mark.parametrize("planner", ["chen", "dtr", "sage", "melon", "min-cut", "auto"])
 def test_every_planner_recomputes_the_same_bits_inside_its_budget(planner: str) -> None:
     model, batch = Deep(), images()
     budget_bytes = int(0.6 * bytes_of_keeping_everything(model, batch))

@@ -17,7 +17,7 @@ from typing import Any
 import exactness
 import pytest
 import torch
-from exactness import Outcome, assert_as_exact, assert_identical, assert_same_random_state
+from exactness import Outcome, assert_as_exact, assert_identical, assert_same_random_state, without_gradients
 from models import AWKWARD, CASES, ModelCase, bert_batch, case_named
 
 import torch_odt as odt
@@ -54,7 +54,7 @@ class Trials:
         self.case = case
         self.cache = cache
         self._plenty: dict[str, tuple[Outcome, Planned]] = {}
-        self._doors: dict[str, Door] = {}
+        self._doors: dict[tuple[str, bool], Door] = {}
 
     @functools.cached_property
     def plain(self) -> Outcome:
@@ -76,22 +76,24 @@ class Trials:
     def plenty(self, door: str) -> tuple[Outcome, Planned]:
         """A run that has to give up nothing; its plan says what 100 % is."""
         if door not in self._plenty:
-            self._plenty[door] = self.run(door, PLENTY)
+            self._plenty[door] = self.kept_open(door, PLENTY, keeps_gradients=True).train(PLENTY)
         return self._plenty[door]
 
     def run(self, door: str, budget: odt.Budget) -> tuple[Outcome, Planned]:
         """Three steps through a door that stays open: another budget, but no other capture where that is possible."""
         return self.kept_open(door, budget).train(budget)
 
-    def kept_open(self, door: str, budget: odt.Budget) -> Door:
+    def kept_open(self, door: str, budget: odt.Budget, *, keeps_gradients: bool = False) -> Door:
         """The door that all runs share; it is opened with this budget if it has not been yet."""
-        if door not in self._doors:
-            self._doors[door] = self.open(door, budget)
-        return self._doors[door]
+        key = (door, keeps_gradients and door == "step")
+        if key not in self._doors:
+            self._doors[key] = self.open(door, budget, keeps_gradients=keeps_gradients)
+        return self._doors[key]
 
-    def open(self, door: str, budget: odt.Budget, **options: Any) -> Door:
+    def open(self, door: str, budget: odt.Budget, *, keeps_gradients: bool = False, **options: Any) -> Door:
         """A door as a fresh start finds it."""
-        return open_door(door, self.case, budget, cache=self.cache, disable_rewrites=inexact_rewrites(), **options)
+        disabled = exactness.WITH_GRADIENTS if keeps_gradients else inexact_rewrites()
+        return open_door(door, self.case, budget, cache=self.cache, disable_rewrites=disabled, **options)
 
 
 @pytest.fixture(scope="module")
@@ -203,10 +205,12 @@ def _check(trials: Trials, door: str, budget_bytes: int) -> None:
 
 def _check_run(trials: Trials, door: str, run: tuple[Outcome, Planned], budget_bytes: int) -> None:
     outcome, plan = run
+    is_updated = any(note.endswith("(update_in_backward)") for note in plan.notes)
+    assert is_updated == (door == "step" and plan.captured and plan.micro_batch is None), plan.notes
     if plan.micro_batch is None:
         # Recomputation repeats the same kernels on the same bits; only the order of a sum over micro-batches is
         # another.
-        assert_identical(outcome, trials.plain)
+        assert_identical(outcome, without_gradients(trials.plain) if is_updated else trials.plain)
     else:
         assert_as_exact(outcome, trials.plain, trials.exact, beside_kinks=lambda: trials.beside_kinks)
         assert_same_random_state(outcome, trials.plain)
@@ -226,7 +230,7 @@ def _check_run(trials: Trials, door: str, run: tuple[Outcome, Planned], budget_b
 @pytest.mark.parametrize("door", ["step", "wrap"])
 def test_under_bfloat16_autocast(trials: Trials, door: str) -> None:
     plain = exactness.train_plainly(trials.case, autocast=True)
-    opened = trials.open(door, PLENTY, autocast=True)
+    opened = trials.open(door, PLENTY, keeps_gradients=True, autocast=True)
     kept, plan = opened.train(PLENTY)
     assert_as_exact(kept, plain, trials.exact, exactness.BFLOAT16_ROUNDING)
     _assert_as_planned(plan, trials.case, door)

@@ -12,7 +12,8 @@ from small_steps import Net, make_batches, make_step
 
 import torch_odt as odt
 from torch_odt.execute.accounting import nearby, rounded
-from torch_odt.execute.candidates import Candidate, Candidates
+from torch_odt.execute.candidate import Candidate
+from torch_odt.execute.candidates import Candidates
 
 GIB = 2**30
 

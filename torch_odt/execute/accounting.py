@@ -9,7 +9,7 @@ from typing import Any
 
 from torch_odt import memory
 from torch_odt.capture.graph import TrainingGraph
-from torch_odt.execute.candidates import Candidate, gradient_bytes_of
+from torch_odt.execute.candidate import Candidate
 from torch_odt.execute.optimizer_cost import OptimizerCost
 from torch_odt.planning.plan import PlanLine
 from torch_odt.runtime.budget import ResolvedBudget, format_bytes
@@ -36,7 +36,6 @@ class Allowance:
     Attributes:
         budget: the budget in numbers.
         optimizer: what the optimizer holds; None where there is none.
-        gradient_bytes: of all trained parameters together.
         spent_bytes: what capturing, measuring and planning have added to the process.
         reserve_bytes: for what no allocator of torch's sees.
         usual_spent_bytes: what capture and measurement of a graph of this size add at most.
@@ -46,7 +45,6 @@ class Allowance:
 
     budget: ResolvedBudget
     optimizer: OptimizerCost | None
-    gradient_bytes: int
     spent_bytes: int
     reserve_bytes: int
     usual_spent_bytes: int = 0
@@ -74,10 +72,10 @@ class Allowance:
 
     def optimizer_extra_bytes(self, candidate: Candidate) -> int:
         """What the optimizer's temporaries need beyond the step's own peak: they lie in the idle arena."""
-        if self.optimizer is None:
+        if self.optimizer is None or not candidate.gradient_bytes:
             return 0
         beyond_arena = max(0, self.optimizer.workspace_bytes - candidate.arena_bytes)
-        return max(0, self.gradient_bytes + beyond_arena - candidate.outside_bytes - candidate.masks.peak_bytes)
+        return max(0, candidate.gradient_bytes + beyond_arena - candidate.outside_bytes - candidate.masks.peak_bytes)
 
     def total_with(self, candidate: Candidate) -> int:
         """Everything above the level at construction."""
@@ -87,7 +85,7 @@ class Allowance:
         return self.total_with(candidate) <= self.growth_bytes
 
     def lines(self, candidate: Candidate) -> list[PlanLine]:
-        gradients = min(self.gradient_bytes, candidate.outside_bytes)
+        gradients = min(candidate.gradient_bytes, candidate.outside_bytes)
         return [
             PlanLine("activations and temporaries", candidate.arena_bytes, "one arena, mapped once"),
             PlanLine("gradients", gradients, ""),
@@ -149,7 +147,6 @@ def allow(
     return Allowance(
         budget=budget,
         optimizer=optimizer,
-        gradient_bytes=0 if graph is None else gradient_bytes_of(graph),
         spent_bytes=max(0, held - budget.level_bytes - held_bytes),
         reserve_bytes=_BASE_RESERVE_BYTES + kinds * _BYTES_PER_KIND + library_bytes,
         usual_spent_bytes=entries * _BYTES_PER_ENTRY,

@@ -7,125 +7,46 @@ fits without recomputation: cutting further only costs time.
 
 from __future__ import annotations
 
+import math
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from torch_odt.cache import Cache
 from torch_odt.capture.accumulate import accumulating
-from torch_odt.capture.batch_axis import Separation, analyse
+from torch_odt.capture.batch_axis import analyse
+from torch_odt.capture.child import ChildFailed, run_in_child
 from torch_odt.capture.costs import Costs
+from torch_odt.capture.draws import Draw
 from torch_odt.capture.graph import TrainingGraph
-from torch_odt.capture.randomness import Draw, hoist_random
+from torch_odt.capture.pack_dropout_masks import PACKED
+from torch_odt.capture.randomness import hoist_random
+from torch_odt.capture.separation import Separation
 from torch_odt.errors import CaptureError, PlanError
+from torch_odt.execute.candidate import Candidate, LaterPart, Masks, PlannedPart, gradient_bytes_of, update_seconds
 from torch_odt.execute.smallest_plans import remembered_smallest
 from torch_odt.planning.auto import auto
-from torch_odt.planning.pool import Layout, pack
-from torch_odt.planning.registry import get_planner
+from torch_odt.planning.calibrate import within
+from torch_odt.planning.objective import FASTEST, Goal, schedule_for
+from torch_odt.planning.pool import QUICK, pack
+from torch_odt.planning.registry import Planner, get_planner, limited
 from torch_odt.planning.schedule import Run, Schedule, schedule_from_data, schedule_to_data
+from torch_odt.planning.search import Footprint
 from torch_odt.planning.simulate import Simulation, simulate
 
+ForWholeBatch = Callable[[TrainingGraph], TrainingGraph]
 CaptureSizes = Callable[[Sequence[int]], Mapping[int, TrainingGraph]]
 ProfileGraph = Callable[[TrainingGraph, bool], Costs]
 
+# In less, nothing is found.
+_LEAST_SECONDS = 0.1
+# Planners may take longer than they are told to; a child that takes so much longer is stuck.
+_PATIENCE, _PATIENCE_SECONDS = 2.0, 60.0
 # Drawing a mask as bits takes about this share of the operator that draws it as booleans and applies it.
 _BITS_SHARE = 0.1
-
-
-@dataclass
-class LaterPart:
-    """The same schedule for when gradients exist already."""
-
-    graph: TrainingGraph
-    simulation: Simulation
-    layout: Layout
-
-
-@dataclass
-class PlannedPart:
-    """The plan of one micro-batch size.
-
-    Attributes:
-        first: addresses while `.grad` is empty: gradients leave the arena.
-        later: what runs, and where, when gradients are added to those that are there; None where that never happens.
-    """
-
-    graph: TrainingGraph
-    costs: Costs
-    schedule: Schedule
-    simulation: Simulation
-    first: Layout
-    later: LaterPart | None
-    separation: Separation | None = None
-    draws: Sequence[Draw] = ()
-
-
-@dataclass(frozen=True)
-class Masks:
-    """Random tensors that are drawn for the whole batch before its first micro-batch.
-
-    Attributes:
-        kept_bytes: they themselves.
-        drawing_bytes: what drawing one of them takes beside them.
-        slice_bytes: a micro-batch's part of them, by its size.
-    """
-
-    kept_bytes: int
-    drawing_bytes: int
-    slice_bytes: Mapping[int, int]
-
-    @classmethod
-    def of(cls, draws: Sequence[Draw], sizes: Sequence[int]) -> Masks:
-        return cls(
-            kept_bytes=sum(draw.kept_bytes for draw in draws),
-            drawing_bytes=max((draw.drawing_bytes for draw in draws), default=0),
-            slice_bytes={size: sum(draw.slice_bytes(size) for draw in draws) for size in sizes},
-        )
-
-    @property
-    def peak_bytes(self) -> int:
-        return self.kept_bytes + max(self.drawing_bytes, *self.slice_bytes.values())
-
-
-@dataclass
-class Candidate:
-    """A way to run the batch.
-
-    Attributes:
-        sizes: its micro-batches in order.
-        parts: by size.
-        arena_bytes: the arena that all parts share.
-        outside_bytes: gradients, losses and results.
-        masks: random tensors of the whole batch, drawn ahead, and a micro-batch's part of them.
-        seconds: predicted for the whole batch.
-    """
-
-    sizes: tuple[int, ...]
-    parts: dict[int, PlannedPart]
-    arena_bytes: int
-    outside_bytes: int
-    masks: Masks
-    seconds: float
-
-    @property
-    def total_bytes(self) -> int:
-        return self.arena_bytes + self.outside_bytes + self.masks.peak_bytes
-
-    @property
-    def tensor_peak_bytes(self) -> int:
-        """The most bytes in tensors at once: what the allocator counts."""
-        peaks = [self.masks.drawing_bytes]
-        for size, part in self.parts.items():
-            slices = self.masks.slice_bytes[size]
-            peaks.append(slices + part.simulation.peak_bytes)
-            if part.later is not None:
-                peaks.append(slices + gradient_bytes_of(part.graph) + part.later.simulation.peak_bytes)
-        return self.masks.kept_bytes + max(peaks)
-
-    @property
-    def recomputes(self) -> bool:
-        return any(part.simulation.recomputed_ops for part in self.parts.values())
 
 
 @dataclass(frozen=True)
@@ -170,22 +91,35 @@ class Candidates:
     Args:
         batch: samples in the batch.
         capture: captures the step at several sizes at once.
+        for_whole_batch: makes of a captured graph what is executed where all samples run at once, maybe with
+            the optimizer's step in it.
         profile: measures a graph; inside the budget, or whatever that takes.
         planner: a planner's name.
         cache: where the schedules of the fewest bytes are kept.
         gradients_exist: gradients may already be there when the step begins.
+        pages_by: the name of what paging costs; empty where nothing is paged.
+        goal: what a step is to spend least of.
+        planning_seconds: how long to look for something better than what is found at once.
     """
 
     batch: int
     capture: CaptureSizes
+    for_whole_batch: ForWholeBatch
     profile: ProfileGraph
     planner: str
     gradients_exist: bool
     cache: Cache
+    pages_by: str = ""
+    goal: Goal = FASTEST
+    planning_seconds: float = 0.0
     notes: list[str] = field(default_factory=list)
     _limited: bool = True
+    _left_seconds: float = field(init=False)
     _graphs: dict[int, TrainingGraph] = field(default_factory=dict)
     _sized: dict[int, SizedGraph] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._left_seconds = self.planning_seconds
 
     def fastest(self, limit_bytes: int, micro_batch: int | None = None) -> Candidate | None:
         """The fastest way that fits into so many bytes, or None.
@@ -193,23 +127,67 @@ class Candidates:
         Raises:
             NotSeparable: `micro_batch` was asked for and the samples of the step influence each other.
         """
-        if micro_batch is not None:
-            forced = self.make(self.sizes_of(min(micro_batch, self.batch)), limit_bytes)
-            return forced if forced.total_bytes <= limit_bytes else None
         best: Candidate | None = None
-        for sizes in self._cuts():
+        splits = self._splits(micro_batch)
+        for sizes in splits:
             try:
-                candidate = self.make(sizes, limit_bytes)
+                candidate = self.make(sizes, limit_bytes, seconds=self._share_of_named_planner(len(splits)))
             except CaptureError as reason:
+                if micro_batch is not None:
+                    raise
                 self._note(f"no micro-batches of {sizes[0]}: {reason}")
                 break
             if candidate.total_bytes > limit_bytes:
                 continue
-            if best is None or candidate.seconds < best.seconds:
+            if best is None or self.rank(candidate) < self.rank(best):
                 best = candidate
             if not candidate.recomputes:
                 break
+        if best is not None and self.goal.objective != "seconds" and best.seconds > self.goal.deadline_seconds:
+            # Micro-batches that are in time need not be so together.
+            hasty = replace(self, goal=replace(self.goal, objective="seconds")).fastest(limit_bytes, micro_batch)
+            best = best if hasty is None else min(best, hasty, key=self.rank)
         return best
+
+    def improved(self, best: Candidate, limit_bytes: int, micro_batch: int | None = None) -> Candidate:
+        """What is better than a candidate, if there is time to find it.
+
+        Half of the time goes into the same micro-batches, half of the rest into the next size that has been looked at,
+        and so on. None is captured for it: what that leaves behind would count against the budget.
+        """
+        known = [sizes for sizes in self._splits(micro_batch) if all(size in self._sized for size in sizes)]
+        others = [sizes for sizes in known if sizes != best.sizes]
+        for sizes in (best.sizes, *others):
+            fits = best.total_bytes <= limit_bytes
+            if self._left_seconds < _LEAST_SECONDS or (fits and not best.recomputes and not best.pages):
+                break
+            begin = time.perf_counter()
+            share_seconds = self._left_seconds / 2 if others else self._left_seconds
+            start = best if sizes == best.sizes else None
+            again = self.make(sizes, limit_bytes, seconds=share_seconds, start=start)
+            best = min(best, again, key=self._order(limit_bytes))
+            self._left_seconds -= time.perf_counter() - begin
+        return best
+
+    def _splits(self, micro_batch: int | None) -> list[tuple[int, ...]]:
+        return [*self.splits()] if micro_batch is None else [self.sizes_of(min(micro_batch, self.batch))]
+
+    def _share_of_named_planner(self, splits: int) -> float | None:
+        """Its time, if there is a limit; `auto` has its own, and what it finds is improved afterwards."""
+        if self.planner == "auto" or not self.planning_seconds:
+            return None
+        share = self._left_seconds / (1 + splits)
+        self._left_seconds -= share
+        return share
+
+    def _order(self, limit_bytes: int) -> Callable[[Candidate], tuple[bool, float, float]]:
+        """Sorts what fits by what is to be little, behind it the rest by its bytes."""
+
+        def order(candidate: Candidate) -> tuple[bool, float, float]:
+            fits = candidate.total_bytes <= limit_bytes
+            return (not fits, *(self.rank(candidate) if fits else (candidate.total_bytes, 0.0)))
+
+        return order
 
     def measure_all(self) -> None:
         """Measure also what does not fit into the budget: to refuse it, one that is large enough must be named."""
@@ -240,9 +218,9 @@ class Candidates:
     def cuts(self) -> int:
         """How many sizes of micro-batches may be tried."""
         coupled = any(True for _ in self.sized(self.batch).graph.outputs_of("mutation"))
-        return 0 if coupled else sum(1 for _ in self._cuts()) - 1
+        return 0 if coupled else sum(1 for _ in self.splits()) - 1
 
-    def _cuts(self) -> Iterator[tuple[int, ...]]:
+    def splits(self) -> Iterator[tuple[int, ...]]:
         """The whole batch, then halves, quarters, ... of it, down to single samples."""
         yield (self.batch,)
         size = self.batch
@@ -254,13 +232,34 @@ class Candidates:
         whole, rest = divmod(self.batch, micro_batch)
         return (micro_batch,) * whole + ((rest,) if rest else ())
 
-    def make(self, sizes: tuple[int, ...], limit_bytes: int | None) -> Candidate:
-        """Plan a cut for a limit, or for the fewest bytes."""
+    def make(
+        self,
+        sizes: tuple[int, ...],
+        limit_bytes: int | None,
+        *,
+        seconds: float | None = None,
+        start: Candidate | None = None,
+    ) -> Candidate:
+        """Plan a cut for a limit, or for the fewest bytes.
+
+        Args:
+            seconds: for planning, where that is not left to the planner.
+            start: what it is to be better than.
+        """
         prepared = self._prepare(sizes)
         first = prepared[sizes[0]]
         room = None if limit_bytes is None else limit_bytes - Masks.of(first.draws, sizes).peak_bytes
         several = len(sizes) > 1 or self.gradients_exist
-        return self._assemble(sizes, {n: self._schedule(sized, room, several) for n, sized in prepared.items()})
+
+        def plan() -> dict[int, Schedule]:
+            schedules = {}
+            for size, sized in prepared.items():
+                share = None if seconds is None else seconds / len(prepared)
+                begin = None if start is None else start.parts[size].schedule
+                schedules[size] = self.schedule(sized, room, several, seconds=share, start=begin)
+            return schedules
+
+        return self.assemble(sizes, plan() if seconds is None else _apart(plan, seconds))
 
     def restore(self, data: dict[str, Any]) -> Candidate:
         """A candidate from the data of an earlier one.
@@ -272,58 +271,100 @@ class Candidates:
         if sum(sizes) != self.batch:
             raise PlanError("the plan is for another batch size")
         self._prepare(sizes)
-        return self._assemble(sizes, {int(n): schedule_from_data(d) for n, d in data["schedules"].items()})
+        candidate = self.assemble(sizes, {int(n): schedule_from_data(d) for n, d in data["schedules"].items()})
+        return replace(candidate, planning_seconds=float(data["planning_seconds"]))
 
-    def _assemble(self, sizes: tuple[int, ...], schedules: Mapping[int, Schedule]) -> Candidate:
+    def assemble(self, sizes: tuple[int, ...], schedules: Mapping[int, Schedule]) -> Candidate:
+        """The candidate that runs a schedule for each size."""
         several = len(sizes) > 1 or self.gradients_exist
         parts = {size: self._place(self.sized(size), schedule, several) for size, schedule in schedules.items()}
-        later = [part.later.layout for part in parts.values() if part.later is not None]
-        layouts = [*(part.first for part in parts.values()), *later]
-        outside = max(layout.outside_peak_bytes for layout in layouts)
-        if several:
-            gradients = gradient_bytes_of(parts[sizes[0]].graph)
-            outside = max(outside, gradients + max(layout.outside_peak_bytes for layout in later))
-        return Candidate(
-            sizes=sizes,
-            parts=parts,
-            arena_bytes=max(layout.address_peak_bytes for layout in layouts),
-            outside_bytes=outside,
-            masks=Masks.of(parts[sizes[0]].draws, sizes),
-            seconds=self._draw_seconds(parts[sizes[0]].draws)
-            + sum(_seconds(parts[size], is_first=position == 0) for position, size in enumerate(sizes)),
-        )
+        drawing = self._draw_seconds(parts[sizes[0]].draws)
+        passes = [(parts[size], _pass(parts[size], is_first=i == 0)) for i, size in enumerate(sizes)]
+        # Without the optimizer's step, which takes as long behind the backward pass as inside of it.
+        updating = sum(update_seconds(part.graph, part.costs) for part, _ in passes)
+        seconds = drawing - updating + sum(simulation.seconds for _, simulation in passes)
+        watts = self.sized(self.batch).costs.watts
+        joules = watts * (drawing - updating) + sum(simulation.joules for _, simulation in passes)
+        return Candidate.of(sizes, parts, seconds, joules if watts else None)
+
+    def rank(self, candidate: Candidate) -> tuple[bool, float]:
+        """Sorts candidates, the best first."""
+        return self.goal.rank(candidate.seconds, candidate.joules or 0.0)
 
     def _draw_seconds(self, draws: Sequence[Draw]) -> float:
         """What is drawn for the whole batch costs what it costs there, unless it is drawn as bits."""
-        costs = self.sized(self.batch).costs.ops
-        return sum(costs[draw.op.index].seconds * (_BITS_SHARE if draw.is_drawn_as_bits else 1) for draw in draws)
+        whole = self.sized(self.batch)
 
-    def _schedule(self, sized: SizedGraph, room: int | None, several: bool) -> Schedule:
+        def share(draw: Draw) -> float:
+            is_measured_as_such = whole.graph.ops[draw.op.index].target == PACKED
+            return _BITS_SHARE if draw.is_drawn_as_bits and not is_measured_as_such else 1
+
+        return sum(whole.costs.ops[draw.op.index].seconds * share(draw) for draw in draws)
+
+    def schedule(
+        self,
+        sized: SizedGraph,
+        room: int | None,
+        several: bool,
+        *,
+        seconds: float | None = None,
+        start: Schedule | None = None,
+    ) -> Schedule:
+        """The planner's schedule for so many bytes, or for the fewest.
+
+        Args:
+            several: it runs when gradients exist, too.
+            seconds, start: as for `make`.
+        """
         graph, costs = sized.graph, sized.costs
-
-        def footprint(schedule: Schedule) -> int:
-            first = pack(graph, costs, schedule).total_bytes
-            if not several:
-                return first
-            later = pack(*sized.later(schedule), schedule, gradients="accumulate").total_bytes
-            return max(first, gradient_bytes_of(graph) + later)
-
+        footprint = self.footprint(sized, several)
         if room is None:
             if self.planner != "auto":
                 return get_planner(self.planner)(graph, costs, 1)
             kind = "whole" if not several else "accumulates" if sized.adding is None else "adds"
-            # One that rests on estimates is not to be remembered.
-            cache = self.cache if sized.is_measured else Cache(enabled=False)
+            # One that rests on estimates, or on a device's speed, is not to be remembered.
+            is_lasting = sized.is_measured and costs.transfers is None
+            cache = self.cache if is_lasting else Cache(enabled=False)
             return remembered_smallest(cache, graph, costs, kind=kind, footprint=footprint)
+        separation = sized.separation
+        goal = self.goal if separation is None else self.goal.for_part(separation.micro_batch / separation.batch)
+        deadline = time.perf_counter() + (seconds or 0.0)
+        wanted: dict[str, Any] = {"objective": goal.objective, "deadline_seconds": goal.deadline_seconds}
         if self.planner == "auto":
-            return auto(graph, costs, room, footprint=footprint)
-        return get_planner(self.planner)(graph, costs, room)
+            planner: Planner = partial(auto, footprint=footprint, start=start)
+            # A deadline of the step is met by planning again and again.
+            share = 1.0 if math.isinf(goal.deadline_seconds) else 0.5
+            return schedule_for(
+                planner if seconds is None else limited(planner, deadline, share), graph, costs, room, **wanted
+            )
+        planner = get_planner(self.planner)
+        if seconds is not None:
+            planner = limited(planner, deadline, 0.5)
+        # Held to what its schedules take.
+        return within(partial(schedule_for, planner, **wanted), graph, costs, room, footprint)
+
+    def footprint(self, sized: SizedGraph, several: bool) -> Footprint:
+        """What a schedule really takes: the arena, and what leaves it.
+
+        Args:
+            several: it runs when gradients exist, too.
+        """
+
+        def footprint(schedule: Schedule) -> int:
+            first = pack(sized.graph, sized.costs, schedule, effort=QUICK).total_bytes
+            if not several:
+                return first
+            later = pack(*sized.later(schedule), schedule, gradients="accumulate", effort=QUICK).total_bytes
+            return max(first, gradient_bytes_of(sized.graph) + later)
+
+        return footprint
 
     def _place(self, sized: SizedGraph, schedule: Schedule, several: bool) -> PlannedPart:
         graph, costs = sized.graph, sized.costs
         later_graph, later_costs = sized.later(schedule)
         later = LaterPart(
             graph=later_graph,
+            costs=later_costs,
             simulation=simulate(later_graph, later_costs, schedule, gradients="accumulate"),
             layout=pack(later_graph, later_costs, schedule, gradients="accumulate"),
         )
@@ -353,7 +394,8 @@ class Candidates:
                 self._graphs |= self.capture((self.batch,))
             whole = self._graphs[self.batch]
             if size == self.batch:
-                self._sized[size] = SizedGraph(whole, self.profile(whole, self._limited))
+                graph = self.for_whole_batch(whole)
+                self._sized[size] = SizedGraph(graph, self.profile(graph, self._limited))
             else:
                 self._refuse_mutations(whole)
                 if size not in self._graphs:
@@ -376,20 +418,22 @@ class Candidates:
             self.notes.append(text)
 
 
-def _seconds(part: PlannedPart, *, is_first: bool) -> float:
-    return (part.simulation if is_first or part.later is None else part.later.simulation).seconds
+def _apart(plan: Callable[[], dict[int, Schedule]], seconds: float) -> dict[int, Schedule]:
+    """What is planned in a child process, which takes along what solvers leave in memory: it would count."""
+    try:
+        return run_in_child(plan, deadline_seconds=_PATIENCE * seconds + _PATIENCE_SECONDS)
+    except ChildFailed:
+        return plan()
 
 
-def gradient_bytes_of(graph: TrainingGraph) -> int:
-    """Bytes of all the gradients that the step delivers."""
-    targets = {output.target for output in graph.outputs_of("gradient")}
-    parameters = {v.target: v for v in graph.values if v.kind == "parameter"}
-    return sum(parameters[target].nbytes for target in targets if target in parameters)
+def _pass(part: PlannedPart, *, is_first: bool) -> Simulation:
+    return part.simulation if is_first or part.later is None else part.later.simulation
 
 
 def candidate_to_data(candidate: Candidate) -> dict[str, Any]:
     """What must be kept of a candidate to make it again from the same graphs."""
     return {
         "sizes": list(candidate.sizes),
+        "planning_seconds": candidate.planning_seconds,
         "schedules": {str(size): schedule_to_data(part.schedule) for size, part in candidate.parts.items()},
     }

@@ -7,7 +7,7 @@ temporaries included) land at the addresses that the plan gave them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -15,9 +15,12 @@ import torch
 from torch_odt import memory
 from torch_odt.capture.graph import Op, Output, Ref, TrainingGraph, map_refs, refs
 from torch_odt.capture.operators import resolve
-from torch_odt.planning.schedule import Deliver, Free, Run, Schedule
+from torch_odt.capture.overwrite_gradients import function_of
+from torch_odt.execute.paging import PageCode, Pager
+from torch_odt.planning.schedule import Deliver, Free, PageIn, PageOut, Run, Schedule
 
-Table = list[torch.Tensor | None]
+Table = list[Any]
+"""The tensors of a graph's values, and behind them what is known of their pages; None where there is nothing."""
 
 
 class Receiver(Protocol):
@@ -42,31 +45,47 @@ class Executor:
         schedule: what to run. It must have passed `simulate`.
         arena: where the operators' memory lies; None for ordinary allocations.
         arena_table: the number under which the schedule's addresses were loaded into the arena.
+        operators: what some ops call in the place of what the graph names.
+        pager: moves what the schedule pages.
     """
 
     def __init__(
-        self, graph: TrainingGraph, schedule: Schedule, *, arena: ArenaTable | None = None, arena_table: int = -1
+        self,
+        graph: TrainingGraph,
+        schedule: Schedule,
+        *,
+        arena: ArenaTable | None = None,
+        arena_table: int = -1,
+        operators: Mapping[int, Callable[..., Any]] | None = None,
+        pager: Pager | None = None,
     ) -> None:
         self.graph = graph
         self.schedule = schedule
         self._arena = arena
         self._arena_table = arena_table
         calls: dict[int, Callable[[Table], None]] = {}
+        pages = PageCode(graph, schedule, pager)
+        self._page_count = pages.count
         self._code: list[tuple[Callable[[Table], None] | None, int, Output | None]] = []
-        for instruction in schedule.instructions:
+        for position, instruction in enumerate(schedule.instructions):
             match instruction:
                 case Run(op):
                     if op not in calls:
-                        calls[op] = _counted(compile_op(graph, graph.ops[op]), graph.ops[op])
-                    self._code.append((calls[op], -1, None))
+                        function = (operators or {}).get(op) or function_of(graph.ops[op])
+                        calls[op] = _counted(compile_op(graph, graph.ops[op], function), graph.ops[op])
+                    self._code.append((pages.waiting(position, calls[op]), -1, None))
                 case Free(value):
-                    self._code.append((None, value, None))
+                    self._code.append((pages.freeing(value), value, None))
                 case Deliver(output):
                     self._code.append((None, graph.outputs[output].value, graph.outputs[output]))
+                case PageOut(value):
+                    self._code.append((pages.paging_out(value), -1, None))
+                case PageIn(value):
+                    self._code.append((pages.paging_in(value), -1, None))
 
     def new_table(self) -> Table:
         """An empty table with the graph's constants in it."""
-        table: Table = [None] * len(self.graph.values)
+        table: Table = [None] * (len(self.graph.values) + self._page_count)
         for value, tensor in self.graph.constants.items():
             table[value] = tensor
         return table
@@ -128,9 +147,8 @@ def _present(tensor: torch.Tensor | None) -> torch.Tensor:
     return tensor
 
 
-def compile_op(graph: TrainingGraph, op: Op) -> Callable[[Table], None]:
-    """A function that calls `op` on the values of a table and puts its results there."""
-    function = resolve(op.target)
+def compile_op(graph: TrainingGraph, op: Op, function: Callable[..., Any]) -> Callable[[Table], None]:
+    """A function that calls `op`'s function on the values of a table and puts its results there."""
     shape_only = {v: memory.phantom_tensor(*_layout(graph, v)) for v in op.shape_reads}
     gather = _compile_arguments(op, shape_only)
     kwargs = op.kwargs
@@ -140,7 +158,7 @@ def compile_op(graph: TrainingGraph, op: Op) -> Callable[[Table], None]:
     def call_kwargs(table: Table) -> dict[str, Any]:
         return map_refs(kwargs, lambda v: table[v]) if has_kwarg_refs else kwargs
 
-    if _returns_one(op, function):
+    if _returns_one(op):
         (target,) = writes
         assert target is not None
 
@@ -173,7 +191,8 @@ def _counted(call: Callable[[Table], None], op: Op) -> Callable[[Table], None]:
     return run_and_tag
 
 
-def _returns_one(op: Op, function: Callable[..., Any]) -> bool:
+def _returns_one(op: Op) -> bool:
+    function = resolve(op.target)
     if isinstance(function, torch._ops.OpOverload):
         returns = function._schema.returns
         return len(returns) == 1 and str(returns[0].type) == "Tensor"

@@ -7,7 +7,7 @@ submodules rests on an estimate, which the allocator's cap and its count put rig
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -234,27 +234,37 @@ def _with_margin(predicted_bytes: int) -> int:
 
 
 @contextlib.contextmanager
+def buffers_undone_on_failure(model: nn.Module, buffers: Iterable[torch.Tensor]) -> Iterator[None]:
+    """When the body fails, buffers, attributes and random number generators are as if it had not run."""
+    random_before = RandomState.capture()
+    contents = [(buffer, buffer.detach().clone()) for buffer in buffers]
+    attributes = PlainAttributes(model)
+    try:
+        yield
+    except BaseException:
+        with torch.no_grad():
+            for buffer, content in contents:
+                buffer.copy_(content)
+        attributes.restore()
+        random_before.restore()
+        raise
+
+
+@contextlib.contextmanager
 def undone_on_failure(model: nn.Module) -> Iterator[None]:
     """When the body fails, gradients, buffers, attributes and random number generators are as if it had not run.
 
     Gradients that exist already are put aside and added at the end, in the order in which autograd adds them.
     """
-    random_before = RandomState.capture()
-    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
-    attributes = PlainAttributes(model)
     earlier = {parameter: parameter.grad for parameter in model.parameters() if parameter.requires_grad}
     for parameter in earlier:
         parameter.grad = None
     try:
-        yield
+        with buffers_undone_on_failure(model, model.buffers()):
+            yield
     except BaseException:
         for parameter, gradient in earlier.items():
             parameter.grad = gradient
-        with torch.no_grad():
-            for buffer, content in buffers:
-                buffer.copy_(content)
-        attributes.restore()
-        random_before.restore()
         raise
     for parameter, gradient in earlier.items():
         if gradient is not None and parameter.grad is not None:

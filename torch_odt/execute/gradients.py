@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import nn
@@ -20,6 +20,7 @@ class StepReceiver:
     Args:
         parameters, buffers: by the names that the graph uses for them.
         shared: names of parameters whose gradients share storage with another's in the graph.
+        check_loss: called with each loss; what it raises ends the step before the backward pass.
     """
 
     def __init__(
@@ -27,10 +28,12 @@ class StepReceiver:
         parameters: Mapping[str, nn.Parameter],
         buffers: Mapping[str, torch.Tensor],
         shared: frozenset[str] = frozenset(),
+        check_loss: Callable[[torch.Tensor], None] | None = None,
     ) -> None:
         self._parameters = parameters
         self._buffers = buffers
         self._shared = shared
+        self._check_loss = check_loss
         self.loss: torch.Tensor | None = None
         self.results: dict[int, list[torch.Tensor]] = {}
         self.loss_weight = 1.0
@@ -54,6 +57,8 @@ class StepReceiver:
         return parameter.grad
 
     def _add_loss(self, tensor: torch.Tensor) -> None:
+        if self._check_loss is not None:
+            self._check_loss(tensor)
         if self.loss is None and self.loss_weight == 1.0:
             self.loss = tensor
         else:
@@ -105,5 +110,5 @@ def run_gradient_hooks(parameters: Mapping[str, nn.Parameter]) -> None:
             hook(parameter)
 
 
-def has_gradient_hooks(parameter: nn.Parameter) -> bool:
+def has_gradient_hooks(parameter: torch.Tensor) -> bool:
     return bool(parameter._backward_hooks) or bool(getattr(parameter, "_post_accumulate_grad_hooks", None))

@@ -8,21 +8,26 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from torch_odt import memory
-from torch_odt.capture.graph import Output
+from torch_odt.capture.graph import Output, TrainingGraph
 from torch_odt.capture.partition import Constant, GraphPiece
+from torch_odt.capture.rewrite import with_updates
+from torch_odt.capture.update_in_backward import UPDATE, UpdateRule
 from torch_odt.execute.executor import Executor, Table
 from torch_odt.planning.schedule import Deliver, Run
 
-ChooseExecutor = Callable[["GraphRunner"], Executor]
+ChooseExecutor = Callable[["GraphRunner", list[Any]], Executor]
+# How a call updates parameters, by their targets in the graph.
+Rules = tuple[tuple[str, UpdateRule], ...]
 
 
 class Collector:
@@ -77,6 +82,14 @@ class Calls:
         return call
 
 
+class Updates(Protocol):
+    """The optimizer's part of backward passes."""
+
+    def backward(
+        self, call: Call, collector: Collector, waiting: Iterable[Call], *, is_kept: bool
+    ) -> AbstractContextManager[Executor]: ...
+
+
 class GraphRunner:
     """Runs a captured piece of a model as AOTAutograd calls it.
 
@@ -86,21 +99,37 @@ class GraphRunner:
     Args:
         piece: the graph and how its inputs and outputs are numbered.
         calls: where calls wait for their backward pass.
-        choose_executor: asked before every forward pass.
+        choose_executor: asked before every forward pass, with its arguments.
         before_backward: called before every backward pass.
+        updates: asked before every backward pass what runs it; None if all gradients are delivered.
     """
 
     def __init__(
-        self, piece: GraphPiece, calls: Calls, choose_executor: ChooseExecutor, before_backward: Callable[[], None]
+        self,
+        piece: GraphPiece,
+        calls: Calls,
+        choose_executor: ChooseExecutor,
+        before_backward: Callable[[], None],
+        updates: Updates | None = None,
     ) -> None:
         self.piece = piece
+        self._updates = updates
+        self._updated_graphs: dict[Rules, TrainingGraph] = {}
         self._calls = calls
         self._choose_executor = choose_executor
         self._before_backward = before_backward
 
+    def graph(self, rules: Rules = ()) -> TrainingGraph:
+        """The piece's graph with updates of parameters in it."""
+        if not rules:
+            return self.piece.graph
+        if rules not in self._updated_graphs:
+            self._updated_graphs[rules] = _with_updates(self.piece.graph, rules)
+        return self._updated_graphs[rules]
+
     def forward(self, args: list[Any]) -> list[Any]:
         """The forward half: the results and a token."""
-        executor = self._choose_executor(self)
+        executor = self._choose_executor(self, args)
         table, results = self._run_forward(executor, args)
         returned = {id(result) for result in results}
         exposed = [i for i, tensor in enumerate(table) if id(tensor) in returned]
@@ -115,7 +144,7 @@ class GraphRunner:
 
     def inference(self, args: list[Any]) -> list[Any]:
         """A graph without backward: the results."""
-        table, results = self._run_forward(self._choose_executor(self), args)
+        table, results = self._run_forward(self._choose_executor(self, args), args)
         return _distinct(results, {id(tensor) for tensor in table})
 
     def backward(self, args: list[Any]) -> list[torch.Tensor | None]:
@@ -132,8 +161,11 @@ class GraphRunner:
                 table[index] = tensor
         tangents.clear()
         collector = Collector()
-        with _disable_current_modes():
-            call.executor.run_backward(table, collector)
+        running: AbstractContextManager[Executor] = nullcontext(call.executor)
+        if self._updates is not None:
+            running = self._updates.backward(call, collector, self._calls.waiting.values(), is_kept=is_kept)
+        with running as executor, _disable_current_modes():
+            executor.run_backward(table, collector)
         for gradient in collector.tensors.values():
             memory.tag(gradient, "gradient")
         return [collector.tensors.get(i) for i in range(self.piece.gradient_count)]
@@ -151,6 +183,17 @@ class GraphRunner:
 
     def _results(self, collector: Collector) -> list[Any]:
         return [r.value if isinstance(r, Constant) else collector.tensors[r] for r in self.piece.results]
+
+
+def _with_updates(graph: TrainingGraph, rules: Rules) -> TrainingGraph:
+    """The graph with updates; its values keep their numbers, so that the piece's inputs are those of both."""
+    targets = dict(rules)
+    named = [
+        replace(v, kind="parameter") if v.kind == "input" and str(v.target) in targets else v for v in graph.values
+    ]
+    updated = with_updates(replace(graph, values=named), targets)
+    assert [value.name for value in updated.values[: len(graph.values)]] == [value.name for value in graph.values]
+    return updated
 
 
 def boxed(function: Callable[[list[Any]], list[Any]]) -> Callable[[list[Any]], list[Any]]:
@@ -181,7 +224,7 @@ def _watched_values(executor: Executor) -> list[int]:
         graph, schedule = executor.graph, executor.schedule
         read: set[int] = set()
         for instruction in schedule.instructions[schedule.boundary :]:
-            if isinstance(instruction, Run):
+            if isinstance(instruction, Run) and graph.ops[instruction.op].target != UPDATE:
                 read.update(graph.ops[instruction.op].reads)
             elif isinstance(instruction, Deliver):
                 read.add(graph.outputs[instruction.output].value)

@@ -1,4 +1,4 @@
-"""What the user's optimizer will need; `wrap` is not told, and looks for it among the objects of the process."""
+"""What the user's optimizer will need; where `wrap` is not told, it looks for it among the objects of the process."""
 
 from __future__ import annotations
 
@@ -19,24 +19,26 @@ _ASSUMED_STATE = 2
 class OptimizerReserve:
     """Memory to keep free for the optimizers of some parameters.
 
+    Args:
+        parameters: those of a model.
+        optimizer: the one that trains them, where it is known; others are looked for if it does not hold all of them.
+
     Attributes:
         workspace_bytes: what their steps hold for an instant.
         is_known: they were found; otherwise the figures assume Adam.
     """
 
-    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+    def __init__(self, parameters: Iterable[nn.Parameter], optimizer: torch.optim.Optimizer | None = None) -> None:
         trainable = [p for p in parameters if p.requires_grad]
         self.gradient_bytes = sum(p.nbytes for p in trainable)
         self.workspace_bytes = 0
-        self._optimizers = [weakref.ref(optimizer) for optimizer in _optimizers_of(trainable)]
+        found = _optimizers_of(trainable) if optimizer is None or not _holds(optimizer, trainable) else [optimizer]
+        self._optimizers = [weakref.ref(one) for one in found]
         self.is_known = bool(self._optimizers)
         self._state_bytes = 0 if self.is_known else _ASSUMED_STATE * self.gradient_bytes
-        for reference in self._optimizers:
-            optimizer = reference()
-            if optimizer is None:
-                continue
+        for one in found:
             try:
-                cost = optimizer_cost(optimizer)
+                cost = optimizer_cost(one)
             except ValueError:
                 # It evaluates the model several times in a step; how much it keeps cannot be told in advance.
                 self._state_bytes += _ASSUMED_STATE * self.gradient_bytes
@@ -67,6 +69,11 @@ def _state_of(optimizer: torch.optim.Optimizer | None) -> list[torch.Tensor]:
     if optimizer is None:
         return []
     return [t for state in optimizer.state.values() for t in state.values() if isinstance(t, torch.Tensor)]
+
+
+def _holds(optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter]) -> bool:
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    return all(id(parameter) in held for parameter in parameters)
 
 
 def _optimizers_of(parameters: list[nn.Parameter]) -> list[torch.optim.Optimizer]:

@@ -7,95 +7,40 @@ memory is left for the step, and into how many micro-batches the batch is cut.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
-from torch import nn
 
 from torch_odt import memory
-from torch_odt.cache import plan_key
+from torch_odt.cache import Cache, plan_key
+from torch_odt.capture.cost_table import view_cost
 from torch_odt.capture.costs import Costs
+from torch_odt.capture.device import costs_on
 from torch_odt.capture.graph import OutputKind, TrainingGraph
 from torch_odt.capture.profile import Progress, apply_costs, costs_to_json, machine_name, profile, settings_name
-from torch_odt.capture.rewrite import rewrite
+from torch_odt.capture.rewrite import for_whole_batch, rewrite, with_updates
 from torch_odt.capture.trace import TracedStep
 from torch_odt.capture.trace_cache import remembered_trace
 from torch_odt.errors import CaptureError, InfeasibleBudget, PlanError
 from torch_odt.execute.accounting import Allowance, allow, held_by_process, nearby, rounded
-from torch_odt.execute.candidates import Candidate, Candidates, PlannedPart, candidate_to_data
-from torch_odt.execute.executor import Executor
-from torch_odt.execute.gradients import StepReceiver
-from torch_odt.execute.program import Part, StepProgram
+from torch_odt.execute.candidate import Candidate, mutated_bytes
+from torch_odt.execute.candidates import Candidates, SizedGraph, candidate_to_data
+from torch_odt.execute.plan_data import PlannedProgram
+from torch_odt.execute.prepared import Prepared, assemble
 from torch_odt.execute.request import StepRequest
+from torch_odt.execute.requirements import Requirements
 from torch_odt.execute.summary import summarize, summarize_fallback
 from torch_odt.execute.uncaptured import UncapturedStep
+from torch_odt.planning.objective import Goal
 from torch_odt.planning.plan import Plan
-from torch_odt.planning.pool import Layout
 
 # Planning may have to be repeated for what it has left behind itself.
 _MOST_ATTEMPTS = 3
 _NOISE_BYTES = 1 << 20
 _MEASURING_SHARE = 0.9
-
-
-@dataclass
-class Prepared:
-    """A step that is ready to run.
-
-    Attributes:
-        plan: what will happen, for people.
-        samples: the batch size.
-        tables: the addresses that it has loaded into the arena.
-        traces: the rewritten step at every batch size that was captured: another budget needs no other capture.
-        steps: how many it has begun.
-    """
-
-    plan: Plan
-    samples: int
-    program: StepProgram | None = None
-    traced: TracedStep | None = None
-    result_axes: Mapping[int, int | None] = field(default_factory=dict)
-    shared: frozenset[str] = frozenset()
-    fallback: UncapturedStep | None = None
-    tables: Sequence[int] = ()
-    wants_results: bool = False
-    traces: dict[int, TracedStep] = field(default_factory=dict)
-    steps: int = 0
-
-    def run(
-        self,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        parameters: Mapping[str, nn.Parameter],
-        buffers: Mapping[str, torch.Tensor],
-        *,
-        gradients_exist: bool,
-        gradient_scale: float = 1.0,
-    ) -> tuple[torch.Tensor, Any]:
-        """Forward and backward of a batch; returns the loss and the model's outputs where they were asked for."""
-        if self.fallback is not None:
-            done = self.fallback.run(args, kwargs, gradient_scale)
-            self.plan.lines = self.fallback.lines
-            self.plan.notes = tuple(dict.fromkeys((*self.fallback.notes, *self.plan.notes)))
-            return done
-        assert self.program is not None and self.traced is not None
-        receiver = StepReceiver(parameters, buffers, self.shared)
-        leaves = pytree.tree_leaves((args, kwargs))
-        tensors = {name: p.detach() for name, p in parameters.items()} | dict(buffers)
-        self.program.run(leaves, tensors, receiver, gradients_exist=gradients_exist, gradient_scale=gradient_scale)
-        assert receiver.loss is not None
-        results = [self._join(position, pieces) for position, pieces in sorted(receiver.results.items())]
-        return receiver.loss, self.traced.rebuild_results(results) if self.wants_results else None
-
-    def _join(self, position: int, pieces: list[torch.Tensor]) -> torch.Tensor:
-        if len(pieces) == 1:
-            return pieces[0]
-        axis = self.result_axes[position]
-        # What does not depend on the batch is the same in every micro-batch.
-        return pieces[0] if axis is None else torch.cat(pieces, axis)
 
 
 def slice_batch(args: tuple[Any, ...], kwargs: dict[str, Any], samples: int, size: int) -> tuple[Any, Any]:
@@ -124,7 +69,7 @@ def capture_sizes(
 
 
 @dataclass
-class _Session:
+class Session:
     """One preparation: the graphs of a step at every size that was asked for, and what they cost."""
 
     request: StepRequest
@@ -144,15 +89,47 @@ class _Session:
             self.traced[size] = replace(step, graph=rewrite(step.graph, drop=drop, disabled=disabled))
         return {size: self.traced[size].graph for size in sizes}
 
-    def candidates(self) -> Candidates:
+    def for_whole_batch(self, graph: TrainingGraph, *, pages: bool = False) -> TrainingGraph:
         request = self.request
+        # A transfer that fails must not leave some parameters updated.
+        if request.updates is not None and not pages:
+            # Gradients that are there already would have to be added first.
+            rules = {} if request.accumulates else request.updates.rules_for(graph)
+            graph = with_updates(graph, rules) if rules else graph
+        return for_whole_batch(graph, request.disabled_rewrites)
+
+    @property
+    def results(self) -> TracedStep | None:
+        """How the model's outputs are put together, if they are wanted."""
+        return self.traced[self.samples] if self.want_results else None
+
+    def program(self, candidate: Candidate) -> PlannedProgram:
+        """What a file needs to execute a candidate."""
+        request = self.request
+        requirements = Requirements.of(request.model, request.loss_fn, self.args, self.kwargs)
+        return PlannedProgram(candidate, requirements, request.accumulates, request.disabled_rewrites, self.results)
+
+    def candidates(self, *, pages: bool = False) -> Candidates:
+        """What makes plans; those that page keep all gradients until the optimizer's step."""
+        request = self.request
+        transfers = request.page_file.costs if pages and request.page_file is not None else None
+
+        def measure(graph: TrainingGraph, limited: bool) -> Costs:
+            return replace(profile_graph(request, graph, within_budget=limited), transfers=transfers)
+
         return Candidates(
             batch=self.samples,
             capture=self.capture,
-            profile=lambda graph, limited: profile_graph(request, graph, within_budget=limited),
+            for_whole_batch=lambda graph: self.for_whole_batch(graph, pages=pages),
+            profile=measure,
             planner=request.planner,
             gradients_exist=request.accumulates,
-            cache=request.cache,
+            # What takes fewest bytes is remembered for this machine.
+            cache=request.cache if request.costs is None and request.device is None else Cache(enabled=False),
+            goal=request.goal,
+            # What does not page and what does share the time.
+            planning_seconds=request.planning_seconds / (1 if request.page_file is None else 2),
+            pages_by="" if transfers is None else transfers.name,
         )
 
 
@@ -174,7 +151,7 @@ def prepare(
         InfeasibleBudget: no plan fits.
     """
     traced = {} if traces is None else traces
-    session = _Session(request, args, kwargs, count_samples(args, kwargs), want_results, traced)
+    session = Session(request, args, kwargs, count_samples(args, kwargs), want_results, traced)
     candidates = session.candidates()
     try:
         candidates.sized(session.samples)
@@ -182,10 +159,52 @@ def prepare(
         return _prepare_fallback(request, session.samples, str(reason))
     held = sum(p.grad.nbytes for p in request.model.parameters() if p.grad is not None) if request.accumulates else 0
     started = time.perf_counter()
-    candidate, allowance = _plan_inside(request, candidates, held)
+    made = _plan(request, session, candidates, held)
     planning_seconds = time.perf_counter() - started
-    plan = summarize(request, candidate, candidates, allowance, planning_seconds)
-    return _assemble(request, session, plan, candidate, allowance)
+    plan = summarize(request, made.candidate, made.candidates, made.allowance, planning_seconds)
+    plan.program = session.program(made.candidate)
+    prepared = assemble(request, plan, made.candidate, made.allowance)
+    prepared.traces = session.traced
+    prepared.results = session.results
+    return prepared
+
+
+@dataclass(frozen=True)
+class _Made:
+    """A plan, what it leaves room for, and what made it."""
+
+    candidates: Candidates
+    candidate: Candidate
+    allowance: Allowance
+
+
+def _plan(request: StepRequest, session: Session, candidates: Candidates, held_bytes: int = 0) -> _Made:
+    """The plan to follow: one that pages only where that is faster, or nothing else fits.
+
+    Raises:
+        InfeasibleBudget: neither fits; it names the smaller of the budgets that would be accepted.
+    """
+    plain: _Made | None = None
+    refusal: InfeasibleBudget | None = None
+    try:
+        plain = _Made(candidates, *_plan_inside(request, candidates, held_bytes))
+    except InfeasibleBudget as error:
+        refusal = error
+    if request.page_file is None or (plain is not None and not plain.candidate.recomputes):
+        if plain is None:
+            assert refusal is not None
+            raise refusal
+        return plain
+    pages = session.candidates(pages=True)
+    copies_bytes = mutated_bytes(pages.sized(session.samples).graph)
+    try:
+        paged = _Made(pages, *_plan_inside(request, pages, held_bytes + copies_bytes))
+    except InfeasibleBudget as error:
+        if plain is not None:
+            return plain
+        assert refusal is not None
+        raise min(refusal, error, key=lambda e: e.smallest_feasible_bytes) from None
+    return paged if plain is None or candidates.rank(paged.candidate) < candidates.rank(plain.candidate) else plain
 
 
 def _plan_inside(request: StepRequest, candidates: Candidates, held_bytes: int = 0) -> tuple[Candidate, Allowance]:
@@ -211,24 +230,46 @@ def _plan_inside(request: StepRequest, candidates: Candidates, held_bytes: int =
     for _ in range(_MOST_ATTEMPTS):
         allowance = take_stock()
         if candidate is not None and allowance.admits(candidate):
-            return _saved(request, candidates, candidate, allowance), allowance
+            candidate, allowance = _with_time(request, candidates, candidate, allowance, take_stock)
+            if allowance.admits(candidate):
+                return candidate, allowance
         # What planning has really left behind is known now.
         candidate = _fastest(request, candidates, allowance, _NOISE_BYTES)
         if candidate is None:
             break
     smallest = candidates.smallest(request.micro_batch)
-    allowance = take_stock()
-    if allowance.admits(smallest):
-        return _saved(request, candidates, smallest, allowance), allowance
+    candidate, allowance = _with_time(request, candidates, smallest, take_stock(), take_stock)
+    if allowance.admits(candidate):
+        return candidate, allowance
     candidates.measure_all()
     smallest = candidates.smallest(request.micro_batch)
     raise infeasible(request, candidates, take_stock(), smallest)
 
 
-def _saved(request: StepRequest, candidates: Candidates, candidate: Candidate, allowance: Allowance) -> Candidate:
+def _with_time(
+    request: StepRequest,
+    candidates: Candidates,
+    candidate: Candidate,
+    allowance: Allowance,
+    take_stock: Callable[[], Allowance],
+) -> tuple[Candidate, Allowance]:
+    """A candidate, or a better one if time was given to look for it; remembered if it fits."""
+    if request.planner == "auto" and candidate.planning_seconds < candidates.planning_seconds:
+        left = allowance.growth_bytes - allowance.total_with(candidate)
+        # Looking may leave something behind; what is no larger than this candidate fits as it does.
+        limit = candidate.total_bytes + (max(0, left - _NOISE_BYTES) if left > 0 else left)
+        better = candidates.improved(candidate, limit, request.micro_batch)
+        allowance = take_stock()
+        candidate = better if allowance.admits(better) else candidate
+    if allowance.admits(candidate):
+        _save(request, candidates, candidate, allowance)
+    return candidate, allowance
+
+
+def _save(request: StepRequest, candidates: Candidates, candidate: Candidate, allowance: Allowance) -> None:
+    candidate.planning_seconds = max(candidate.planning_seconds, candidates.planning_seconds)
     key = _plan_key(request, candidates, allowance, rounded(allowance.growth_bytes))
     request.cache.save_plan(key, candidate_to_data(candidate))
-    return candidate
 
 
 def _fastest(request: StepRequest, candidates: Candidates, allowance: Allowance, spare_bytes: int) -> Candidate | None:
@@ -244,7 +285,8 @@ def _fastest(request: StepRequest, candidates: Candidates, allowance: Allowance,
 
 
 def _load(request: StepRequest, candidates: Candidates, allowance: Allowance) -> Candidate | None:
-    """The plan of an earlier process, if it is still about what would be made."""
+    """The plan of an earlier process, if it is still about what would be made; one that was looked for long enough."""
+    best: Candidate | None = None
     for nbytes in nearby(allowance.growth_bytes):
         data = request.cache.load_plan(_plan_key(request, candidates, allowance, nbytes))
         if data is None:
@@ -253,9 +295,12 @@ def _load(request: StepRequest, candidates: Candidates, allowance: Allowance) ->
             candidate = candidates.restore(data)
         except (PlanError, CaptureError, ValueError, KeyError, TypeError, IndexError):
             continue
-        if allowance.admits(candidate):
+        if not allowance.admits(candidate):
+            continue
+        if candidate.planning_seconds >= candidates.planning_seconds:
             return candidate
-    return None
+        best = best or candidate
+    return best
 
 
 def _plan_key(request: StepRequest, candidates: Candidates, allowance: Allowance, rounded_bytes: int) -> str:
@@ -267,9 +312,14 @@ def _plan_key(request: StepRequest, candidates: Candidates, allowance: Allowance
         rounded_bytes,
         allowance.state_bytes,
         request.planner,
+        # Other planners than auto begin anew with another limit.
+        0 if request.planner == "auto" else request.planning_seconds,
         request.micro_batch,
         request.accumulates,
+        candidates.pages_by,
         "" if request.costs is None else costs_to_json(request.costs),
+        request.device,
+        request.goal,
     )
 
 
@@ -296,47 +346,6 @@ def _hints(candidates: Candidates, request: StepRequest) -> tuple[str, ...]:
     return tuple(hints)
 
 
-def _assemble(
-    request: StepRequest, session: _Session, plan: Plan, candidate: Candidate, allowance: Allowance
-) -> Prepared:
-    """Load the addresses into the arena and compile the executors."""
-    arena = request.place(candidate.arena_bytes)
-    if arena is not None:
-        arena.set_yield_limit(allowance.outside_limit_bytes)
-    tables: list[int] = []
-    parts = {size: _make_part(arena, part, tables) for size, part in candidate.parts.items()}
-    separation = candidate.parts[candidate.sizes[0]].separation
-    return Prepared(
-        plan=plan,
-        samples=session.samples,
-        program=StepProgram(parts, candidate.sizes),
-        traced=session.traced[session.samples],
-        shared=_shared_gradients(candidate.parts[candidate.sizes[0]].graph),
-        tables=tables,
-        wants_results=session.want_results,
-        traces=session.traced,
-        result_axes={} if separation is None else separation.result_axes,
-    )
-
-
-def _make_part(arena: Any, part: PlannedPart, tables: list[int]) -> Part:
-    def executor(graph: TrainingGraph, layout: Layout) -> Executor:
-        table = -1
-        if arena is not None:
-            table = arena.load(layout.table)
-            tables.append(table)
-        return Executor(graph, part.schedule, arena=arena, arena_table=table)
-
-    first = executor(part.graph, part.first)
-    return Part(
-        graph=part.graph,
-        first=first,
-        later=first if part.later is None else executor(part.later.graph, part.later.layout),
-        draws=part.draws,
-        separation=part.separation,
-    )
-
-
 def _prepare_fallback(request: StepRequest, samples: int, reason: str) -> Prepared:
     """A step that has no graph runs as plain PyTorch, with measured submodules checkpointed where it must be."""
     # No arena serves such a step, and what malloc kept of freed tensors would stand in its way.
@@ -346,26 +355,39 @@ def _prepare_fallback(request: StepRequest, samples: int, reason: str) -> Prepar
     return Prepared(plan=summarize_fallback(request, allowance, samples, step), samples=samples, fallback=step)
 
 
-def _shared_gradients(graph: TrainingGraph) -> frozenset[str]:
-    """Parameters whose gradients lie in one storage: each needs its own."""
-    by_storage: dict[int, list[str]] = {}
-    for output in graph.outputs_of("gradient"):
-        by_storage.setdefault(graph.values[output.value].base, []).append(str(output.target))
-    return frozenset(name for names in by_storage.values() if len(names) > 1 for name in names)
-
-
 def capture_whole(request: StepRequest, args: tuple[Any, ...], kwargs: dict[str, Any]) -> TrainingGraph:
     """The graph of the step over the whole batch."""
     samples = count_samples(args, kwargs)
-    return _Session(request, args, kwargs, samples, False).capture((samples,))[samples]
+    session = Session(request, args, kwargs, samples, False)
+    return session.for_whole_batch(session.capture((samples,))[samples])
+
+
+def traced_sizes(
+    request: StepRequest, args: tuple[Any, ...], kwargs: dict[str, Any], sizes: Sequence[int], *, want_results: bool
+) -> dict[int, SizedGraph]:
+    """The step at several micro-batch sizes, traced and rewritten but not measured."""
+    session = Session(request, args, kwargs, count_samples(args, kwargs), want_results)
+    unmeasured = replace(
+        session.candidates(), profile=lambda graph, _: Costs({o.index: view_cost(o) for o in graph.ops})
+    )
+    return {size: unmeasured.sized(size) for size in sizes}
 
 
 def profile_graph(
     request: StepRequest, graph: TrainingGraph, *, within_budget: bool = False, progress: Progress | None = None
 ) -> Costs:
-    """What the graph's operators cost: as given with the request, or measured here."""
-    if request.costs is not None:
-        return apply_costs(graph, request.costs)
+    """What the graph's operators cost: as given with the request, on its device, or measured here."""
+    given = None if request.costs is None else apply_costs(graph, request.costs)
+    if request.device is not None:
+        return costs_on(graph, request.device, given)
+    costs = given or _measure(request, graph, within_budget, progress)
+    if request.power is None:
+        return costs
+    return replace(costs, watts=request.power.busy_watts, notes=[*costs.notes, request.power.note])
+
+
+def _measure(request: StepRequest, graph: TrainingGraph, within_budget: bool, progress: Progress | None) -> Costs:
+    """What they cost here."""
 
     def limit_bytes() -> int:
         if not within_budget:
@@ -383,15 +405,28 @@ def make_plan(request: StepRequest, args: tuple[Any, ...], kwargs: dict[str, Any
     Raises:
         InfeasibleBudget, CaptureError
     """
-    session = _Session(request, args, kwargs, count_samples(args, kwargs), False)
+    session = Session(request, args, kwargs, count_samples(args, kwargs), False)
     candidates = session.candidates()
-    candidate, allowance = _plan_inside(request, candidates)
-    plan = summarize(request, candidate, candidates, allowance)
-    smallest = allowance.total_with(candidates.smallest(request.micro_batch))
+    made = _plan(request, session, candidates)
+    require_in_time(request.goal, made.candidate.seconds)
+    allowance = made.allowance
+    plan = summarize(request, made.candidate, made.candidates, allowance)
+    makers = [candidates] if request.page_file is None else [candidates, session.candidates(pages=True)]
+    smallest = min(allowance.total_with(maker.smallest(request.micro_batch)) for maker in makers)
     named = allowance.smallest_budget(min(plan.peak_bytes, smallest))
     # What is named has a margin for less lucky starts; this budget has just been accepted.
     accepted = allowance.budget.in_terms_of(allowance.budget.growth_bytes)
-    return replace(plan, smallest_feasible_bytes=min(named, accepted))
+    program = session.program(made.candidate)
+    return replace(plan, smallest_feasible_bytes=min(named, accepted), program=program)
+
+
+def require_in_time(goal: Goal, seconds: float) -> None:
+    """Raises PlanError when the fastest plan is too slow."""
+    if seconds > goal.deadline_seconds:
+        raise PlanError(
+            f"no plan within the budget meets the deadline of {goal.deadline_seconds:.3g} s: "
+            f"the fastest that was found takes {seconds:.3g} s"
+        )
 
 
 def count_samples(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from torch_odt.capture.batch_axis import Separation, valid_targets
+from torch_odt.capture.draws import Draw
 from torch_odt.capture.graph import TrainingGraph
-from torch_odt.capture.randomness import Draw
+from torch_odt.capture.separation import Separation, valid_targets
 from torch_odt.execute.executor import Executor
 from torch_odt.execute.gradients import ResultsOnly, StepReceiver
 
@@ -58,7 +58,7 @@ class Part:
         table = executor.new_table()
         for index in executor.graph.inputs:
             value = executor.graph.values[index]
-            if value.kind in ("parameter", "buffer"):
+            if value.kind in ("parameter", "buffer", "state"):
                 table[index] = tensors[str(value.target)]
             elif value.kind == "gradient":
                 table[index] = receiver.gradient(str(value.target))
@@ -96,7 +96,7 @@ class StepProgram:
 
         Args:
             leaves: the flattened arguments of the step.
-            tensors: parameters and buffers by the names that the graph uses.
+            tensors: parameters, buffers and the optimizer's state, by the names that the graph uses.
             gradients_exist: gradients are there already, and are added to.
             gradient_scale: what the gradients are multiplied with on top of a micro-batch's share.
         """
@@ -107,17 +107,20 @@ class StepProgram:
             part = self.parts[size]
             executor = part.later if gradients_exist and weight != 0.0 else part.first
             table = part.new_table(executor, leaves, tensors, receiver, drawn, start, size, weight * gradient_scale)
-            if weight == 0.0:
-                # Without a valid target it adds nothing, and its own mean is not a number; its outputs are wanted.
-                executor.run_forward(table, ResultsOnly(receiver))
-            else:
-                receiver.loss_weight = weight
-                receiver.adopts_gradients = not gradients_exist
-                executor.run(table, receiver)
-                gradients_exist = True
+            try:
+                if weight == 0.0:
+                    # Without a valid target it adds nothing, and its own mean is not a number; its outputs are wanted.
+                    executor.run_forward(table, ResultsOnly(receiver))
+                else:
+                    receiver.loss_weight = weight
+                    receiver.adopts_gradients = not gradients_exist
+                    executor.run(table, receiver)
+                    gradients_exist = True
+            finally:
+                # It holds this micro-batch's masks, beside which the next one's would have to lie, and after an error
+                # everything that there was then, for as long as somebody looks at the traceback.
+                table.clear()
             start += size
-            # It holds this micro-batch's masks, which the next one's would have to lie beside.
-            del table
 
     def _weights(self, leaves: Sequence[Any]) -> list[float]:
         """The share of each micro-batch in the loss of the batch."""

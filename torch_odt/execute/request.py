@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
@@ -16,8 +16,16 @@ from torch_odt.capture.cost_table import CostTable
 from torch_odt.capture.trace import Compute
 from torch_odt.errors import OdtWarning
 from torch_odt.execute.optimizer_cost import OptimizerCost
+from torch_odt.execute.optimizer_updates import OptimizerUpdates
+from torch_odt.execute.page_file import OpenPageFile
+from torch_odt.planning.objective import FASTEST, Goal
 from torch_odt.planning.plan import Plan
 from torch_odt.runtime.budget import Budget, ResolvedBudget
+
+if TYPE_CHECKING:
+    # A start from a plan does without.
+    from torch_odt.capture.device import Device
+    from torch_odt.capture.power import Power
 
 
 @dataclass
@@ -29,7 +37,13 @@ class StepRequest:
         level_bytes: what the process held when the step object was made.
         optimizer_cost: what the optimizer holds; None where there is none.
         disabled_rewrites: names of rewrites that are not to be made.
+        updates: what of the optimizer's step can be made in the backward pass; None where nothing is to be.
         accumulates: gradients of several calls are summed before an optimizer step.
+        page_file: what may be paged to; None where nothing is.
+        device: what is planned for; None for this machine.
+        power: what this machine draws; None where joules do not matter.
+        goal: what a step is to spend least of.
+        planning_seconds: how long to look for a better plan than the one that is found at once.
     """
 
     model: nn.Module
@@ -43,7 +57,13 @@ class StepRequest:
     micro_batch: int | None
     accumulates: bool
     cache: Cache
+    updates: OptimizerUpdates | None = None
     costs: CostTable | None = None
+    page_file: OpenPageFile | None = None
+    device: Device | None = None
+    power: Power | None = None
+    goal: Goal = FASTEST
+    planning_seconds: float = 0.0
     arena: Any = None
     scratch_allowed: bool = False
     scratch_misused: bool = False
@@ -103,9 +123,10 @@ class StepRequest:
         for table in tables:
             self.arena.unload(table)
 
-    def renew(self, optimizer_cost: OptimizerCost) -> None:
+    def renew(self, optimizer_cost: OptimizerCost, updates: OptimizerUpdates | None) -> None:
         """Before another preparation: the arena's pages are free for it, and the optimizer may have made its state."""
         self.optimizer_cost = optimizer_cost
+        self.updates = updates
         self.scratch_allowed = False
         if self.arena is not None:
             self.arena.release()

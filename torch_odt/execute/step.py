@@ -2,38 +2,41 @@
 
 from __future__ import annotations
 
-import inspect
+import contextlib
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterable
-from typing import Any, Literal, TypeVar
+from collections.abc import Callable, Container, Hashable, Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
 
 from torch_odt import memory
 from torch_odt.cache import Cache, CacheOption
-from torch_odt.capture.loss_modules import loss_module
-from torch_odt.capture.rewrite import switched_off
-from torch_odt.capture.trace import TracedStep
+from torch_odt.capture.update_in_backward import update_in_backward
 from torch_odt.errors import NonFiniteLossWarning, OdtWarning
 from torch_odt.execute.accounting import held_by_process, make_room
-from torch_odt.execute.compiled import refuse_compiled
 from torch_odt.execute.gradients import has_gradient_hooks, run_gradient_hooks
 from torch_odt.execute.loss import make_compute
+from torch_odt.execute.named_tensors import named_buffers, named_parameters
 from torch_odt.execute.optimizer_cost import optimizer_cost
-from torch_odt.execute.prepare import Prepared, prepare
+from torch_odt.execute.optimizer_updates import OptimizerUpdates
+from torch_odt.execute.page_file import PageFile, open_page_file
+from torch_odt.execute.planned import GivenPlan
+from torch_odt.execute.prepared import Prepared
 from torch_odt.execute.request import StepRequest
-from torch_odt.execute.signature import step_outline, step_values
+from torch_odt.execute.step_checks import check_batch, check_roles, check_trainable, require_planning_seconds
 from torch_odt.planning.plan import Plan
-from torch_odt.planning.registry import get_planner
 from torch_odt.runtime.budget import Budget, format_bytes
+
+if TYPE_CHECKING:
+    from torch_odt.capture.trace import TracedStep
 
 # Batches of so many kinds keep their plans.
 _MOST_PREPARED = 8
 _MANY_CAPTURES = 16
 
-T = TypeVar("T")
 NonFinite = Literal["warn", "raise", "ignore"]
 
 
@@ -48,16 +51,32 @@ class TrainStep:
     but for rounding; what is planned is when each tensor exists. With `planner="keep-all"`, or with the
     rewrites that round differently switched off, what is not cut into micro-batches has plain PyTorch's very bits.
 
+    `torch.optim`'s SGD, Adam and AdamW update each parameter in the backward pass, as soon as its gradient is complete,
+    with the bits of their own step; the gradient is gone then, and `.grad` is None after a call. What needs all
+    gradients (`clip_grad_norm`, accumulation, micro-batches, hooks, other optimizers) makes the optimizer wait, and the
+    plan says so; `disable_rewrites=["update_in_backward"]` does, too. An exception that ends a backward pass (an
+    interrupt) leaves some parameters updated and others not.
+
     Args:
         model: any `nn.Module` on the CPU. It stays as it is: same parameters, same `state_dict()`.
         loss_fn: `loss_fn(model(*inputs), target)` for positional batches; `loss_fn(outputs, batch)` for keyword
             batches, or None to take the outputs' own `loss`.
         optimizer: any `torch.optim.Optimizer` whose `step()` takes no closure.
-        budget: bytes, as `Budget` takes them ("512MiB", "80%", "auto", an int, or a `Budget`).
+        budget: bytes, as `Budget` takes them ("512MiB", "80%", "auto", an int, or a `Budget`). It must be given, but
+            that with `plan` the plan's budget is the default.
+        plan: a plan that was made before, or the path of its file (see `Plan.save`); nothing is measured or planned
+            then, and `planner`, `disable_rewrites` and `micro_batch` are the plan's. A plan that carries its graph is
+            the program: neither the model's code nor `loss_fn` is run or compared, and nothing is traced. The model's
+            parameters, buffers and modes and every batch must be as those that the plan was made for.
         planner: "auto", or the name of one planner.
         disable_rewrites: names of rewrites that are not to be made ("fuse_batch_norm"); the plan names those that are.
+        page_to: a folder on a disk, or a `PageFile`, to which tensors may be moved while the step does not need them;
+            None never pages. Where a plan pages, the optimizer makes its step after the backward pass: a transfer that
+            fails must not leave some parameters updated. A given `plan` that pages needs it.
         micro_batch: samples to a micro-batch; None lets the planner choose. A step whose samples influence each other
             (BatchNorm in training mode) is never cut.
+        planning_seconds: how long the first call may look for a faster plan than the one that it finds at once; more
+            never gives a slower one. What is found is remembered in `cache`, also for later starts that look less.
         accumulation_steps: optimizer steps are taken every so many calls, over the mean of all their samples.
         clip_grad_norm: clip the gradients' global norm to this before each optimizer step.
         cache: folder for plans and measurements, None for the default one, False for none.
@@ -65,12 +84,17 @@ class TrainStep:
             `FloatingPointError` before the optimizer steps, or "ignore".
 
     Raises:
-        InfeasibleBudget: at the first call, when no plan fits; it names the smallest budget that does.
+        InfeasibleBudget: at the first call, when no plan fits, or the given one does not; it names the smallest budget
+            that does.
+        PlanError: `plan` is no plan or cannot be executed; at a call, when it is for another step, and what differs. Or
+            there is no planner of that name.
+        OSError: the file of `plan` cannot be read.
         CaptureError: at the first call, when `micro_batch` is given and micro-batches would not add up to the step.
         ValueError: the model has nothing to train, or lies on another device, or the optimizer needs a closure, or
-            there is no rewrite of that name.
-        PlanError: there is no planner of that name.
+            there is no rewrite of that name, or an option is given that `plan` decides.
         TypeError: the model has been compiled by torch.compile, or an argument is none of what it should be.
+        PagingError: at a call, when a transfer failed; parameters, buffers and the optimizer are as before it, and an
+            accumulation begins anew.
 
     Example:
         >>> import torch, torch_odt as odt
@@ -87,25 +111,32 @@ class TrainStep:
         loss_fn: Callable[..., Any] | None,
         optimizer: torch.optim.Optimizer,
         *,
-        budget: int | str | Budget,
+        budget: int | str | Budget | None = None,
+        plan: str | Path | Plan | None = None,
         planner: str = "auto",
         disable_rewrites: Iterable[str] = (),
+        page_to: str | Path | PageFile | None = None,
         micro_batch: int | None = None,
+        planning_seconds: float = 0.0,
         accumulation_steps: int = 1,
         clip_grad_norm: float | None = None,
         cache: CacheOption = None,
         nonfinite: NonFinite = "warn",
     ) -> None:
         check_trainable(model)
-        _check_roles(model, loss_fn, optimizer)
+        check_roles(model, loss_fn, optimizer)
         if accumulation_steps < 1:
             raise ValueError(f"accumulation_steps must be at least 1, not {accumulation_steps}")
         if micro_batch is not None and micro_batch < 1:
             raise ValueError(f"micro_batch must be at least 1, not {micro_batch}")
+        require_planning_seconds(planning_seconds)
         if nonfinite not in ("warn", "raise", "ignore"):
             raise ValueError(f'nonfinite is "warn", "raise" or "ignore", not {nonfinite!r}')
-        get_planner(planner)
-        disabled_rewrites = switched_off(disable_rewrites, planner)
+        if plan is None:
+            disabled_rewrites = _disabled_rewrites(planner, disable_rewrites)
+        elif planner != "auto" or micro_batch is not None or tuple(disable_rewrites) or planning_seconds:
+            raise ValueError("with plan= the planner, the micro-batch and the rewrites are those of the plan")
+        page_file = PageFile.of_value(page_to)
         self.model = model
         self.loss_fn = loss_fn
         self.optimizer = optimizer
@@ -115,18 +146,29 @@ class TrainStep:
         memory.install()
         for parameter in model.parameters():
             memory.tag(parameter, "parameter")
+        # To look for garbage takes longer than all else that a start from a plan does.
+        level_bytes = held_by_process() if plan is None else memory.process_bytes()
+        self._given = None if plan is None else GivenPlan.of_value(plan)
+        if self._given is not None:
+            disabled_rewrites = self._given.program.disabled
+        if budget is None:
+            if self._given is None:
+                raise TypeError("a step takes a budget=, or a plan= that was made for one")
+            budget = self._given.plan.given_budget
         self._request = StepRequest(
             model=model,
             loss_fn=loss_fn,
             compute=make_compute(loss_fn),
             budget=Budget.of_value(budget),
-            level_bytes=held_by_process(),
+            level_bytes=level_bytes,
             optimizer_cost=optimizer_cost(optimizer),
             planner=planner,
             disabled_rewrites=disabled_rewrites,
             micro_batch=micro_batch,
             accumulates=accumulation_steps > 1,
             cache=Cache.of_value(cache),
+            planning_seconds=planning_seconds,
+            page_file=None if page_file is None else open_page_file(page_file),
         )
         self._prepared: OrderedDict[Hashable, Prepared] = OrderedDict()
         # Of steps whose budget was refused, or has been changed since.
@@ -189,7 +231,7 @@ class TrainStep:
         self._request.release()
 
     def _step(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, want_results: bool) -> tuple[torch.Tensor, Any]:
-        _check_batch(self.model, self.loss_fn, args, kwargs)
+        check_batch(self.model, self.loss_fn, args, kwargs)
         if self._calls_in_group == 0:
             self.optimizer.zero_grad(set_to_none=True)
         prepared = self._prepare(args, kwargs, want_results)
@@ -197,7 +239,8 @@ class TrainStep:
             make_room(self._request.arena, prepared.plan.budget.total_bytes, prepared.steps)
         prepared.steps += 1
         try:
-            loss, results = self._differentiate(prepared, args, kwargs)
+            with self._undone_on_failure(prepared):
+                loss, results = self._differentiate(prepared, args, kwargs)
             self._tell_of_fallback(prepared.plan)
             self._check_finite(loss)
         except BaseException:
@@ -212,8 +255,32 @@ class TrainStep:
             make_room(self._request.arena, prepared.plan.budget.total_bytes)
         return loss, results
 
+    def _prepare_given(
+        self, given: GivenPlan, args: tuple[Any, ...], kwargs: dict[str, Any], want_results: bool
+    ) -> Prepared:
+        """As the given plan says: whatever it is not for is refused."""
+        given.require(self.model, self.loss_fn, args, kwargs)
+        updates = self._updates() if given.program.makes_updates else None
+        key: Hashable = (want_results, None if updates is None else updates.signature)
+        if key not in self._prepared:
+            self._forget_oldest()
+            self._request.renew(optimizer_cost(self.optimizer), updates)
+            self._prepared[key] = given.prepare(self._request, args, kwargs, want_results=want_results)
+            _warn_if_scarce(self._prepared[key].plan)
+        self._current = self._prepared[key]
+        return self._current
+
     def _prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any], want_results: bool) -> Prepared:
-        outline = (want_results, step_outline(self.model, self.loss_fn, args, kwargs))
+        """What runs for a batch like this one, made when the first of its kind comes."""
+        if self._given is not None:
+            return self._prepare_given(self._given, args, kwargs, want_results)
+        # What traces, measures and plans; a start from a plan does without.
+        from torch_odt.execute.prepare import prepare
+        from torch_odt.execute.signature import step_outline, step_values
+
+        updates = self._updates()
+        signature = None if updates is None else updates.signature
+        outline = (want_results, signature, step_outline(self.model, self.loss_fn, args, kwargs))
         values = step_values(self.model, self.loss_fn)
         key: Hashable = (outline, values)
         if key not in self._prepared and outline in self._prepared and not self._is_worth_a_try(outline, values):
@@ -221,7 +288,7 @@ class TrainStep:
         prepared = self._prepared.get(key)
         if prepared is None:
             self._forget_oldest()
-            self._request.renew(optimizer_cost(self.optimizer))
+            self._request.renew(optimizer_cost(self.optimizer), updates)
             traces = self._traces.setdefault(key, {})
             self._captures += not traces
             self._warn_of_many_captures()
@@ -236,6 +303,16 @@ class TrainStep:
         self._prepared.move_to_end(key)
         self._current = prepared
         return prepared
+
+    def _updates(self) -> OptimizerUpdates | None:
+        """What the optimizer can do before all gradients exist; None if it is not to."""
+        needs_all = ""
+        if self.accumulation_steps > 1:
+            needs_all = f"gradients of {self.accumulation_steps} calls are accumulated"
+        elif self.clip_grad_norm is not None:
+            needs_all = "clipping needs the norm of all gradients"
+        disabled = self._request.disabled_rewrites
+        return updates_of(self.optimizer, self.model, self.loss_fn, disabled, needs_all)
 
     def _is_worth_a_try(self, outline: Hashable, values: Hashable) -> bool:
         """Whether a step that was not captured may be by now: what its first run has set up has settled."""
@@ -261,6 +338,18 @@ class TrainStep:
         while len(self._traces) > _MOST_PREPARED:
             del self._traces[next(iter(self._traces))]
 
+    def _undone_on_failure(self, prepared: Prepared) -> contextlib.AbstractContextManager[None]:
+        """A step that pages may fail at any time, and is to be called again then."""
+        if not prepared.pages or prepared.program is None:
+            return contextlib.nullcontext()
+        # A start from a plan that does not page does without what undoes steps.
+        from torch_odt.execute.fallback import buffers_undone_on_failure
+
+        graph = prepared.program.parts[prepared.program.sizes[0]].graph
+        changed = {str(output.target) for output in graph.outputs_of("mutation")}
+        buffers = named_buffers(self.model, self.loss_fn)
+        return buffers_undone_on_failure(self.model, [tensor for name, tensor in buffers.items() if name in changed])
+
     def _differentiate(
         self, prepared: Prepared, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[torch.Tensor, Any]:
@@ -270,12 +359,22 @@ class TrainStep:
         earlier = self._set_aside_gradients(parameters)
         exist = any(p.grad is not None for p in parameters.values())
         buffers = named_buffers(self.model, self.loss_fn)
-        loss, results = prepared.run(args, kwargs, parameters, buffers, gradients_exist=exist, gradient_scale=share)
-        if prepared.plan.captured:
-            run_gradient_hooks(parameters)
+        try:
+            loss, results = prepared.run(
+                args,
+                kwargs,
+                parameters,
+                buffers,
+                gradients_exist=exist,
+                gradient_scale=share,
+                check_loss=self._refuse_nonfinite if self._nonfinite == "raise" else None,
+            )
+            if prepared.plan.captured:
+                run_gradient_hooks(parameters)
+        finally:
+            for parameter, gradient in earlier.items():
+                parameter.grad = gradient if parameter.grad is None else gradient.add_(parameter.grad)
         self._request.report_misses(prepared.plan)
-        for parameter, gradient in earlier.items():
-            parameter.grad = gradient if parameter.grad is None else gradient.add_(parameter.grad)
         return loss, results
 
     def _enter_group(self, parameters: dict[str, nn.Parameter], samples: int) -> float:
@@ -303,9 +402,13 @@ class TrainStep:
         if self.clip_grad_norm is not None:
             trained = dict.fromkeys(named_parameters(self.model, self.loss_fn).values())
             nn.utils.clip_grad_norm_([p for p in trained if p.grad is not None], self.clip_grad_norm)
-        with self._request.scratch(), memory.category("optimizer"):
+        if any(p.grad is not None for group in self.optimizer.param_groups for p in group["params"]):
+            with self._request.scratch(), memory.category("optimizer"):
+                self.optimizer.step()
+            self._request.check_scratch()
+        else:
+            # Everything has been updated in the backward pass; schedulers look whether the optimizer was called.
             self.optimizer.step()
-        self._request.check_scratch()
         self._calls_in_group = self._samples_in_group = 0
 
     def _tell_of_fallback(self, plan: Plan) -> None:
@@ -320,71 +423,42 @@ class TrainStep:
             )
 
     def _check_finite(self, loss: torch.Tensor) -> None:
-        if self._nonfinite == "ignore" or bool(torch.isfinite(loss)):
-            return
-        text = f"the loss is {loss.item()}; a lower learning rate or clip_grad_norm may help"
         if self._nonfinite == "raise":
-            raise FloatingPointError(text)
-        warnings.warn(text, NonFiniteLossWarning, stacklevel=4)
+            self._refuse_nonfinite(loss)
+        elif self._nonfinite == "warn" and not bool(torch.isfinite(loss)):
+            warnings.warn(_nonfinite_text(loss), NonFiniteLossWarning, stacklevel=4)
+
+    def _refuse_nonfinite(self, loss: torch.Tensor) -> None:
+        if not bool(torch.isfinite(loss)):
+            raise FloatingPointError(_nonfinite_text(loss))
 
 
-def check_trainable(model: nn.Module) -> None:
-    """Raises ValueError when there is nothing to train, or not on the CPU; TypeError when torch.compile was here."""
-    refuse_compiled(model)
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    if not parameters:
-        raise ValueError("the model has no trainable parameter: set requires_grad on those that are to learn")
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        if tensor.device.type != "cpu":
-            raise ValueError(
-                f"{name} is on {tensor.device}; torch_odt trains on the CPU in this version: use model.cpu()"
-            )
+def _disabled_rewrites(planner: str, names: Iterable[str]) -> frozenset[str]:
+    """What a plan is to be made without; raises where there is no such planner or rewrite."""
+    from torch_odt.capture.rewrite import switched_off
+    from torch_odt.planning.registry import get_planner
+
+    get_planner(planner)
+    return switched_off(names, planner)
 
 
-def _check_roles(model: nn.Module, loss_fn: Any, optimizer: Any) -> None:
-    """Raises TypeError or ValueError when the parts of a step are mixed up, or do not belong together."""
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise TypeError(f"the optimizer is a {type(optimizer).__name__}; TrainStep takes model, loss_fn, optimizer")
-    if loss_fn is not None and (not callable(loss_fn) or isinstance(loss_fn, torch.optim.Optimizer)):
-        raise TypeError(f"the loss_fn is a {type(loss_fn).__name__}; TrainStep takes model, loss_fn, optimizer")
-    own = set(named_parameters(model, loss_fn).values())
-    if not any(parameter in own for group in optimizer.param_groups for parameter in group["params"]):
-        raise ValueError(
-            "the optimizer holds no parameter of this model: make it from model.parameters() as they are now"
-        )
+def _nonfinite_text(loss: torch.Tensor) -> str:
+    return f"the loss is {loss.item()}; a lower learning rate or clip_grad_norm may help"
 
 
-def _check_batch(model: nn.Module, loss_fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Raises TypeError when a batch is not laid out as a step takes it."""
-    if not args and not kwargs:
-        raise TypeError("a step takes a batch: step(x, y), or step(**batch) for batches by keyword")
-    if kwargs or loss_fn is None or len(args) > 1:
-        return
-    if isinstance(args[0], dict):
-        raise TypeError("a batch in a dict is handed over by keyword: step(**batch)")
-    if isinstance(args[0], (tuple, list)):
-        raise TypeError("inputs and target are handed over one by one: step(*batch)")
-    required = [p for p in inspect.signature(model.forward).parameters.values() if p.default is p.empty]
-    if any(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in required):
-        raise TypeError("there is no target: a step takes the model's inputs and then the target, step(x, y)")
+def updates_of(
+    optimizer: torch.optim.Optimizer, model: nn.Module, loss_fn: Any, disabled: Container[str], needs_all: str = ""
+) -> OptimizerUpdates | None:
+    """What an optimizer can do in the backward pass; None where that is switched off.
 
-
-def named_parameters(model: nn.Module, loss_fn: Any) -> dict[str, nn.Parameter]:
-    """All parameters under the names that the graph uses, tied ones under each of theirs."""
-    return _named(nn.Module.named_parameters, model, loss_fn)
-
-
-def named_buffers(model: nn.Module, loss_fn: Any) -> dict[str, torch.Tensor]:
-    """All buffers under the names that the graph uses."""
-    return _named(nn.Module.named_buffers, model, loss_fn)
-
-
-def _named(tensors_of: Callable[..., Iterable[tuple[str, T]]], model: nn.Module, loss_fn: Any) -> dict[str, T]:
-    found = dict(tensors_of(model, remove_duplicate=False))
-    own = loss_module(model, loss_fn)
-    if own is not None:
-        found |= {f"loss_fn:{name}": tensor for name, tensor in tensors_of(own, remove_duplicate=False)}
-    return found
+    Args:
+        disabled: names of rewrites that are not to be made.
+        needs_all: why all gradients have to exist before it makes its step; empty if they need not.
+    """
+    if update_in_backward.__name__ in disabled:
+        return None
+    parameters, buffers = named_parameters(model, loss_fn), named_buffers(model, loss_fn)
+    return OptimizerUpdates(optimizer, parameters, buffers.values(), needs_all)
 
 
 def _warn_if_scarce(plan: Plan) -> None:

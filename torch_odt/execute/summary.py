@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import math
+
 from torch_odt._extensions import has_kernels
 from torch_odt.execute.accounting import Allowance
-from torch_odt.execute.candidates import Candidate, Candidates
+from torch_odt.execute.candidate import Candidate
+from torch_odt.execute.candidates import Candidates
+from torch_odt.execute.page_file import TORN_UPDATES, paging_notes
 from torch_odt.execute.request import StepRequest
 from torch_odt.execute.uncaptured import UncapturedStep
 from torch_odt.planning.plan import Plan, eager_seconds, recomputed_in
@@ -22,16 +26,25 @@ def summarize(
     part = candidate.parts[candidate.sizes[0]]
     whole = candidates.sized(candidates.batch)
     passes = len(candidate.sizes)
+    remarks = (
+        *_remarks(request),
+        *paging_notes(part.simulation),
+        *_why_the_optimizer_waits(request, candidates, passes),
+    )
     return Plan(
         planner=part.schedule.planner,
         lines=tuple(line for line in allowance.lines(candidate) if line.nbytes),
         step_seconds=candidate.seconds,
+        step_joules=candidate.joules,
+        device=whole.costs.machine,
+        objective=request.goal.objective,
+        deadline_seconds=None if math.isinf(request.goal.deadline_seconds) else request.goal.deadline_seconds,
         eager_seconds=eager_seconds(whole.graph, whole.costs),
         batch=candidates.batch,
         micro_batch=candidate.sizes[0] if passes > 1 else None,
         budget=allowance.budget,
         recomputed=recomputed_in(part.graph, part.costs, part.schedule, passes=passes),
-        notes=tuple(dict.fromkeys((*part.graph.notes, *part.costs.notes, *candidates.notes, *_remarks(request)))),
+        notes=tuple(dict.fromkeys((*part.graph.notes, *part.costs.notes, *candidates.notes, *remarks))),
         tensor_peak_bytes=candidate.tensor_peak_bytes + allowance.state_bytes,
         planning_seconds=planning_seconds,
         schedule=part.schedule,
@@ -53,6 +66,18 @@ def summarize_fallback(request: StepRequest, allowance: Allowance, samples: int,
         notes=(*step.notes, *_remarks(request)),
         captured=False,
     )
+
+
+def _why_the_optimizer_waits(request: StepRequest, candidates: Candidates, passes: int) -> tuple[str, ...]:
+    if request.updates is None:
+        return ()
+    several = f"gradients are summed over {passes} micro-batches" if passes > 1 else ""
+    torn = TORN_UPDATES if candidates.pages_by else ""
+    reason = request.updates.waits_for or several or torn
+    if reason:
+        return (f"the optimizer makes its step after the backward pass: {reason}",)
+    kept = request.updates.kept.items()
+    return tuple(f"{count} gradients are kept for the optimizer's step: {reason}" for reason, count in kept)
 
 
 def _remarks(request: StepRequest) -> tuple[str, ...]:

@@ -30,6 +30,9 @@ from torch_odt.execute.fallback import (
 )
 from torch_odt.execute.graph_calls import GraphRunner, boxed
 from torch_odt.execute.module_costs import ModuleCosts, choose
+from torch_odt.execute.optimizer_updates import require_own_parameters
+from torch_odt.execute.page_file import PageFile, open_page_file
+from torch_odt.execute.wrap_given import GivenSchedule
 from torch_odt.execute.wrap_session import WrapSession
 from torch_odt.planning.plan import Plan
 from torch_odt.planning.registry import get_planner
@@ -44,9 +47,12 @@ _RECOMPILE_LIMIT = 64
 def wrap(
     model: Model,
     *,
-    budget: int | str | Budget,
+    budget: int | str | Budget | None = None,
+    plan: str | Path | Plan | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
     planner: str = "auto",
     disable_rewrites: Iterable[str] = (),
+    page_to: str | Path | PageFile | None = None,
     cache: CacheOption = None,
 ) -> Model:
     """Keep a model's training inside a budget while the loop stays as it is.
@@ -61,23 +67,44 @@ def wrap(
 
     Args:
         model: any `nn.Module` on the CPU.
-        budget: bytes, as `Budget` takes them ("512MiB", "80%", "auto", an int, or a `Budget`).
+        budget: bytes, as `Budget` takes them ("512MiB", "80%", "auto", an int, or a `Budget`). It must be given, but
+            that with `plan` the plan's budget is the default.
+        plan: what `plan_of` told of a model wrapped like this one after its second step, or the path of its file (see
+            `Plan.save`): nothing is measured or planned then. The loop is captured as ever, must give the same graphs,
+            and follows the plan in every training step; `planner` and `disable_rewrites` are the plan's. `TrainStep`
+            need not capture.
+        optimizer: the one whose `step()` the loop calls after each `backward()`. `backward()` then updates parameters
+            itself, each as soon as its gradient is complete, with the hyperparameters of that moment: their `.grad`
+            stays None, and `step()` finds nothing left to do for them. Choose it for less memory where nothing looks at
+            gradients or changes them: they cannot be clipped, accumulated, or scaled by a `GradScaler`, and every
+            backward pass through the model trains it, whatever it was made for. Gradients are delivered as ever where
+            the optimizer is not SGD, Adam or AdamW of `torch.optim`, where it or a parameter has hooks, and where more
+            than one graph of the model adds to a gradient, or may; the plan says why.
         planner: "auto", or the name of one planner.
         disable_rewrites: names of rewrites that are not to be made ("fuse_batch_norm"); the plan names those that are.
+        page_to: a folder on a disk, or a `PageFile`, to which tensors may be moved while the step does not need them;
+            None never pages. Parameters are not updated in the backward pass then: a transfer that fails must not leave
+            some of them updated. A given `plan` that pages needs it.
         cache: folder for measurements, None for the default one, False for none.
 
     Raises:
+        PagingError: at a forward or backward pass, when a transfer failed; parameters are as they were.
         InfeasibleBudget: at a forward pass, before the first operator that cannot fit.
-        ValueError: a parameter is not on the CPU, or there is no rewrite of that name.
-        PlanError: there is no planner of that name.
-        TypeError: `model` is no `nn.Module`, or has been compiled by torch.compile already.
+        RuntimeError: at a second backward pass before `optimizer.step()`, where `optimizer` was given.
+        ValueError: a parameter is not on the CPU, or the optimizer holds none of the model's, or there is no rewrite
+            of that name, or an option is given that `plan` decides.
+        PlanError: there is no planner of that name, or `plan` is none that can be followed; in a step, when it is for
+            another graph, and what differs.
+        OSError: the file of `plan` cannot be read.
+        TypeError: `model` is no `nn.Module`, or has been compiled by torch.compile already; or the optimizer is
+            none of torch's.
 
     Warns:
         OdtWarning: the model cannot be captured; checkpointed submodules take the place of planned graphs.
 
     Example:
         >>> import torch, torch_odt as odt
-        >>> model = odt.wrap(torch.nn.Linear(4, 2), budget=odt.Budget("64MiB", of="training"), cache=False)
+        >>> model = odt.wrap(torch.nn.Linear(4, 2), budget=odt.Budget("1GiB", of="training"), cache=False)
         >>> model(torch.ones(3, 4)).sum().backward()
         >>> model.weight.grad.shape
         torch.Size([2, 4])
@@ -89,10 +116,27 @@ def wrap(
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if tensor.device.type != "cpu":
             raise ValueError(f"{name} is on {tensor.device}; torch_odt trains on the CPU in this version")
+    if optimizer is not None:
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise TypeError(f"the optimizer is a {type(optimizer).__name__}")
+        require_own_parameters(optimizer, model.parameters())
     get_planner(planner)
     disabled = switched_off(disable_rewrites, planner)
+    if plan is not None and (planner != "auto" or tuple(disable_rewrites)):
+        raise ValueError("with plan= the planner and the rewrites are those of the plan")
+    page_file = PageFile.of_value(page_to)
+    opened = None if page_file is None else open_page_file(page_file)
+    given = None if plan is None else GivenSchedule.of_value(plan, opened)
+    if given is not None:
+        disabled = given.disabled
+    if budget is None:
+        if given is None:
+            raise TypeError("wrap takes a budget=, or a plan= that was made for one")
+        budget = given.plan.given_budget
     unwrap(model)
-    session = WrapSession(model, Budget.of_value(budget), planner, disabled, Cache.of_value(cache))
+    session = WrapSession(
+        model, Budget.of_value(budget), planner, disabled, Cache.of_value(cache), optimizer, opened, given
+    )
     model._compiled_call_impl = _WrappedCall(model, session)
     return model
 
@@ -100,6 +144,7 @@ def wrap(
 def unwrap(model: Model) -> Model:
     """Make a wrapped model plain again; does nothing to a plain one."""
     if isinstance(model._compiled_call_impl, _WrappedCall):
+        model._compiled_call_impl.session.close()
         model._compiled_call_impl = None
     return model
 

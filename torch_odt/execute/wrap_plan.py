@@ -4,12 +4,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from torch_odt._extensions import memory_module
+from torch_odt.capture.concatenate import Concatenation
 from torch_odt.capture.costs import Costs
 from torch_odt.capture.graph import TrainingGraph
+from torch_odt.execute.candidate import update_seconds
 from torch_odt.execute.executor import Executor
+from torch_odt.execute.graph_calls import GraphRunner, Rules
+from torch_odt.execute.page_file import paging_notes
+from torch_odt.execute.wrap_updates import Names
 from torch_odt.planning.plan import Plan, PlanLine, eager_seconds, recomputed_in
-from torch_odt.planning.pool import Layout
+from torch_odt.planning.pool import QUICK, Layout, pack
 from torch_odt.planning.schedule import Schedule
+from torch_odt.planning.simulate import simulate
 from torch_odt.planning.timeline import timeline_of
 from torch_odt.runtime.budget import ResolvedBudget
 
@@ -38,6 +45,31 @@ class StepPlan:
     made_for_bytes: int
     seconds: float
     recompute_seconds: float
+
+
+@dataclass(eq=False)
+class Sequence:
+    """The calls of a step, and its plans.
+
+    Attributes:
+        names: the parameters of each call, when it was seen last.
+        rules: how each call updates parameters; `plans` and `whole` have these updates.
+    """
+
+    runners: tuple[GraphRunner, ...]
+    names: tuple[Names, ...] = ()
+    rules: list[Rules] = field(default_factory=list)
+    plans: list[StepPlan] = field(default_factory=list)
+    whole: Concatenation | None = None
+
+    def follow(self, rules: list[Rules]) -> None:
+        """Updates are made by these rules from now on; what was planned with others is of no use."""
+        if rules != self.rules:
+            self.rules, self.plans, self.whole = rules, [], None
+
+    @property
+    def graphs(self) -> list[TrainingGraph]:
+        return [runner.graph(rules) for runner, rules in zip(self.runners, self.rules, strict=True)]
 
 
 @dataclass
@@ -76,16 +108,18 @@ class Ledger:
             self.notes.append(text)
 
 
-def summarize_wrap(ledger: Ledger, budget: ResolvedBudget, planner: str, departures: str = "") -> Plan:
+def summarize_wrap(ledger: Ledger, budget: ResolvedBudget, planner: str, remarks: tuple[str, ...] = ()) -> Plan:
     """The plan of a wrapped model as it stands.
 
     Args:
-        departures: what has been seen of allocations that departed from it.
+        remarks: on what has been seen since it was made; empty ones do not count.
     """
     step = None if ledger.fallback else ledger.step
+    if step is not None and step.costs.transfers is not None:
+        remarks = (*remarks, *paging_notes(simulate(step.graph, step.costs, step.schedule)))
     steps = _step_lines(step) if ledger.fallback_line is None else [ledger.fallback_line]
     lines = tuple(line for line in (*steps, *_other_lines(ledger)) if line.nbytes)
-    notes = (*_notes(ledger), *([departures] if departures else []))
+    notes = tuple(dict.fromkeys((*_notes(ledger), *([] if step is None else step.graph.notes), *filter(None, remarks))))
     if step is None:
         name = "checkpointing" if ledger.fallback else planner
         return Plan(
@@ -100,8 +134,9 @@ def summarize_wrap(ledger: Ledger, budget: ResolvedBudget, planner: str, departu
     return Plan(
         planner=step.schedule.planner,
         lines=lines,
-        step_seconds=step.seconds,
+        step_seconds=step.seconds - update_seconds(step.graph, step.costs),
         eager_seconds=eager_seconds(step.graph, step.costs),
+        device=step.costs.machine,
         budget=budget,
         recomputed=recomputed_in(step.graph, step.costs, step.schedule),
         notes=notes,
@@ -140,3 +175,14 @@ def _notes(ledger: Ledger) -> list[str]:
     if ledger.step is not None and len(ledger.step.executors) > 1:
         notes.append(f"{len(ledger.step.executors)} graphs, planned together")
     return notes + ledger.notes
+
+
+def footprint(graph: TrainingGraph, costs: Costs, schedule: Schedule) -> int:
+    """What a schedule takes: in an arena a little more than its live bytes."""
+    if memory_module is None:
+        return simulate(graph, costs, schedule).peak_bytes
+    return pack(graph, costs, schedule, effort=QUICK).total_bytes
+
+
+def result_bytes(graphs: list[TrainingGraph]) -> int:
+    return sum(graph.values[o.value].nbytes for graph in graphs for o in graph.outputs_of("result"))

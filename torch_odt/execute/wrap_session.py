@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from bisect import bisect_left
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 
 from torch_odt import memory
@@ -22,27 +24,25 @@ from torch_odt.capture.costs import Costs
 from torch_odt.capture.graph import TrainingGraph
 from torch_odt.capture.machine import machine_name, settings_name
 from torch_odt.capture.profile import profile
+from torch_odt.capture.update_in_backward import UPDATE, update_in_backward
 from torch_odt.errors import InfeasibleBudget, PlanError
 from torch_odt.execute.accounting import Allowance, allow, held_by_process, make_room, nearby, rounded
 from torch_odt.execute.executor import Executor
-from torch_odt.execute.graph_calls import Calls, GraphRunner
+from torch_odt.execute.graph_calls import Calls, GraphRunner, Rules
 from torch_odt.execute.optimizer_reserve import OptimizerReserve
+from torch_odt.execute.page_file import TORN_UPDATES, OpenPageFile
 from torch_odt.execute.request import departures
 from torch_odt.execute.smallest_plans import remembered_smallest
-from torch_odt.execute.wrap_plan import Ledger, StepPlan, summarize_wrap
+from torch_odt.execute.split_schedule import split
+from torch_odt.execute.wrap_given import GivenSchedule, WrapProgram
+from torch_odt.execute.wrap_plan import Ledger, Sequence, StepPlan, footprint, result_bytes, summarize_wrap
+from torch_odt.execute.wrap_updates import WrapUpdates
 from torch_odt.planning.auto import auto
+from torch_odt.planning.calibrate import within
 from torch_odt.planning.plan import Plan
-from torch_odt.planning.pool import pack
+from torch_odt.planning.pool import Layout, pack
 from torch_odt.planning.registry import get_planner
-from torch_odt.planning.schedule import (
-    Deliver,
-    Free,
-    Instruction,
-    Run,
-    Schedule,
-    schedule_from_data,
-    schedule_to_data,
-)
+from torch_odt.planning.schedule import Schedule, schedule_from_data, schedule_to_data
 from torch_odt.planning.simulate import simulate
 from torch_odt.runtime.budget import Budget, ResolvedBudget
 
@@ -60,15 +60,6 @@ _STEPS_WITHOUT_OPTIMIZER = 3
 _LOSS_RESULTS = 4
 
 
-@dataclass(eq=False)
-class Sequence:
-    """The calls of a step, and its plans."""
-
-    runners: tuple[GraphRunner, ...]
-    plans: list[StepPlan] = field(default_factory=list)
-    whole: Concatenation | None = None
-
-
 class WrapSession:
     """Keeps one wrapped model inside its budget.
 
@@ -78,12 +69,24 @@ class WrapSession:
         planner: a planner's name.
         disabled_rewrites: names of rewrites that are not to be made.
         cache: where measurements of ops are kept.
+        optimizer: the one that trains the model; None if it is to be looked for.
+        page_file: what may be paged to; None where nothing is.
+        given: the plan to follow; None where one is to be made.
     """
 
     def __init__(
-        self, model: nn.Module, budget: Budget, planner: str, disabled_rewrites: frozenset[str], cache: Cache
+        self,
+        model: nn.Module,
+        budget: Budget,
+        planner: str,
+        disabled_rewrites: frozenset[str],
+        cache: Cache,
+        optimizer: torch.optim.Optimizer | None = None,
+        page_file: OpenPageFile | None = None,
+        given: GivenSchedule | None = None,
     ) -> None:
         memory.install()
+        self._page_file = page_file
         self.calls = Calls()
         self.level_bytes = held_by_process()
         self._asked = budget
@@ -96,10 +99,15 @@ class WrapSession:
         self._planner = planner
         self._cache = cache
         self._model = model
+        self._given_optimizer = optimizer
+        self._given = given
+        self._updates: WrapUpdates | None = None
+        if optimizer is not None and update_in_backward.__name__ not in disabled_rewrites:
+            self._updates = WrapUpdates(model, optimizer, TORN_UPDATES if page_file else "")
         self._optimizer: OptimizerReserve | None = None
         self._steps = 0
         self._costs: dict[str, Costs] = {}
-        self._frugal: dict[GraphRunner, StepPlan] = {}
+        self._frugal: dict[tuple[GraphRunner, Rules], StepPlan] = {}
         self._sequences: dict[tuple[GraphRunner, ...], Sequence] = {}
         self._expected: dict[GraphRunner, Sequence] = {}
         self._current: list[GraphRunner] = []
@@ -118,11 +126,22 @@ class WrapSession:
         self._asked = budget
         self.budget = budget.resolve(self.level_bytes)
         self._forget_estimates()
+        if self._updates is not None:
+            self._updates.forget()
+
+    def close(self) -> None:
+        """Leave the optimizer as it was."""
+        if self._updates is not None:
+            self._updates.close()
 
     @property
     def plan(self) -> Plan:
         """The plan as it stands, for people."""
-        return summarize_wrap(self.ledger, self.budget, self._planner, departures(self._arena))
+        waiting = [] if self._updates is None else self._updates.notes(is_captured=not self.ledger.fallback)
+        plan = summarize_wrap(self.ledger, self.budget, self._planner, (*waiting, departures(self._arena)))
+        if plan.captured and self._running is not None and self._running.layout is not None:
+            plan.program = WrapProgram(self._running, self._running.layout, self.disabled_rewrites)
+        return plan
 
     # What is held, and what is left.
 
@@ -145,8 +164,10 @@ class WrapSession:
         given = self.budget.in_terms_of(self.budget.growth_bytes)
         # What a capture leaves in the process differs from start to start; the named budget must be accepted each time.
         given += max(0, self._usual_tracing_bytes - self.ledger.tracing_bytes) + _NOISE_BYTES
-        hints = ("a smaller batch", "TrainStep, which sees the loss and can cut the batch")
-        raise InfeasibleBudget(self.budget.text, given + needed_bytes - room_bytes, hints, what)
+        hints = ["a smaller batch", "TrainStep, which sees the loss and can cut the batch"]
+        if self._given_optimizer is None:
+            hints.append("wrap with optimizer=, where nothing else needs the gradients")
+        raise InfeasibleBudget(self.budget.text, given + needed_bytes - room_bytes, tuple(hints), what)
 
     def fall_back(self, reason: str) -> None:
         """From now on the model runs without graphs: no arena serves it, and failed captures have left their traces."""
@@ -184,18 +205,20 @@ class WrapSession:
 
     def new_runner(self, piece: Any) -> GraphRunner:
         self.runner_count += 1
-        return GraphRunner(piece, self.calls, self._executor_for, self._on_backward)
+        return GraphRunner(piece, self.calls, self._executor_for, self._on_backward, self._updates)
 
     def new_inference_runner(self, piece: Any) -> GraphRunner:
         self.runner_count += 1
         return GraphRunner(piece, self.calls, self._inference_executor_for, self._on_backward)
 
-    def _executor_for(self, runner: GraphRunner) -> Executor:
+    def _executor_for(self, runner: GraphRunner, args: list[Any]) -> Executor:
         self.run_count += 1
         if self._backward_began or not self.calls.waiting:
             self._begin_step(runner)
         position = len(self._current)
         self._current.append(runner)
+        if self._updates is not None:
+            self._updates.note_call(runner.piece, args)
         follows = self._follows
         if follows is None or position >= len(follows.runners) or follows.runners[position] is not runner:
             self._follows = None
@@ -207,6 +230,8 @@ class WrapSession:
         self._steps += self._backward_began
         self._note_sequence()
         self._current = []
+        if self._updates is not None:
+            self._updates.begin_step()
         self._backward_began = False
         if self._optimizer is not None and self._steps <= _STEPS_WITHOUT_OPTIMIZER:
             self._optimizer.tag_state()
@@ -222,6 +247,7 @@ class WrapSession:
         if not key or len(key) > _LONGEST_SEQUENCE:
             return
         sequence = self._sequences.setdefault(key, Sequence(key))
+        sequence.names = () if self._updates is None else self._updates.calls
         self._expected[key[0]] = sequence
 
     def _on_backward(self) -> None:
@@ -234,7 +260,7 @@ class WrapSession:
         if self._follows is None or self._running is None or memory.stats().allocated_bytes is None:
             return
         unseen = self.used_bytes() - self._level_of_step - self._running.boundary_bytes
-        results = _result_bytes([runner.piece.graph for runner in self._current])
+        results = result_bytes([runner.piece.graph for runner in self._current])
         reserve = max(0, unseen) + 2 * results
         self._measured_reserve = max(self._measured_reserve or 0, reserve)
         self.ledger.reserved_bytes, self.ledger.is_reserve_measured = self._measured_reserve, True
@@ -242,7 +268,7 @@ class WrapSession:
     def _optimizer_bytes(self) -> int:
         """For the optimizer's state, until it exists."""
         if self._optimizer is None or self._must_look_for_optimizers(self._optimizer):
-            self._optimizer = OptimizerReserve(self._model.parameters())
+            self._optimizer = OptimizerReserve(self._model.parameters(), self._given_optimizer)
             self.ledger.is_optimizer_known = self._optimizer.is_known
         # Whatever makes the steps must have made its state by then, and that is counted.
         is_waited_for = self._optimizer.is_known or self._steps < _STEPS_WITHOUT_OPTIMIZER
@@ -258,13 +284,14 @@ class WrapSession:
     def _loss_reserve_for(self, graphs: list[TrainingGraph]) -> int:
         if self._measured_reserve is not None:
             return self._measured_reserve
-        self.ledger.reserved_bytes = _LOSS_RESULTS * _result_bytes(graphs)
+        self.ledger.reserved_bytes = _LOSS_RESULTS * result_bytes(graphs)
         return self.ledger.reserved_bytes
 
     # Schedules.
 
     def _plan_for(self, sequence: Sequence) -> StepPlan:
         """The fastest plan of a sequence that fits now."""
+        sequence.follow([()] * len(sequence.runners) if self._updates is None else self._updates.rules(sequence.names))
         graphs = [runner.piece.graph for runner in sequence.runners]
         room = self.room_bytes() - self._reserve_for(graphs)
         fitting = [plan for plan in sequence.plans if plan.peak_bytes <= room]
@@ -276,10 +303,14 @@ class WrapSession:
         return best
 
     def _make_plan(self, sequence: Sequence, room: int) -> StepPlan:
+        graphs = sequence.graphs
         if sequence.whole is None:
-            sequence.whole = concatenate([runner.piece.graph for runner in sequence.runners])
-        graphs = [runner.piece.graph for runner in sequence.runners]
+            sequence.whole = concatenate(graphs)
         graph, costs = sequence.whole.graph, self._costs_of(sequence.whole.graph)
+        if self._given is not None:
+            plan = self._place(sequence.whole, graphs, self._given.schedule_for(graph), room)
+            self.check(plan.peak_bytes, room, "the given plan does not fit")
+            return plan
         plan = self._place(sequence.whole, graphs, self._remembered_schedule(graph, costs, room), room)
         if plan.peak_bytes > room:
             plan = self._place(sequence.whole, graphs, self._smallest(graph), room)
@@ -288,9 +319,13 @@ class WrapSession:
         self.check(plan.peak_bytes, room, "not even the schedule of the fewest bytes fits")
         return plan
 
-    def _optimizer_step_bytes(self) -> int:
-        """Gradients and temporaries of an optimizer step, when nothing else of the step is left."""
-        return 0 if self._optimizer is None else self._optimizer.gradient_bytes + self._optimizer.workspace_bytes
+    def _optimizer_step_bytes(self, graph: TrainingGraph) -> int:
+        """Gradients and temporaries of an optimizer step after a graph, when nothing else of the step is left."""
+        if self._optimizer is None:
+            return 0
+        updated = sum(graph.values[op.reads[0]].nbytes for op in graph.program if op.target == UPDATE)
+        gradients = self._optimizer.gradient_bytes - updated
+        return gradients + self._optimizer.workspace_bytes if gradients > 0 else 0
 
     def _remembered_schedule(self, graph: TrainingGraph, costs: Costs, room: int) -> Schedule:
         """The schedule that an earlier process has made for about this room, or a new one."""
@@ -300,7 +335,7 @@ class WrapSession:
                 with contextlib.suppress(PlanError, ValueError, KeyError, TypeError, IndexError):
                     schedule = schedule_from_data(data)
                     simulate(graph, costs, schedule)
-                    if _footprint(graph, costs, schedule) <= room:
+                    if footprint(graph, costs, schedule) <= room:
                         return schedule
         schedule = self._schedule(graph, costs, rounded(max(0, room)))
         if not costs.too_large:
@@ -308,18 +343,21 @@ class WrapSession:
         return schedule
 
     def _plan_key(self, graph: TrainingGraph, rounded_bytes: int) -> str:
-        return plan_key("wrap", graph.fingerprint, machine_name(), settings_name(), rounded_bytes, self._planner)
+        transfers = "" if self._page_file is None else self._page_file.costs.name
+        made_by = (rounded_bytes, self._planner, transfers)
+        return plan_key("wrap", graph.fingerprint, machine_name(), settings_name(), *made_by)
 
     def _schedule(self, graph: TrainingGraph, costs: Costs, room: int) -> Schedule:
+        takes = partial(footprint, graph, costs)
         if self._planner == "auto":
-            return auto(graph, costs, room, footprint=lambda schedule: _footprint(graph, costs, schedule))
-        return get_planner(self._planner)(graph, costs, room)
+            return auto(graph, costs, room, footprint=takes)
+        return within(get_planner(self._planner), graph, costs, room, takes)
 
     def _place(self, whole: Concatenation, graphs: list[TrainingGraph], schedule: Schedule, room: int) -> StepPlan:
         """A schedule as executors, with addresses in the arena where there is one."""
         graph, costs = whole.graph, self._costs_of(whole.graph)
         simulation = simulate(graph, costs, schedule)
-        layout = None if memory_module is None else pack(graph, costs, schedule)
+        layout = None if memory_module is None else self._layout(graph, costs, schedule)
         if layout is not None and (layout.total_bytes > room or not self._reserve_arena(layout.address_peak_bytes)):
             # Ordinary allocations have no gaps between them.
             layout = None
@@ -345,8 +383,16 @@ class WrapSession:
             loaded = [-1] * len(parts)
         for part_graph, part, table in zip(graphs, parts, loaded, strict=True):
             arena = None if table == -1 else self._arena
-            plan.executors.append(Executor(part_graph, part.schedule, arena=arena, arena_table=table))
+            operators = {} if self._updates is None else self._updates.operators(part_graph)
+            pager = None if self._page_file is None else self._page_file.pager
+            plan.executors.append(
+                Executor(part_graph, part.schedule, arena=arena, arena_table=table, operators=operators, pager=pager)
+            )
         return plan
+
+    def _layout(self, graph: TrainingGraph, costs: Costs, schedule: Schedule) -> Layout:
+        given = self._given
+        return pack(graph, costs, schedule) if given is None or schedule is not given.schedule else given.stored.layout
 
     def _reserve_arena(self, nbytes: int) -> bool:
         """An arena of at least so many bytes; False without one, or when a larger one is needed while it is in use."""
@@ -364,19 +410,20 @@ class WrapSession:
 
     def _frugal_executor(self, runner: GraphRunner) -> Executor:
         """The schedule of the fewest bytes of one graph, whose later calls are not known."""
-        graph = runner.piece.graph
+        rules = () if self._updates is None else self._updates.rules_of_last_call()
+        graph = runner.graph(rules)
         self._costs_of(graph)
         self._take_stock(graph)
         room = self.room_bytes() - self._reserve_for([graph])
-        plan = self._frugal.get(runner)
+        plan = self._frugal.get((runner, rules))
         if plan is None or plan.peak_bytes > room:
             whole = concatenate([graph])
             plan = self._place(whole, [graph], self._frugal_schedule(graph), room)
             if plan.peak_bytes > room and self._measure_all(graph, whole.graph):
                 plan = self._place(whole, [graph], self._frugal_schedule(graph), room)
-            self._frugal[runner] = plan
+            self._frugal[runner, rules] = plan
         is_first = len(self._current) == 1
-        needed = max(plan.peak_bytes, self._optimizer_step_bytes()) if is_first else plan.peak_bytes
+        needed = max(plan.peak_bytes, self._optimizer_step_bytes(graph)) if is_first else plan.peak_bytes
         self.check(needed, room, "not even the schedule of the fewest bytes fits")
         self._describe(plan, [called.piece.graph for called in self._current])
         return plan.executors[0]
@@ -385,20 +432,23 @@ class WrapSession:
         if self._planner == "keep-all":
             # It promises that nothing is recomputed: not in the first step either.
             return get_planner("keep-all")(graph, self._costs_of(graph), 0)
+        if self._given is not None and self._given.graphs == 1:
+            return self._given.schedule_for(concatenate([graph]).graph)
         return self._smallest(graph)
 
     def _smallest(self, graph: TrainingGraph) -> Schedule:
         costs = self._costs_of(graph)
-        # One that rests on estimates is not to be remembered.
-        return remembered_smallest(Cache(enabled=False) if costs.too_large else self._cache, graph, costs)
+        # One that rests on estimates, or on a device's speed, is not to be remembered.
+        is_lasting = not costs.too_large and costs.transfers is None
+        return remembered_smallest(self._cache if is_lasting else Cache(enabled=False), graph, costs)
 
-    def _inference_executor_for(self, runner: GraphRunner) -> Executor:
+    def _inference_executor_for(self, runner: GraphRunner, _: list[Any]) -> Executor:
         self.run_count += 1
         graph, room = runner.piece.graph, self.room_bytes()
-        plan = self._frugal.get(runner) or self._inference_plan(graph)
+        plan = self._frugal.get((runner, ())) or self._inference_plan(graph)
         if plan.peak_bytes > room and self._measure_all(graph):
             plan = self._inference_plan(graph)
-        self._frugal[runner] = plan
+        self._frugal[runner, ()] = plan
         self.check(plan.peak_bytes, room, "a forward pass that keeps nothing does not fit")
         return plan.executors[0]
 
@@ -412,8 +462,13 @@ class WrapSession:
     def _costs_of(self, graph: TrainingGraph) -> Costs:
         key = graph.fingerprint
         if key not in self._costs:
-            self._costs[key] = profile(graph, cache=self._cache, limit_bytes=self._measuring_bytes)
+            given = None if self._given is None else self._given.costs_for(graph)
+            self._costs[key] = given or self._measure(graph, self._measuring_bytes)
         return self._costs[key]
+
+    def _measure(self, graph: TrainingGraph, limit_bytes: Callable[[], int]) -> Costs:
+        costs = profile(graph, cache=self._cache, limit_bytes=limit_bytes)
+        return replace(costs, transfers=None if self._page_file is None else self._page_file.costs)
 
     def _measuring_bytes(self) -> int:
         return max(0, min(memory.available(), self.budget.total_bytes - held_by_process()))
@@ -422,13 +477,13 @@ class WrapSession:
         """Before a refusal: measure what was too large for the budget too. Whether there was any."""
         estimated = [graph for graph in graphs if self._costs_of(graph).too_large]
         for graph in estimated:
-            self._costs[graph.fingerprint] = profile(graph, cache=self._cache, limit_bytes=memory.available)
+            self._costs[graph.fingerprint] = self._measure(graph, memory.available)
         return bool(estimated)
 
     def _forget_estimates(self) -> None:
         """With another budget, what was too large to be measured may not be any more; nor are its plans to stay."""
         self._costs = {key: costs for key, costs in self._costs.items() if not costs.too_large}
-        self._frugal = {runner: plan for runner, plan in self._frugal.items() if not plan.costs.too_large}
+        self._frugal = {key: plan for key, plan in self._frugal.items() if not plan.costs.too_large}
         for sequence in self._sequences.values():
             sequence.plans = [plan for plan in sequence.plans if not plan.costs.too_large]
 
@@ -438,50 +493,8 @@ class WrapSession:
             self.ledger.note(note)
 
 
-@dataclass
-class SchedulePart:
-    """The instructions of one part of a concatenation, and their positions in the schedule of the whole."""
-
-    schedule: Schedule
-    positions: list[int]
-
-
-def split(schedule: Schedule, whole: Concatenation) -> list[SchedulePart]:
-    """The schedule of each part of a concatenation, from the schedule of the whole."""
-    count = 1 + max((part for part, _ in whole.values), default=0)
-    instructions: list[list[Instruction]] = [[] for _ in range(count)]
-    positions: list[list[int]] = [[] for _ in range(count)]
-    for position, instruction in enumerate(schedule.instructions):
-        match instruction:
-            case Run(op):
-                part, index = whole.ops[op]
-                instructions[part].append(Run(index))
-            case Free(value):
-                part, index = whole.values[value]
-                instructions[part].append(Free(index))
-            case Deliver(output):
-                part, index = whole.outputs[output]
-                instructions[part].append(Deliver(index))
-        positions[part].append(position)
-    return [
-        SchedulePart(Schedule(tuple(own), bisect_left(at, schedule.boundary), schedule.planner), at)
-        for own, at in zip(instructions, positions, strict=True)
-    ]
-
-
-def _footprint(graph: TrainingGraph, costs: Costs, schedule: Schedule) -> int:
-    """What a schedule takes: in an arena a little more than its live bytes."""
-    if memory_module is None:
-        return simulate(graph, costs, schedule).peak_bytes
-    return pack(graph, costs, schedule).total_bytes
-
-
 def _unload(arena: Any, tables: list[int]) -> None:
     for table in tables:
         # A table that is selected stays until another one is.
         with contextlib.suppress(RuntimeError):
             arena.unload(table)
-
-
-def _result_bytes(graphs: list[TrainingGraph]) -> int:
-    return sum(graph.values[o.value].nbytes for graph in graphs for o in graph.outputs_of("result"))

@@ -1,0 +1,95 @@
+"""Frontiers of several planners: one graph, one set of measurements, and whatever is known of joules and paging."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import torch_odt as odt
+from torch_odt._extensions import memory_module
+from torch_odt.capture.costs import Costs, TransferCosts
+from torch_odt.capture.graph import TrainingGraph
+from torch_odt.execute import prepare
+from torch_odt.execute.frontier import frontiers
+from torch_odt.execute.page_file import PageFile
+from torch_odt.planning.page.document import page
+from torch_odt.runtime.budget import format_bytes
+
+OPTIONS: dict[str, Any] = {"rungs": 2, "time_limit_seconds": 2.0}
+WATTS = 4.0
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> Iterator[None]:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        yield
+
+
+def step(*, norm: bool = False) -> tuple[nn.Module, Any, tuple[Tensor, Tensor]]:
+    layers: list[nn.Module] = []
+    for i in range(5):
+        layers += [nn.Conv2d(8 if i else 3, 8, 3, padding=1), nn.BatchNorm2d(8) if norm else nn.Tanh(), nn.ReLU()]
+    model = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 5))
+    return model, F.cross_entropy, (torch.randn(8, 3, 32, 32), torch.arange(8) % 5)
+
+
+def test_all_planners_are_given_the_same(tmp_path: Path) -> None:
+    done: list[str] = []
+    found = frontiers(*step(norm=True), planners=("melon", "dtr"), cache=tmp_path, report=done.append, **OPTIONS)
+    assert list(found) == done == ["melon", "dtr"]
+    for frontier in found.values():
+        assert all(more.peak_bytes > less.peak_bytes for more, less in pairwise(frontier))
+        assert all(more.step_seconds < less.step_seconds for more, less in pairwise(frontier))
+    first, second = (frontier.plans[0] for frontier in found.values())
+    assert (first.peak_bytes, first.step_seconds) == (second.peak_bytes, second.step_seconds)
+    assert {plan.planner for frontier in found.values() for plan in frontier} <= {"keep-all", "melon", "dtr"}
+    assert all(plan.step_joules is None for frontier in found.values() for plan in frontier)
+
+
+def test_nobody_s_frontier_is_refused() -> None:
+    with pytest.raises(odt.PlanError, match="nobody"):
+        frontiers(*step(), planners=("melon", "nobody"), cache=False)
+
+
+def test_joules_are_those_of_seconds_where_nothing_is_paged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    original = prepare.profile_graph
+
+    def with_watts(request: Any, graph: TrainingGraph, **options: Any) -> Costs:
+        return replace(original(request, graph, **options), watts=WATTS)
+
+    monkeypatch.setattr(prepare, "profile_graph", with_watts)
+    model, loss_fn, batch = step()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    found = frontiers(model, loss_fn, batch, planners=("melon",), optimizer=optimizer, cache=tmp_path, **OPTIONS)[
+        "melon"
+    ]
+    assert {plan.micro_batch is None for plan in found} == {False, True}
+    for plan in found:
+        assert plan.step_joules == pytest.approx(WATTS * plan.step_seconds)
+        assert f"{plan.step_joules * 1e3:.3g} mJ" in str(plan)
+    assert odt.Plan.from_state(found.plans[0].to_state()).step_joules == found.plans[0].step_joules
+    assert 'value="joules"' in page(found.plans[0], frontiers={"melon": found.plans})
+
+
+@pytest.mark.skipif(memory_module is None, reason="torch_odt._memory, and with it the pager, is not built")
+def test_frontiers_page_where_a_folder_is_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Transfers cost hardly anything, so that nothing depends on the disk at hand.
+    free = TransferCosts(1e-9, 1e15, 1e-9, 1e15, limit_bytes=1 << 40)
+    monkeypatch.setattr("torch_odt.execute.page_file._measure", lambda pager, limit_bytes: free)
+    folder = PageFile(tmp_path, limit="64MiB")
+    found = frontiers(*step(norm=True), planners=("melon",), page_to=folder, cache=False, **OPTIONS)["melon"]
+    smallest = found.plans[-1]
+    assert smallest.timeline is not None and smallest.timeline.transfers
+    assert any("paged out" in note for note in smallest.notes)
+    assert f"{format_bytes(smallest.timeline.moved_bytes('out'))} paged out" in page(
+        smallest, frontiers={"melon": found.plans}
+    )

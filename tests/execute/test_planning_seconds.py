@@ -1,0 +1,178 @@
+"""Time for planning: never a worse plan, remembered for later starts, and nothing of it stays in the process."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import torch_odt as odt
+from torch_odt import memory
+from torch_odt.capture.device import Device
+from torch_odt.execute import candidates
+from torch_odt.execute.candidates import Candidates
+from torch_odt.planning import registry
+from torch_odt.planning.melon import melon
+from torch_odt.planning.schedule import Schedule
+
+# Costs that are not measured are the same each time.
+BOARD = Device("a board", flops_per_second=1e9, watts=2.0)
+BATCH = (torch.ones(4, 2, 4096), torch.tensor([0, 1, 1, 0]))
+
+
+def make_model() -> nn.Module:
+    """Its activations, scarce a megabyte each, are much beside its weights."""
+    torch.manual_seed(0)
+    layers = [nn.Conv1d(2 if i == 0 else 8, 8, 3, padding=1) for i in range(12)]
+    blocks = [each for layer in layers for each in (layer, nn.Tanh())]
+    return nn.Sequential(*blocks, nn.AvgPool1d(256), nn.Flatten(), nn.Linear(128, 3))
+
+
+def plan(megabytes: float, **options: Any) -> odt.Plan:
+    budget = odt.Budget(int(megabytes * 2**20), of="training")
+    usual: dict[str, Any] = {"cache": False, "device": BOARD, "micro_batch": 4}
+    return odt.plan(make_model(), F.cross_entropy, BATCH, budget=budget, **usual | options)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _steady() -> Iterator[None]:
+    """What the process holds differs by some MiB from one plan to the next, which is much beside these budgets."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(memory, "process_bytes", lambda: 256 << 20)
+        yield
+
+
+@pytest.fixture(scope="module")
+def scarce() -> float:
+    """Three quarters of what keeping everything takes, in megabytes."""
+    return 0.75 * plan(1024).peak_bytes / 2**20
+
+
+@pytest.fixture
+def in_this_process(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """What is planned apart is planned here, so that it can be watched; how long it was to take at most."""
+    patience: list[float] = []
+
+    def run(function: Callable[[], Any], *, deadline_seconds: float) -> Any:
+        patience.append(deadline_seconds)
+        return function()
+
+    monkeypatch.setattr(candidates, "run_in_child", run)
+    return patience
+
+
+@pytest.mark.parametrize("micro_batch", [4, None])
+def test_more_time_never_gives_a_slower_plan(scarce: float, micro_batch: int | None) -> None:
+    seconds = [plan(scarce, planning_seconds=each, micro_batch=micro_batch).step_seconds for each in (0, 0.5, 3)]
+    assert all(more <= seconds[0] for more in seconds)
+
+
+def test_no_time_is_taken_unless_it_is_given(scarce: float, in_this_process: list[float]) -> None:
+    plan(scarce)
+    assert not in_this_process
+    plan(scarce, planning_seconds=0.5)
+    assert len(in_this_process) == 1
+    plan(1024, planning_seconds=0.5)
+    assert len(in_this_process) == 1, "nothing is faster than to keep everything"
+
+
+def test_what_was_found_is_remembered(scarce: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun: list[float] = []
+    fastest, improved = Candidates.fastest, Candidates.improved
+
+    def begin(self: Candidates, *options: Any) -> Any:
+        begun.append(0.0)
+        return fastest(self, *options)
+
+    def go_on(self: Candidates, *options: Any) -> Any:
+        begun.append(self.planning_seconds)
+        return improved(self, *options)
+
+    monkeypatch.setattr(Candidates, "fastest", begin)
+    monkeypatch.setattr(Candidates, "improved", go_on)
+    quick = plan(scarce, cache=tmp_path)
+    begun.clear()
+    long = plan(scarce, cache=tmp_path, planning_seconds=0.5)
+    assert begun == [0.5] and long.step_seconds <= quick.step_seconds
+    for seconds in (0.0, 0.3, 0.5):
+        assert plan(scarce, cache=tmp_path, planning_seconds=seconds).schedule == long.schedule
+    assert begun == [0.5]
+    longer = plan(scarce, cache=tmp_path, planning_seconds=1.0)
+    assert begun == [0.5, 1.0] and longer.step_seconds <= long.step_seconds
+
+
+def test_what_takes_fewest_bytes_is_improved_too(scarce: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where nothing is found at once that fits, but with time."""
+    monkeypatch.setattr(Candidates, "fastest", lambda *_: None)
+    slow, better = (plan(scarce, planning_seconds=seconds) for seconds in (0.0, 1.0))
+    assert slow.planner == "smallest" and better.planner == "auto" and better.step_seconds < slow.step_seconds
+
+
+def test_a_step_plans_longer_too(scarce: float) -> None:
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    budget = odt.Budget("1GiB", of="training")
+    step = odt.TrainStep(model, F.cross_entropy, optimizer, budget=budget, cache=False, planning_seconds=0.2)
+    torch.testing.assert_close(step(*BATCH), F.cross_entropy(make_model()(BATCH[0]), BATCH[1]))
+
+
+def test_a_child_that_dies_does_not_matter(scarce: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    parent = os.getpid()
+    calls: list[int] = []
+
+    def fatal(graph: Any, costs: Any, budget_bytes: int) -> Schedule:
+        if os.getpid() != parent:
+            os._exit(3)
+        calls.append(budget_bytes)
+        return melon(graph, costs, budget_bytes)
+
+    first = {"fatal": "torch_odt.planning.melon"}
+    monkeypatch.setattr(registry, "_BUILT_IN", first | registry._BUILT_IN)
+    monkeypatch.setitem(registry._PLANNERS, "fatal", fatal)
+    assert plan(scarce, planning_seconds=0.5).recomputed and calls
+
+
+def test_a_named_planner_stops_when_it_is_told_to(
+    scarce: float, in_this_process: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits: list[float] = []
+
+    def patient(graph: Any, costs: Any, budget_bytes: int, *, time_limit_seconds: float = 60.0) -> Schedule:
+        limits.append(time_limit_seconds)
+        return melon(graph, costs, budget_bytes)
+
+    monkeypatch.setitem(registry._PLANNERS, "patient", patient)
+    plan(scarce, planner="patient")
+    assert set(limits) == {60.0} and not in_this_process
+    limits.clear()
+    plan(scarce, planner="patient", planning_seconds=4.0)
+    limited = [limit for limit in limits if limit != 60.0]
+    # The last one is for the fewest bytes.
+    assert limited and max(limited) <= 2.0 and sum(limited) <= 4.0 and in_this_process
+
+
+@pytest.mark.parametrize("seconds", [-1.0, float("nan"), float("inf")])
+def test_what_is_no_length_of_time(seconds: float) -> None:
+    with pytest.raises(ValueError, match="planning_seconds must be"):
+        plan(64, planning_seconds=seconds)
+    model = make_model()
+    with pytest.raises(ValueError, match="planning_seconds must be"):
+        odt.TrainStep(model, None, torch.optim.SGD(model.parameters(), lr=0.1), budget="1GiB", planning_seconds=seconds)
+
+
+def test_a_given_plan_is_not_looked_for(tmp_path: Path) -> None:
+    model = make_model()
+    with pytest.raises(ValueError, match="those of the plan"):
+        odt.TrainStep(
+            model,
+            F.cross_entropy,
+            torch.optim.SGD(model.parameters(), lr=0.1),
+            plan=tmp_path / "plan.json",
+            planning_seconds=1.0,
+        )

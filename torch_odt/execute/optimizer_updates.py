@@ -1,0 +1,228 @@
+"""The part of an optimizer's step that is made inside of the backward pass.
+
+The optimizer stays the user's: hyperparameters are read from its groups at every update, and its state is where
+`torch.optim` keeps it, so that schedulers and `state_dict()` see what they always see.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import optimizer as torch_optimizer
+
+from torch_odt import memory
+from torch_odt.capture.graph import TrainingGraph
+from torch_odt.capture.parameter_updates import update
+from torch_odt.capture.update_in_backward import UpdateRule, counter_dtype
+from torch_odt.execute.gradients import has_gradient_hooks
+
+_FLOATING = (torch.float32, torch.float64, torch.bfloat16)
+
+
+@dataclass(frozen=True)
+class _Member:
+    """A parameter in the optimizer."""
+
+    parameter: nn.Parameter
+    group: int
+    rule: UpdateRule
+
+
+@dataclass(frozen=True, eq=False)
+class StepNotice:
+    """A hook of an optimizer's step that looks at no gradient."""
+
+    notify: Callable[[], None]
+
+    def __call__(self, *_: Any) -> None:
+        self.notify()
+
+
+class OptimizerUpdates:
+    """Which parameters of a step its optimizer can update one by one, and how.
+
+    Args:
+        optimizer: SGD, Adam or AdamW of `torch.optim`; any other one makes its step after the backward pass.
+        parameters: of the step, by the names that the graph uses.
+        buffers: of the step: a parameter that shares memory with one is not updated.
+        needs_all: why all gradients must exist before the optimizer's step; empty if nothing needs them.
+
+    Attributes:
+        waits_for: why the optimizer makes its step after the backward pass; empty if it does not.
+        kept: how many of its parameters keep their gradients for that all the same, by reason.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        parameters: Mapping[str, nn.Parameter],
+        buffers: Iterable[torch.Tensor] = (),
+        needs_all: str = "",
+    ) -> None:
+        self._optimizer = optimizer
+        self._members: dict[str, _Member] = {}
+        self._fresh: dict[str, torch.Tensor] = {}
+        self._names: dict[int, list[str]] = {}
+        self._group_rules: list[UpdateRule] = []
+        for name, parameter in parameters.items():
+            self._names.setdefault(id(parameter), []).append(name)
+        self.waits_for = needs_all or _reason_to_wait(optimizer)
+        self.kept: Counter[str] = Counter()
+        if not self.waits_for:
+            self._find_members(parameters, buffers)
+
+    def _find_members(self, parameters: Mapping[str, nn.Parameter], buffers: Iterable[torch.Tensor]) -> None:
+        groups = self._optimizer.param_groups
+        self._group_rules = [_rule_of(self._optimizer, group) for group in groups]
+        tensors = {id(tensor): tensor for tensor in (*parameters.values(), *buffers)}
+        owners = Counter(tensor.untyped_storage().data_ptr() for tensor in tensors.values())
+        for number, (group, rule) in enumerate(zip(groups, self._group_rules, strict=True)):
+            for parameter in group["params"]:
+                names = self._names.get(id(parameter), ()) if parameter.requires_grad else ()
+                reason = _reason_to_keep(parameter, owners) if names else ""
+                if reason:
+                    self.kept[reason] += 1
+                    continue
+                for name in names:
+                    self._members[name] = _Member(parameters[name], number, rule)
+
+    @property
+    def signature(self) -> Hashable:
+        """What the graph with these updates depends on."""
+        members = tuple((name, id(m.parameter), m.group, m.rule) for name, m in self._members.items())
+        return self.waits_for, id(self._optimizer), members
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the optimizer still makes the updates that were found."""
+        if self.waits_for:
+            return True
+        rules = [_rule_of(self._optimizer, group) for group in self._optimizer.param_groups]
+        return rules == self._group_rules and not _reason_to_wait(self._optimizer)
+
+    def rule_of(self, name: str) -> UpdateRule | None:
+        """How to update a parameter; None if its gradient is to be delivered."""
+        return self._members[name].rule if name in self._members else None
+
+    def rules_for(self, graph: TrainingGraph) -> dict[str, UpdateRule]:
+        """How to update the parameters of a graph; those that it holds under several names are left out."""
+        present = {str(value.target) for value in graph.values if value.kind == "parameter"}
+        return {
+            name: member.rule
+            for name, member in self._members.items()
+            if len(present.intersection(self._names[id(member.parameter)])) == 1
+        }
+
+    def state(self, graph: TrainingGraph) -> dict[str, torch.Tensor]:
+        """The optimizer's tensors that a graph takes, by target; those that do not exist yet are made."""
+        found = {}
+        for index in graph.inputs:
+            value = graph.values[index]
+            if value.kind == "state":
+                name, _, key = str(value.target).rpartition("/")
+                found[str(value.target)] = self.state_tensor(name, key)
+        return found
+
+    def state_tensor(self, name: str, key: str) -> torch.Tensor:
+        """What the optimizer keeps for a parameter under a key; made if it does not exist yet."""
+        parameter = self._members[name].parameter
+        tensor = self._optimizer.state.get(parameter, {}).get(key)
+        # A step that was interrupted may have left one behind, and the optimizer may have its own by now.
+        self._fresh.pop(f"{name}/{key}", None)
+        if tensor is None:
+            with memory.category("optimizer"):
+                is_counter = key == "step"
+                tensor = torch.tensor(0.0, dtype=counter_dtype()) if is_counter else torch.zeros_like(parameter)
+            # It becomes the optimizer's when it is filled: an interrupted step must not leave half a state behind.
+            self._fresh[f"{name}/{key}"] = tensor
+        return tensor
+
+    def bind(self, name: str) -> Callable[..., tuple[()]]:
+        """The operator that updates one parameter of a graph."""
+        return functools.partial(self.update, name)
+
+    def update(
+        self, name: str, rule: str, parameter: torch.Tensor, gradient: torch.Tensor, *state: torch.Tensor
+    ) -> tuple[()]:
+        """Make a parameter's part of the optimizer's step."""
+        member = self._members[name]
+        options = self._optimizer.param_groups[member.group]
+        targets = {key: f"{name}/{key}" for key in member.rule.state}
+        is_first = not self._fresh.keys().isdisjoint(targets.values())
+        update(rule, options, parameter, gradient, *state, is_first=is_first)
+        for key, target in targets.items():
+            if target in self._fresh:
+                self._optimizer.state[member.parameter][key] = self._fresh.pop(target)
+        return ()
+
+
+def require_own_parameters(optimizer: torch.optim.Optimizer, parameters: Iterable[nn.Parameter]) -> None:
+    """Raises ValueError when an optimizer was made for another model, or before the parameters were replaced."""
+    own = set(parameters)
+    if not any(parameter in own for group in optimizer.param_groups for parameter in group["params"]):
+        raise ValueError(
+            "the optimizer holds no parameter of this model: make it from model.parameters() as they are now"
+        )
+
+
+def _reason_to_wait(optimizer: torch.optim.Optimizer) -> str:
+    """Why an optimizer cannot update one parameter after the other; empty if it can."""
+    kind = type(optimizer)
+    if kind not in (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW):
+        return f"{kind.__name__} makes its step as a whole (SGD, Adam and AdamW of torch.optim are known)"
+    if _has_hooks(optimizer):
+        return "the optimizer has hooks, which see all gradients"
+    if not _is_own_step(optimizer):
+        return "the optimizer's step has been replaced"
+    for group in optimizer.param_groups:
+        for option in ("foreach", "fused", "capturable", "differentiable"):
+            if group.get(option):
+                return f"the optimizer works on all parameters at once ({option}=True)"
+        tensors = [name for name, value in group.items() if name != "params" and _holds_tensor(value)]
+        if tensors:
+            return f"a hyperparameter is a tensor ({tensors[0]})"
+    return ""
+
+
+def _is_own_step(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether an optimizer's step is its class's, with nothing but the counter of schedulers around it."""
+    own = vars(optimizer).get("step")
+    if own is None:
+        return True
+    return hasattr(own, "_wrapped_by_lr_sched") and own.__wrapped__ is type(optimizer).step
+
+
+def _holds_tensor(option: Any) -> bool:
+    return any(isinstance(value, torch.Tensor) for value in (option if isinstance(option, tuple) else (option,)))
+
+
+def _has_hooks(optimizer: torch.optim.Optimizer) -> bool:
+    own: Iterable[Mapping[int, Any]] = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
+    everyones = (torch_optimizer._global_optimizer_pre_hooks, torch_optimizer._global_optimizer_post_hooks)
+    return any(not isinstance(hook, StepNotice) for hooks in (*own, *everyones) for hook in hooks.values())
+
+
+def _rule_of(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> UpdateRule:
+    used = [name for name in ("weight_decay", "maximize", "nesterov", "amsgrad") if group.get(name)]
+    if isinstance(optimizer, torch.optim.SGD):
+        momentum = ("momentum",) if group["momentum"] else ()
+        return UpdateRule(" ".join(("sgd", *momentum, *used)), ("momentum_buffer",) * len(momentum))
+    decoupled = ("decoupled",) if group["decoupled_weight_decay"] else ()
+    largest = ("max_exp_avg_sq",) if group["amsgrad"] else ()
+    return UpdateRule(" ".join(("adam", *decoupled, *used)), ("step", "exp_avg", "exp_avg_sq", *largest))
+
+
+def _reason_to_keep(parameter: nn.Parameter, owners: Mapping[int, int]) -> str:
+    """Why a parameter's gradient must be there when the optimizer makes its step; empty if it need not."""
+    storage = parameter.untyped_storage()
+    if storage.nbytes() != parameter.nbytes or owners[storage.data_ptr()] > 1:
+        return "other tensors lie in the parameter's memory"
+    if parameter.dtype not in _FLOATING:
+        return "the parameter is of another type"
+    return "a hook looks at it" if has_gradient_hooks(parameter) else ""

@@ -1,0 +1,151 @@
+"""A step that is ready to run, and how it becomes ready once it is planned."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import nn
+
+from torch_odt.capture.graph import TrainingGraph
+from torch_odt.capture.update_in_backward import UPDATE
+from torch_odt.execute.accounting import Allowance
+from torch_odt.execute.candidate import Candidate, PlannedPart
+from torch_odt.execute.executor import Executor
+from torch_odt.execute.gradients import StepReceiver
+from torch_odt.execute.optimizer_updates import OptimizerUpdates
+from torch_odt.execute.program import Part, StepProgram
+from torch_odt.execute.request import StepRequest
+from torch_odt.planning.plan import Plan
+from torch_odt.planning.pool import Layout
+
+if TYPE_CHECKING:
+    from torch_odt.capture.trace import TracedStep
+    from torch_odt.execute.uncaptured import UncapturedStep
+
+
+@dataclass
+class Prepared:
+    """A step that is ready to run.
+
+    Attributes:
+        plan: what will happen, for people.
+        samples: the batch size.
+        results: how the model's outputs are put together; None where they are not wanted.
+        tables: the addresses that it has loaded into the arena.
+        traces: the rewritten step at every batch size that was captured: another budget needs no other capture.
+        steps: how many it has begun.
+        updates: the optimizer whose step is a part of the program.
+        pages: tensors go to a file and come back.
+    """
+
+    plan: Plan
+    samples: int
+    program: StepProgram | None = None
+    results: TracedStep | None = None
+    result_axes: Mapping[int, int | None] = field(default_factory=dict)
+    shared: frozenset[str] = frozenset()
+    fallback: UncapturedStep | None = None
+    tables: Sequence[int] = ()
+    traces: dict[int, TracedStep] = field(default_factory=dict)
+    steps: int = 0
+    updates: OptimizerUpdates | None = None
+    pages: bool = False
+
+    def run(
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        parameters: Mapping[str, nn.Parameter],
+        buffers: Mapping[str, torch.Tensor],
+        *,
+        gradients_exist: bool,
+        gradient_scale: float = 1.0,
+        check_loss: Callable[[torch.Tensor], None] | None = None,
+    ) -> tuple[torch.Tensor, Any]:
+        """Forward and backward of a batch; returns the loss and the model's outputs where they were asked for.
+
+        Args:
+            check_loss: called with the loss before anything depends on its gradients; it may raise.
+        """
+        if self.fallback is not None:
+            done = self.fallback.run(args, kwargs, gradient_scale)
+            self.plan.lines = self.fallback.lines
+            self.plan.notes = tuple(dict.fromkeys((*self.fallback.notes, *self.plan.notes)))
+            return done
+        assert self.program is not None
+        receiver = StepReceiver(parameters, buffers, self.shared, check_loss)
+        leaves = pytree.tree_leaves((args, kwargs))
+        tensors = {name: p.detach() for name, p in parameters.items()} | dict(buffers)
+        if self.updates is not None:
+            tensors |= self.updates.state(self.program.parts[self.program.sizes[0]].graph)
+        self.program.run(leaves, tensors, receiver, gradients_exist=gradients_exist, gradient_scale=gradient_scale)
+        assert receiver.loss is not None
+        results = [self._join(position, pieces) for position, pieces in sorted(receiver.results.items())]
+        return receiver.loss, None if self.results is None else self.results.rebuild_results(results)
+
+    def _join(self, position: int, pieces: list[torch.Tensor]) -> torch.Tensor:
+        if len(pieces) == 1:
+            return pieces[0]
+        axis = self.result_axes[position]
+        # What does not depend on the batch is the same in every micro-batch.
+        return pieces[0] if axis is None else torch.cat(pieces, axis)
+
+
+def assemble(request: StepRequest, plan: Plan, candidate: Candidate, allowance: Allowance) -> Prepared:
+    """Load the addresses into the arena and compile the executors."""
+    arena = request.place(candidate.arena_bytes)
+    if arena is not None:
+        arena.set_yield_limit(allowance.outside_limit_bytes)
+    tables: list[int] = []
+    parts = {size: _make_part(request, arena, part, tables) for size, part in candidate.parts.items()}
+    separation = candidate.parts[candidate.sizes[0]].separation
+    return Prepared(
+        plan=plan,
+        samples=sum(candidate.sizes),
+        program=StepProgram(parts, candidate.sizes),
+        shared=_shared_gradients(candidate.parts[candidate.sizes[0]].graph),
+        tables=tables,
+        updates=request.updates,
+        pages=candidate.pages,
+        result_axes={} if separation is None else separation.result_axes,
+    )
+
+
+def _make_part(request: StepRequest, arena: Any, part: PlannedPart, tables: list[int]) -> Part:
+    def executor(graph: TrainingGraph, layout: Layout) -> Executor:
+        table = -1
+        if arena is not None:
+            table = arena.load(layout.table)
+            tables.append(table)
+        pager = None if request.page_file is None else request.page_file.pager
+        operators = _updates_in(request, graph)
+        return Executor(graph, part.schedule, arena=arena, arena_table=table, operators=operators, pager=pager)
+
+    first = executor(part.graph, part.first)
+    return Part(
+        graph=part.graph,
+        first=first,
+        later=first if part.later is None else executor(part.later.graph, part.later.layout),
+        draws=part.draws,
+        separation=part.separation,
+    )
+
+
+def _updates_in(request: StepRequest, graph: TrainingGraph) -> dict[int, Callable[..., Any]]:
+    """The optimizer's own updates, in the place of those that were measured."""
+    if request.updates is None:
+        return {}
+    names = {op.index: str(graph.values[op.reads[0]].target) for op in graph.program if op.target == UPDATE}
+    return {index: request.updates.bind(name) for index, name in names.items()}
+
+
+def _shared_gradients(graph: TrainingGraph) -> frozenset[str]:
+    """Parameters whose gradients lie in one storage: each needs its own."""
+    by_storage: dict[int, list[str]] = {}
+    for output in graph.outputs_of("gradient"):
+        by_storage.setdefault(graph.values[output.value].base, []).append(str(output.target))
+    return frozenset(name for names in by_storage.values() if len(names) > 1 for name in names)

@@ -1,0 +1,206 @@
+"""What a plan demands of the model and the batch that it is used with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import nn
+
+from torch_odt.capture.loss_modules import loss_module
+from torch_odt.capture.strides import same_layout
+
+_PLAIN = (bool, int, float, str, type(None))
+
+
+@dataclass(frozen=True)
+class TensorForm:
+    """A tensor, but for its data.
+
+    Attributes:
+        dtype: torch's name, as in `Value.dtype`.
+        trains: whether it wants a gradient.
+    """
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: str
+    trains: bool = False
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> TensorForm:
+        return cls(tuple(tensor.shape), tensor.stride(), str(tensor.dtype).removeprefix("torch."), tensor.requires_grad)
+
+    @classmethod
+    def from_data(cls, data: Any) -> TensorForm:
+        shape, stride, dtype, trains = data
+        if len(shape) != len(stride):
+            raise ValueError("a shape and its strides differ in length")
+        return cls(tuple(map(int, shape)), tuple(map(int, stride)), str(dtype), bool(trains))
+
+    def to_data(self) -> list[Any]:
+        return [list(self.shape), list(self.stride), self.dtype, self.trains]
+
+    def matches(self, other: TensorForm) -> bool:
+        """Whether one may take the other's place: strides of dimensions of size 1 say nothing."""
+        is_alike = (self.shape, self.dtype, self.trains) == (other.shape, other.dtype, other.trains)
+        return is_alike and same_layout(self.shape, self.stride, other.stride)
+
+    def __str__(self) -> str:
+        trains = ", trained" if self.trains else ""
+        return f"{self.dtype}{list(self.shape)} with strides {self.stride}{trains}"
+
+
+@dataclass(frozen=True)
+class Requirements:
+    """The forms of everything that a step is given.
+
+    Attributes:
+        batch: what stands at each place of the batch: a tensor's form, or a plain value as text.
+        parameters, buffers: by the names that the graph uses.
+        tied: parameters that are another one under a second name, with the first.
+        modes: whether each module is in training mode.
+        autocast: the type of autocast; empty without it.
+    """
+
+    batch: Mapping[str, TensorForm | str]
+    parameters: Mapping[str, TensorForm]
+    buffers: Mapping[str, TensorForm]
+    tied: Mapping[str, str] = field(default_factory=dict)
+    modes: Mapping[str, bool] = field(default_factory=dict)
+    autocast: str = ""
+
+    @classmethod
+    def of(cls, model: nn.Module, loss_fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Requirements:
+        """Of a step as it is about to run.
+
+        Raises:
+            TypeError: a tensor of the batch lies on another device.
+        """
+        leaves, _ = pytree.tree_flatten_with_path((args, kwargs))
+        roots = list(_roots(model, loss_fn))
+        parameters = {p + n: t for p, m in roots for n, t in m.named_parameters(remove_duplicate=False)}
+        return cls(
+            batch={_place(path): _leaf_form(leaf) for path, leaf in leaves},
+            parameters={name: TensorForm.of(parameter) for name, parameter in parameters.items()},
+            buffers={p + n: TensorForm.of(t) for p, m in roots for n, t in m.named_buffers(remove_duplicate=False)},
+            tied=_tied(parameters),
+            modes={p + name: module.training for p, m in roots for name, module in m.named_modules()},
+            autocast=str(torch.get_autocast_dtype("cpu")) if torch.is_autocast_enabled("cpu") else "",
+        )
+
+    def difference(self, found: Requirements) -> str:
+        """What is not as it must be, in words; empty if everything is."""
+        checks = (
+            _difference("parameter", self.parameters, found.parameters, "the model"),
+            _difference("buffer", self.buffers, found.buffers, "the model"),
+            _difference("argument", self.batch, found.batch, "the batch"),
+            "" if self.tied == found.tied else f"it is for a model that ties {dict(self.tied)}, not {dict(found.tied)}",
+            self._difference_of_order(found),
+            self._difference_of_modes(found),
+        )
+        return next(filter(None, checks), "")
+
+    def _difference_of_order(self, found: Requirements) -> str:
+        # The graph knows arguments by their number.
+        if list(self.batch) == list(found.batch):
+            return ""
+        return f"the batch has its arguments in another order; the plan is for {', '.join(self.batch)}"
+
+    def _difference_of_modes(self, found: Requirements) -> str:
+        for name, trains in self.modes.items():
+            if found.modes.get(name, trains) != trains:
+                what = f"module {name}" if name else "the model"
+                return f"{what} is to be in {_mode(trains)} mode, and is in {_mode(not trains)} mode"
+        if self.autocast != found.autocast:
+            return f"it is for {_autocast(self.autocast)}, and runs under {_autocast(found.autocast)}"
+        return ""
+
+    def to_data(self) -> dict[str, Any]:
+        """For JSON."""
+        return {
+            "batch": {place: form if isinstance(form, str) else form.to_data() for place, form in self.batch.items()},
+            "parameters": {name: form.to_data() for name, form in self.parameters.items()},
+            "buffers": {name: form.to_data() for name, form in self.buffers.items()},
+            "tied parameters": dict(self.tied),
+            "modules in training mode": [name for name, trains in self.modes.items() if trains],
+            "modules in evaluation mode": [name for name, trains in self.modes.items() if not trains],
+            "autocast": self.autocast,
+        }
+
+    @classmethod
+    def from_data(cls, data: Mapping[str, Any]) -> Requirements:
+        """The inverse of `to_data`.
+
+        Raises:
+            ValueError, KeyError, TypeError, AttributeError: it is something else.
+        """
+
+        def forms(group: str) -> dict[str, TensorForm]:
+            return {name: TensorForm.from_data(form) for name, form in data[group].items()}
+
+        batch = data["batch"].items()
+        return cls(
+            batch={place: form if isinstance(form, str) else TensorForm.from_data(form) for place, form in batch},
+            parameters=forms("parameters"),
+            buffers=forms("buffers"),
+            tied={str(name): str(first) for name, first in data["tied parameters"].items()},
+            modes=dict.fromkeys(data["modules in training mode"], True)
+            | dict.fromkeys(data["modules in evaluation mode"], False),
+            autocast=str(data["autocast"]),
+        )
+
+
+def _roots(model: nn.Module, loss_fn: Any) -> Iterator[tuple[str, nn.Module]]:
+    """The modules of a step, and what the graph puts before their names."""
+    yield "", model
+    own = loss_module(model, loss_fn)
+    if own is not None:
+        yield "loss_fn:", own
+
+
+def _tied(parameters: Mapping[str, nn.Parameter]) -> dict[str, str]:
+    first: dict[int, str] = {}
+    named = {name: first.setdefault(id(parameter), name) for name, parameter in parameters.items()}
+    return {name: other for name, other in named.items() if name != other}
+
+
+def _place(path: Any) -> str:
+    """Where something stands in the batch: a position, or a keyword."""
+    _, *inner = path
+    return pytree.keystr(tuple(inner))
+
+
+def _leaf_form(leaf: Any) -> TensorForm | str:
+    if isinstance(leaf, torch.Tensor):
+        if leaf.device.type != "cpu":
+            raise TypeError(f"the batch holds a tensor on {leaf.device}; torch_odt trains on the CPU in this version")
+        return TensorForm.of(leaf)
+    return repr(leaf) if isinstance(leaf, _PLAIN) else f"a {type(leaf).__qualname__}"
+
+
+def _difference(kind: str, wanted: Mapping[str, Any], found: Mapping[str, Any], where: str) -> str:
+    for name, form in wanted.items():
+        if name not in found:
+            return f"{where} has no {kind} {name}"
+        if not _is_as(form, found[name]):
+            return f"{kind} {name} is {found[name]}; the plan is for {form}"
+    unknown = next((name for name in found if name not in wanted), None)
+    return f"{where} has {kind} {unknown}, of which the plan does not know" if unknown is not None else ""
+
+
+def _is_as(wanted: TensorForm | str, found: TensorForm | str) -> bool:
+    if isinstance(wanted, str) or isinstance(found, str):
+        return wanted == found
+    return wanted.matches(found)
+
+
+def _mode(trains: bool) -> str:
+    return "training" if trains else "evaluation"
+
+
+def _autocast(dtype: str) -> str:
+    return f"autocast to {dtype}" if dtype else "no autocast"

@@ -1,0 +1,57 @@
+"""What a step is made of, looked at before anything is done with it."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from typing import Any
+
+import torch
+from torch import nn
+
+from torch_odt.execute.compiled import refuse_compiled
+from torch_odt.execute.named_tensors import named_parameters
+from torch_odt.execute.optimizer_updates import require_own_parameters
+
+
+def check_trainable(model: nn.Module) -> None:
+    """Raises ValueError when there is nothing to train, or not on the CPU; TypeError when torch.compile was here."""
+    refuse_compiled(model)
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    if not parameters:
+        raise ValueError("the model has no trainable parameter: set requires_grad on those that are to learn")
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.device.type != "cpu":
+            raise ValueError(
+                f"{name} is on {tensor.device}; torch_odt trains on the CPU in this version: use model.cpu()"
+            )
+
+
+def check_roles(model: nn.Module, loss_fn: Any, optimizer: Any) -> None:
+    """Raises TypeError or ValueError when the parts of a step are mixed up, or do not belong together."""
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(f"the optimizer is a {type(optimizer).__name__}; TrainStep takes model, loss_fn, optimizer")
+    if loss_fn is not None and (not callable(loss_fn) or isinstance(loss_fn, torch.optim.Optimizer)):
+        raise TypeError(f"the loss_fn is a {type(loss_fn).__name__}; TrainStep takes model, loss_fn, optimizer")
+    require_own_parameters(optimizer, named_parameters(model, loss_fn).values())
+
+
+def check_batch(model: nn.Module, loss_fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Raises TypeError when a batch is not laid out as a step takes it."""
+    if not args and not kwargs:
+        raise TypeError("a step takes a batch: step(x, y), or step(**batch) for batches by keyword")
+    if kwargs or loss_fn is None or len(args) > 1:
+        return
+    if isinstance(args[0], dict):
+        raise TypeError("a batch in a dict is handed over by keyword: step(**batch)")
+    if isinstance(args[0], (tuple, list)):
+        raise TypeError("inputs and target are handed over one by one: step(*batch)")
+    required = [p for p in inspect.signature(model.forward).parameters.values() if p.default is p.empty]
+    if any(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in required):
+        raise TypeError("there is no target: a step takes the model's inputs and then the target, step(x, y)")
+
+
+def require_planning_seconds(seconds: float) -> None:
+    """Raises ValueError where that is no length of time."""
+    if not 0 <= seconds < math.inf:
+        raise ValueError(f"planning_seconds must be a number that is not below 0, not {seconds!r}")
