@@ -42,10 +42,19 @@ class ControlGroup:
 
     def unreclaimable_bytes(self) -> int:
         """What the group holds without page cache: anonymous and shared memory, by the kernel's own statistics."""
-        fields = dict(line.split() for line in (self.path / "memory.stat").read_text().splitlines())
+        fields = self._statistics()
         if self._version_1:
-            return int(fields["total_rss"]) + int(fields.get("total_shmem", 0))
-        return int(fields["anon"]) + int(fields["shmem"])
+            return fields["total_rss"] + fields.get("total_shmem", 0)
+        return fields["anon"] + fields["shmem"]
+
+    def cached_bytes(self) -> int:
+        """The page cache that counts as the group's."""
+        fields = self._statistics()
+        return fields["total_cache"] - fields.get("total_shmem", 0) if self._version_1 else fields["file"]
+
+    def _statistics(self) -> dict[str, int]:
+        lines = (line.split() for line in (self.path / "memory.stat").read_text().splitlines())
+        return {name: int(value) for name, value in lines}
 
     def close(self) -> None:
         """Remove the group; its processes must have ended."""

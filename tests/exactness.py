@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -24,6 +24,8 @@ from models import Batch, ModelCase
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from torch_odt.capture.rewrite import inexact_rewrites
+
 STEPS = 3
 SEED = 7
 ROUNDING = 1e-6
@@ -31,8 +33,12 @@ BFLOAT16_ROUNDING = 2**-7
 # The part of all gradients' (or parameters', or buffers') norm below which a tensor's own norm says nothing about its
 # scale: the gradient of a bias in front of a BatchNorm is 0 in theory and rounding in practice.
 NEGLIGIBLE = 1e-6
+# Off where a test compares every bit and all gradients: what rounds otherwise, and what uses up gradients.
+WITH_GRADIENTS = inexact_rewrites() | {"update_in_backward"}
 # How far a sum of some thousand float32 products is off, in units of the root mean square of all such sums.
 KINK = 3e-6
+
+GRADIENTS = ("first gradients", "last gradients")
 
 Arrays = dict[str, np.ndarray]
 
@@ -185,6 +191,12 @@ def _too_far(
         if not distance <= allowed:
             too_far.append(f"{group}: {name} is {distance / scale:.2e} away, allowed {allowed / scale:.2e}")
     return too_far
+
+
+def without_gradients(outcome: Outcome) -> Outcome:
+    """What a step leaves that updates parameters in its backward pass."""
+    kept = {group: arrays for group, arrays in outcome.tensors.items() if group not in GRADIENTS}
+    return replace(outcome, tensors=kept)
 
 
 def assert_same_random_state(ours: Outcome, plain: Outcome) -> None:

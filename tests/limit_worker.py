@@ -1,7 +1,7 @@
 """One process of `test_real_limit.py`: trains MobileNetV2 for some steps, plainly or through torch_odt.
 
 Everything is in memory and idle first; what the group holds then is the level that limits are reckoned from. One line
-of JSON at the level, one after each step.
+of JSON at the level, one after each step, one at the end; losses, parameters and buffers go to a file.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import torch
 import torchvision
 from image_data import load_images, upscale
@@ -28,9 +29,10 @@ BATCH_SIZE = 16
 def main() -> None:
     options = parse_options()
     torch.manual_seed(0)
-    model = torchvision.models.mobilenet_v2(weights=None, num_classes=10).to(memory_format=torch.channels_last)
+    dtype = torch.float64 if options.double else torch.float32
+    model = torchvision.models.mobilenet_v2(weights=None, num_classes=10).to(dtype, memory_format=torch.channels_last)
     images, labels = load_images(options.data_dir, BATCH_SIZE * options.steps)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    optimizer = torch.optim.SGD(model.parameters(), lr=options.learning_rate, momentum=0.9)
     loss_fn = nn.CrossEntropyLoss()
     if options.budget:
         import torch_odt
@@ -40,21 +42,31 @@ def main() -> None:
     wait_for_go()
 
     if options.budget:
-        budget = torch_odt.Budget(options.budget, of="training")
-        # Losses are compared over a training that doubles every difference within a few steps: plain PyTorch's first
-        # loss is 5e-4 away from float64's in this memory format, and at the end any other rounding is 0.4 off.
-        exact = ("fuse_batch_norm",)
-        step = torch_odt.TrainStep(model, loss_fn, optimizer, budget=budget, cache=False, disable_rewrites=exact)
+        step = torch_odt.TrainStep(
+            model,
+            loss_fn,
+            optimizer,
+            budget=torch_odt.Budget(options.budget, of="training"),
+            planner=options.planner,
+            page_to=options.page_to,
+            disable_rewrites=options.disable_rewrite,
+            cache=False,
+        )
     else:
         step = plain_step(model, loss_fn, optimizer)
     torch.manual_seed(1)
     highest = Highest()
     highest.start()
+    losses = []
     for index in range(options.steps):
         rows = slice(index * BATCH_SIZE, (index + 1) * BATCH_SIZE)
-        batch = upscale(images[rows]).contiguous(memory_format=torch.channels_last)
-        say(loss=float(step(batch, labels[rows])))
+        batch = upscale(images[rows]).to(dtype, memory_format=torch.channels_last)
+        losses.append(float(step(batch, labels[rows])))
+        say(loss=losses[-1])
     say(highest_anonymous_bytes=highest.bytes)
+    if options.page_to is not None:
+        say(written_bytes=step._request.page_file.pager.stats()["written_bytes"])
+    save(options.out, model, losses)
 
 
 def plain_step(
@@ -68,6 +80,13 @@ def plain_step(
         return loss.detach()
 
     return step
+
+
+def save(path: Path, model: nn.Module, losses: list[float]) -> None:
+    arrays = {f"losses/{index}": np.array(loss) for index, loss in enumerate(losses)}
+    arrays |= {f"parameters/{name}": parameter.detach().numpy() for name, parameter in model.named_parameters()}
+    arrays |= {f"buffers/{name}": buffer.numpy() for name, buffer in model.named_buffers()}
+    np.savez(path, **arrays)
 
 
 def anonymous_bytes() -> int:
@@ -93,7 +112,13 @@ def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--budget", type=int, default=0, help="bytes above the level; 0 for plain PyTorch")
+    parser.add_argument("--planner", default="auto")
+    parser.add_argument("--page-to", type=Path, help="a folder")
+    parser.add_argument("--disable-rewrite", action="append", default=[])
+    parser.add_argument("--learning-rate", type=float, default=0.01)
+    parser.add_argument("--double", action="store_true", help="in float64")
     parser.add_argument("--data-dir", type=Path)
+    parser.add_argument("--out", type=Path, required=True, help="of what training has changed")
     return parser.parse_args()
 
 

@@ -191,13 +191,11 @@ def _named_logits_loss(outputs: dict[str, torch.Tensor], target: torch.Tensor) -
 
 
 RESNET18 = _image_case("resnet18")
-MOBILENET_V2 = _image_case("mobilenet_v2", random=True, large=(16, _images(96)))
-SQUEEZENET = _image_case("squeezenet1_1", random=True, micro_batchable=True, large=(16, _images(96)))
+MOBILENET_V2 = _image_case("mobilenet_v2", random=True, large=(32, _images(96)))
+SQUEEZENET = _image_case("squeezenet1_1", random=True, micro_batchable=True, large=(96, _images(96)))
 VIT = _image_case("vit_b_16", size=32, options={"image_size": 32}, micro_batchable=True)
 
-_GOOGLENET = _image_case(
-    "googlenet", options={"aux_logits": False, "init_weights": False}, random=True, large=(16, _images(160))
-)
+_GOOGLENET = _image_case("googlenet", options={"aux_logits": False, "init_weights": False}, random=True)
 
 NETWORKS: tuple[ModelCase, ...] = (
     RESNET18,

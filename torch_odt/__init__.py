@@ -15,6 +15,7 @@ from torch_odt.errors import (
     LossError,
     NonFiniteLossWarning,
     OdtWarning,
+    PagingError,
     PlanError,
     ScheduleError,
 )
@@ -22,23 +23,30 @@ from torch_odt.runtime.budget import Budget
 
 if TYPE_CHECKING:
     from torch_odt.execute.dry_run import plan, profile
+    from torch_odt.execute.frontier import Frontier, frontier
+    from torch_odt.execute.page_file import PageFile
     from torch_odt.execute.step import TrainStep
     from torch_odt.execute.wrap import plan_of, set_budget, unwrap, wrap
-    from torch_odt.planning.plan import Plan
+    from torch_odt.planning.plan import Plan, load_plan
 
 __version__ = "0.1.0"
 
 __all__ = [
     "Budget",
     "CaptureError",
+    "Frontier",
     "InfeasibleBudget",
     "LossError",
     "NonFiniteLossWarning",
     "OdtWarning",
+    "PageFile",
+    "PagingError",
     "Plan",
     "PlanError",
     "ScheduleError",
     "TrainStep",
+    "frontier",
+    "load_plan",
     "memory",
     "plan",
     "plan_of",
@@ -57,7 +65,11 @@ _LAZY = {
     "unwrap": "torch_odt.execute.wrap",
     "plan": "torch_odt.execute.dry_run",
     "profile": "torch_odt.execute.dry_run",
+    "PageFile": "torch_odt.execute.page_file",
+    "frontier": "torch_odt.execute.frontier",
+    "Frontier": "torch_odt.execute.frontier",
     "Plan": "torch_odt.planning.plan",
+    "load_plan": "torch_odt.planning.plan",
 }
 
 

@@ -10,11 +10,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch_odt import __version__
-from torch_odt.commands import demo, doctor, options, plan, profile, train
+from torch_odt.commands import bench, demo, doctor, options, plan, profile, train
 from torch_odt.commands.errors import UserError
-from torch_odt.errors import CaptureError, InfeasibleBudget, OdtWarning
+from torch_odt.errors import CaptureError, InfeasibleBudget, OdtWarning, PagingError
 
-COMMANDS: tuple[Any, ...] = (demo, train, plan, profile, doctor)
+COMMANDS: tuple[Any, ...] = (demo, train, plan, profile, bench, doctor)
 
 DONE, UNEXPECTED, USER_ERROR, INTERRUPTED = 0, 1, 2, 130
 
@@ -49,7 +49,7 @@ def _guarded(command: Callable[[argparse.Namespace], int], arguments: argparse.N
         # Whoever read our output has gone; the interpreter must not try to flush to them at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return DONE
-    except (UserError, InfeasibleBudget, CaptureError) as error:
+    except (UserError, InfeasibleBudget, CaptureError, PagingError) as error:
         if arguments.debug:
             raise
         return _report(error, str(error), USER_ERROR, as_json=arguments.json)

@@ -27,6 +27,22 @@ class ScheduleError(PlanError):
     """A schedule breaks a rule of the graph that it is to execute."""
 
 
+class PagingError(RuntimeError):
+    """Memory could not be moved to the file of pages or back.
+
+    Nothing that was trained is lost: the step can be made again. An accumulation over several calls begins anew with
+    it, and in a loop of one's own (`wrap`), buffers are as the forward pass has left them.
+
+    Attributes:
+        fault: "full" (the device or the limit), "failed" (input or output), "torn" (the file does not hold what was
+            written), "slow", or "forked" (another process than the one that pages).
+    """
+
+    def __init__(self, text: str, fault: str = "failed") -> None:
+        super().__init__(text)
+        self.fault = fault
+
+
 class InfeasibleBudget(RuntimeError):
     """No plan stays inside the budget.
 

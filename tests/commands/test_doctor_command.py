@@ -40,6 +40,18 @@ def test_without_extensions_it_says_what_to_do() -> None:
     assert states(document)["module _C"] == states(document)["module _memory"] == "degraded"
 
 
+@pytest.mark.skipif(not _extensions.has_kernels, reason="nothing is compiled")
+@pytest.mark.parametrize(("word", "state"), [("baseline", "note"), ("avx512", "note"), ("sse9", "degraded")])
+def test_the_cap_on_instruction_sets_is_reported(word: str, state: str) -> None:
+    command = [sys.executable, "-m", "torch_odt", "doctor", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"TORCH_ODT_ISA": word})
+    document = json.loads(done.stdout)
+    assert states(document)["kernels"] == state
+    assert ("OdtWarning: TORCH_ODT_ISA is 'sse9'" in done.stderr) == (word == "sse9")
+    kernels = next(finding["what"] for finding in document["findings"] if finding["topic"] == "kernels")
+    assert kernels.startswith("baseline") or word != "baseline"
+
+
 def test_cache_that_cannot_be_written(terminal: Terminal, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("TORCH_ODT_CACHE", str(tmp_path / "file" / "cache"))

@@ -8,6 +8,9 @@ from pathlib import Path
 import pytest
 from terminals import Terminal
 
+import torch_odt as odt
+from torch_odt.runtime.budget import format_bytes
+
 SMALL = ("--input", "4x3x16x16")
 
 
@@ -125,3 +128,99 @@ def test_a_plot_that_cannot_be_written_is_refused_before_the_work(
         outcome = terminal("plan", *model, "--budget", "64MiB", "--plot", tmp_path / name)
         assert outcome.code == 2
         assert "--plot" in outcome.err
+
+
+def test_the_plan_is_written(terminal: Terminal, model: tuple[str, ...], tmp_path: Path) -> None:
+    out = tmp_path / "plan.json"
+    words = ("plan", *model, "--budget", "64MiB", "--budget-of", "training", "--optimizer", "adam", "--json")
+    outcome = terminal(*words, "--out", str(out))
+    assert outcome.code == 0, outcome.err
+    plan = odt.load_plan(out)
+    assert plan.program is not None and plan.to_dict() == outcome.document
+
+
+def test_a_plan_is_not_written_without_a_budget(terminal: Terminal, model: tuple[str, ...], tmp_path: Path) -> None:
+    outcome = terminal("plan", *model, "--out", str(tmp_path / "plan.json"))
+    assert outcome.code == 2
+    assert "--budget" in outcome.err
+
+
+def test_a_plan_is_not_written_where_there_is_no_folder(
+    terminal: Terminal, model: tuple[str, ...], tmp_path: Path
+) -> None:
+    outcome = terminal("plan", *model, "--budget", "64MiB", "--out", str(tmp_path / "nowhere" / "plan.json"))
+    assert outcome.code == 2
+    assert "nowhere" in outcome.err
+
+
+def test_a_plan_for_another_device(terminal: Terminal, model: tuple[str, ...], tmp_path: Path) -> None:
+    out = tmp_path / "plan.json"
+    words = ("plan", *model, "--budget", "64MiB", "--budget-of", "training", "--planner", "melon", "--json")
+    more = ("--device", "cortex-a72", "--objective", "joules", "--deadline", "1000", "--page-to", "/no/folder/of/ours")
+    outcome = terminal(*words, *more, "--out", str(out))
+    assert outcome.code == 0, outcome.err
+    document = outcome.document
+    assert document["device"] == "Raspberry Pi 4B+ (Cortex-A72)" and document["step_joules"] > 0
+    assert (document["objective"], document["deadline_seconds"]) == ("joules", 1000.0)
+    assert odt.load_plan(out).to_dict() == document
+
+
+def test_a_deadline_that_cannot_be_met(terminal: Terminal, model: tuple[str, ...]) -> None:
+    words = ("plan", *model, "--budget", "64MiB", "--budget-of", "training", "--device", "cortex-m0")
+    outcome = terminal(*words, "--deadline", "1e-6")
+    assert outcome.code == 2
+    assert "deadline" in outcome.err
+
+
+def test_devices_that_cannot_be_read(terminal: Terminal, model: tuple[str, ...], tmp_path: Path) -> None:
+    (tmp_path / "board.toml").write_text("watts = 3")
+    for name, text in (
+        ("abacus", "cortex-a72"),
+        (str(tmp_path / "board.toml"), "description is missing"),
+        (str(tmp_path / "none.toml"), "none.toml"),
+    ):
+        outcome = terminal("plan", *model, "--budget", "64MiB", "--device", name)
+        assert outcome.code == 2
+        assert text in outcome.err
+
+
+@pytest.mark.parametrize("budget", [("--budget", "64MiB", "--budget-of", "training"), ()])
+def test_page(terminal: Terminal, model: tuple[str, ...], tmp_path: Path, budget: tuple[str, ...]) -> None:
+    path = tmp_path / "plan.html"
+    outcome = terminal("plan", *model, *budget, "--html", path, "--planners", "melon, chen", "--json")
+    assert outcome.code == 0, outcome.err
+    plan = outcome.document if budget else outcome.document["plans"][0]
+    text = path.read_text(encoding="utf-8")
+    assert f"<dd>{format_bytes(plan['peak_bytes'])}</dd>" in text
+    for name in ("melon", "chen"):
+        assert f'data-text="{name}: ' in text
+    assert 'data-text="dtr: ' not in text
+
+
+def test_page_without_frontiers_says_so(terminal: Terminal, model: tuple[str, ...], tmp_path: Path) -> None:
+    path = tmp_path / "plan.html"
+    words = ("--budget", "64MiB", "--budget-of", "training", "--html", path, "--planners", "none")
+    assert terminal("plan", *model, *words).code == 0
+    assert "were not computed" in path.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    "words", [("--html", "absent/plan.html"), ("--html", "plan.html", "--planners", "nobody"), ("--planners", "melon")]
+)
+def test_a_page_that_cannot_be_made_is_refused_before_the_work(
+    terminal: Terminal, model: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, words: tuple[str, ...]
+) -> None:
+    monkeypatch.setattr("torch_odt.commands.plan.task_of", lambda _: pytest.fail("the model was made"))
+    monkeypatch.chdir(tmp_path)
+    outcome = terminal("plan", *model, *words)
+    assert outcome.code == 2
+    assert words[-2] in outcome.err or "nobody" in outcome.err
+
+
+def test_more_time_for_planning(terminal: Terminal, model: tuple[str, ...]) -> None:
+    words = ("plan", *model, "--budget", "64MiB", "--budget-of", "training", "--json")
+    outcome = terminal(*words, "--planning-seconds", "0.5")
+    assert outcome.code == 0, outcome.err
+    assert outcome.document["peak_bytes"] <= 64 << 20
+    outcome = terminal(*words, "--planning-seconds", "no")
+    assert outcome.code == 2 and "--planning-seconds" in outcome.err

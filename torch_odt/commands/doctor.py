@@ -72,6 +72,7 @@ def examine() -> Iterator[Finding]:
     yield Finding("python", f"{platform.python_version()} on {platform.system()} {platform.machine()}")
     yield Finding("torch", f"{torch.__version__} ({_wheel()})")
     yield from _extensions()
+    yield from _kernels()
     yield _cpu()
     yield _threads()
     yield from _memory()
@@ -103,6 +104,21 @@ def _extension_advice(reason: str) -> str:
     if "disabled" in reason:
         return "unset TORCH_ODT_DISABLE_EXTENSIONS"
     return "install a C++20 compiler and Python's headers, then reinstall torch_odt beside the torch it runs with"
+
+
+def _kernels() -> Iterator[Finding]:
+    from torch_odt import _extensions as extensions
+
+    used = extensions.instruction_set()
+    cap = os.environ.get(extensions.ISA_VARIABLE)
+    if used is None:
+        return
+    if problem := extensions.why_uncapped():
+        yield Finding("kernels", f"{used}; {problem}", "degraded", "name one of them, or unset it")
+    elif cap:
+        yield Finding("kernels", f"{used}, capped at {cap}", "note", f"unset {extensions.ISA_VARIABLE}, unless to test")
+    else:
+        yield Finding("kernels", used)
 
 
 def _cpu() -> Finding:

@@ -50,7 +50,25 @@ def add_budget(parser: argparse.ArgumentParser, *, default: str | None, absent: 
         help="count the whole process, or what training adds to it (default: process)",
     )
     parser.add_argument("--planner", default="auto", help="who makes the plan (default: auto)")
+    parser.add_argument(
+        "--page-to",
+        type=Path,
+        metavar="FOLDER",
+        help="tensors may be moved to a file there while the step does not need them; a disk, not memory (default: no)",
+    )
     add_rewrites(parser)
+
+
+def add_planning_seconds(parser: argparse.ArgumentParser) -> None:
+    """How long may be planned."""
+    parser.add_argument(
+        "--planning-seconds",
+        type=positive_float,
+        default=0.0,
+        metavar="SECONDS",
+        help="to look for a better plan than the one that is found at once, by integer programs too where their "
+        "solver is installed (default: 0)",
+    )
 
 
 def add_rewrites(parser: argparse.ArgumentParser) -> None:
@@ -107,13 +125,15 @@ def make_budget(text: str, of: str) -> Budget:
         raise UserError(f"--budget: {error}") from None
 
 
-def check_planning(arguments: argparse.Namespace) -> None:
-    """Raises UserError unless there are a planner and rewrites of these names."""
+def check_planning(arguments: argparse.Namespace, *, folder_is_here: bool = True) -> None:
+    """Raises UserError unless there are a planner and rewrites of these names, and the folder to page to."""
     from torch_odt.planning.registry import planner_names
 
     names = ("auto", *(known for known in planner_names() if known != "auto"))
     if arguments.planner not in names:
         raise UserError(f"--planner {arguments.planner}: there is no such planner; there are {', '.join(names)}")
+    if folder_is_here and arguments.page_to is not None and not arguments.page_to.is_dir():
+        raise UserError(f"--page-to {arguments.page_to}: there is no such folder")
     check_rewrites(arguments)
 
 

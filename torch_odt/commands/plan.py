@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 
 import torch_odt as odt
 from torch_odt.capture.cost_table import CostTable, costs_from_json
-from torch_odt.commands import options
+from torch_odt.capture.device import Device, device_names
+from torch_odt.commands import options, plan_page
 from torch_odt.commands.errors import UserError, as_user_errors
 from torch_odt.commands.models import Task, task_of
 from torch_odt.commands.optimizers import NAMES, make_optimizer
@@ -35,27 +36,59 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     options.add_input(parser)
     options.add_budget(parser, default=None, absent="show the whole range")
     parser.add_argument("--optimizer", choices=NAMES, help="count its state as well")
+    parser.add_argument(
+        "--device",
+        default="this",
+        metavar="NAME",
+        help=f"plan for another machine: {', '.join(device_names())}, or a .toml file that describes one; nothing is "
+        'measured then (default: "this" machine, measured)',
+    )
+    parser.add_argument(
+        "--objective",
+        choices=("seconds", "joules"),
+        default="seconds",
+        help="what to spend least of (default: seconds)",
+    )
+    parser.add_argument(
+        "--deadline",
+        type=options.positive_float,
+        default=math.inf,
+        metavar="SECONDS",
+        help="that a step may take at most (default: no limit)",
+    )
+    options.add_planning_seconds(parser)
     parser.add_argument("--costs", type=Path, metavar="FILE", help="from `torch-odt profile`, maybe on another machine")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw memory over the step, as PNG, SVG or PDF")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="write the plan to a file from which it can be run")
+    plan_page.add_arguments(parser)
     options.add_output(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Plan, print, draw."""
-    options.check_planning(arguments)
+    with as_user_errors(ValueError, OSError):
+        device = Device.of_value(arguments.device)
+    options.check_planning(arguments, folder_is_here=device is None)
     _check_plot(arguments.plot)
-    costs = _read_costs(arguments.costs)
+    _check_out(arguments)
+    plan_page.check(arguments)
+    costs = read_costs(arguments.costs)
     task = task_of(arguments)
     if arguments.budget is None:
-        return _show_range(arguments, task, costs)
-    budget = options.make_budget(arguments.budget, arguments.budget_of)
-    return _show_plan(arguments, _plan(arguments, task, budget, costs))
+        plan = _show_range(arguments, task, costs)
+    else:
+        plan = _plan(arguments, task, options.make_budget(arguments.budget, arguments.budget_of), costs)
+        _show_plan(arguments, plan)
+    _draw(plan, arguments.plot)
+    _save(plan, arguments.out)
+    plan_page.write(arguments, task, plan, costs)
+    return 0
 
 
 def _plan(arguments: argparse.Namespace, task: Task, budget: odt.Budget, costs: CostTable | None) -> Plan:
     from torch_odt.execute.dry_run import plan
 
-    with as_user_errors(ValueError):
+    with as_user_errors(ValueError, PlanError):
         return plan(
             task.model,
             task.loss_fn,
@@ -63,26 +96,30 @@ def _plan(arguments: argparse.Namespace, task: Task, budget: odt.Budget, costs: 
             budget=budget,
             planner=arguments.planner,
             disable_rewrites=arguments.disable_rewrite,
+            page_to=arguments.page_to,
+            device=arguments.device,
+            objective=arguments.objective,
+            deadline_seconds=arguments.deadline,
+            planning_seconds=arguments.planning_seconds,
             optimizer=make_optimizer(arguments.optimizer, task.model, None) if arguments.optimizer else None,
             costs=costs,
         )
 
 
-def _show_plan(arguments: argparse.Namespace, plan: Plan) -> int:
+def _show_plan(arguments: argparse.Namespace, plan: Plan) -> None:
     if arguments.json:
         options.print_json(plan.to_dict())
     else:
         print(plan)
-    _draw(plan, arguments.plot)
-    return 0
 
 
-def _show_range(arguments: argparse.Namespace, task: Task, costs: CostTable | None) -> int:
-    """Plans from everything kept down to the smallest feasible budget."""
+def _show_range(arguments: argparse.Namespace, task: Task, costs: CostTable | None) -> Plan:
+    """Plans from everything kept, which is returned, down to the smallest feasible budget."""
     keep_all = _plan(arguments, task, WITHOUT_LIMIT, costs)
     keep_all.budget = None
     if keep_all.smallest_feasible_bytes is None:
-        return _show_plan(arguments, keep_all)
+        _show_plan(arguments, keep_all)
+        return keep_all
     smallest, last = _smallest(arguments, task, costs, keep_all.smallest_feasible_bytes)
     limits = [limit for share in SHARES if (limit := int(share * keep_all.peak_bytes)) > smallest]
     between = [_plan(arguments, task, odt.Budget(limit, of="training"), costs) for limit in limits]
@@ -106,8 +143,7 @@ def _show_range(arguments: argparse.Namespace, task: Task, costs: CostTable | No
         print(f"\nThe smallest feasible budget is {bytes_text(smallest)} above the idle process: {budget}")
         for note in dict.fromkeys(note for plan in plans for note in plan.notes):
             print(f"note: {note}")
-    _draw(keep_all, arguments.plot)
-    return 0
+    return keep_all
 
 
 def _smallest(arguments: argparse.Namespace, task: Task, costs: CostTable | None, guess_bytes: int) -> tuple[int, Plan]:
@@ -130,7 +166,8 @@ def _row(text: str, plan: Plan, keep_all: Plan) -> list[str]:
     return [text, bytes_text(plan.peak_bytes), share, seconds_text(plan.step_seconds), micro_batch, recomputed]
 
 
-def _read_costs(path: Path | None) -> CostTable | None:
+def read_costs(path: Path | None) -> CostTable | None:
+    """What `--costs` names; None where it names nothing."""
     if path is None:
         return None
     try:
@@ -146,6 +183,23 @@ def _check_plot(path: Path | None) -> None:
     if path.suffix.lower() not in DRAWN:
         raise UserError(f"--plot {path}: the name must end in {', '.join(DRAWN)}")
     options.check_folder("--plot", path)
+
+
+def _check_out(arguments: argparse.Namespace) -> None:
+    if arguments.out is None:
+        return
+    if arguments.budget is None:
+        raise UserError("--out needs --budget: without one there are several plans")
+    options.check_folder("--out", arguments.out)
+
+
+def _save(plan: Plan, path: Path | None) -> None:
+    if path is None:
+        return
+    try:
+        plan.save(path)
+    except (OSError, PlanError) as error:
+        raise UserError(f"--out {path}: {error}") from error
 
 
 def _draw(plan: Plan, path: Path | None) -> None:

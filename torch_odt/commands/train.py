@@ -104,6 +104,7 @@ def run(arguments: argparse.Namespace) -> int:
                 budget=step_budget,
                 planner=arguments.planner,
                 disable_rewrites=arguments.disable_rewrite,
+                page_to=arguments.page_to,
             )
         report = _train(arguments, step, model, data, budget, gauge)
     if arguments.save is not None:
