@@ -57,6 +57,11 @@ class Worker:
         self._say(f"steps {steps}")
         return self._answer()["seconds"]
 
+    def causes(self, steps: int) -> dict[str, Any]:
+        """Where the time of so many steps goes; see `step_profile.Causes` and `Attribution`."""
+        self._say(f"observe {steps}")
+        return self._answer()
+
     def finish(self) -> dict[str, Any]:
         """The check of its gradients, made after all timing; ends the process."""
         try:
@@ -231,8 +236,8 @@ def describe_machine(options: argparse.Namespace) -> dict[str, Any]:
     import torch
 
     # Where the files lay says nothing of what was measured.
-    chosen = {key: str(value) for key, value in vars(options).items() if key not in ("out", "data_dir")}
-    chosen["data"] = "random images" if options.data_dir is None else "Fashion-MNIST"
+    chosen = {key: str(value) for key, value in vars(options).items() if key not in ("out", "data_dir", "cache")}
+    chosen["data"] = "random images" if vars(options).get("data_dir") is None else "Fashion-MNIST"
     return {
         "torch": torch.__version__,
         "capability": torch.backends.cpu.get_cpu_capability(),

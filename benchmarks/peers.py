@@ -1,6 +1,7 @@
 """How it is trained: every method is a function from a workload to a step, and a row of configurations.
 
-A step takes a batch and runs zero_grad, forward, backward and the optimizer; gradients are in `.grad` afterwards.
+A step takes a batch and runs zero_grad, forward, backward and the optimizer; gradients are in `.grad` afterwards,
+unless the backward pass has used them up.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """One process of the benchmark: one configuration, memory first, then timed steps whenever it is asked.
 
-It reads requests from stdin, one to a line ("steps N", "finish"), and answers each with one line of JSON.
+It reads requests from stdin, one to a line ("steps N", "observe N", "finish"), and answers each with one line of JSON.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import json
 import os
 import sys
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import torch
 from gradients import compare, write_reference
 from peers import Configuration, Step, find_smallest, make_step
 from process_memory import Sampler, anonymous, reset_high_water_mark, settle, status
+from step_profile import attribute, observe
 from workloads import Workload, make_workload
 
 WARM_UP_STEPS = 2
@@ -136,11 +138,16 @@ def _describe_plan(step: Step, allocator_level: int) -> dict[str, Any]:
 
 
 def _serve(step: Step, workload: Workload) -> None:
-    """Answers "steps N" with the seconds of each of N steps, until "finish"."""
+    """Answers "steps N" with the seconds of each of N steps and "observe N" with their causes, until "finish"."""
     for line in sys.stdin:
         words = line.split()
         if words[0] == "finish":
             return
+        if words[0] == "observe":
+            attribution = attribute()
+            causes = observe(step, workload.batches, int(words[1]), attribution)
+            _answer({"causes": asdict(causes), "attribution": asdict(attribution)})
+            continue
         seconds = []
         for index in range(int(words[1])):
             start = time.perf_counter()

@@ -42,6 +42,11 @@ class Workload:
             return F.cross_entropy(self.model(batch["images"]), batch["labels"])
         return self.model(**batch).loss
 
+    def task(self) -> tuple[Callable[..., torch.Tensor] | None, tuple[torch.Tensor, ...] | Batch]:
+        """The loss function and the first batch, as torch_odt's functions take them."""
+        batch = self.batches[0]
+        return (F.cross_entropy, tuple(batch.values())) if "images" in batch else (None, batch)
+
     def chain(self, batch: Batch) -> tuple[list[Block], torch.Tensor, Block]:
         """The same computation as a chain: blocks, the first one's input, and what makes a loss of the last output."""
         if "images" in batch:
