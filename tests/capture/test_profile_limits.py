@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from pathlib import Path
 
 import pytest
@@ -80,6 +81,21 @@ def test_an_op_that_takes_more_than_the_room_inside_is_estimated_as_such() -> No
     assert costs.too_large == 1 and costs.ops[0].source == "estimated"
     assert costs.ops[0].peak_bytes + image.nbytes > limit
     assert any("1 operators were estimated" in note for note in costs.notes)
+
+
+@needs_recorder
+def test_a_refusal_inside_a_compiled_operator_counts_as_too_large() -> None:
+    """This one copies an expanded gradient; errors that leave a compiled operator have lost their class."""
+    shape = (16, 16, 64, 64)
+    grad = torch.ones(16, 16, 1, 1).expand(shape)
+    images, channels = torch.ones(shape), [torch.ones(16) for _ in range(4)]
+    args = [*map(Ref, range(6)), "clamp", 0.0, math.inf, [True, True, True]]
+    inputs = [grad, images, *channels]
+    graph = graph_of("torch_odt.batch_norm_act_backward.default", inputs, [images, *channels[:2]], args)
+    assert fast(graph).ops[0].peak_bytes > 1.9 * images.nbytes
+    costs = fast(graph, limit_bytes=lambda: int(2.5 * images.nbytes))
+    assert costs.too_large == 1 and costs.ops[0].source == "estimated"
+    assert costs.ops[0].peak_bytes > 2.4 * images.nbytes
 
 
 @needs_recorder
