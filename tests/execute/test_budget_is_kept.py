@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 import torch_odt as odt
 from torch_odt import memory
-from torch_odt.commands.gauge import MemoryGauge
 from torch_odt.execute import prepare
 from torch_odt.ops.random_bits import draws_like_torch
 
