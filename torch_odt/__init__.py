@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from torch_odt import memory
 from torch_odt.errors import (
     CaptureError,
+    CheckpointError,
     InfeasibleBudget,
     LossError,
     NonFiniteLossWarning,
@@ -34,6 +35,7 @@ __version__ = "0.1.0"
 __all__ = [
     "Budget",
     "CaptureError",
+    "CheckpointError",
     "Frontier",
     "InfeasibleBudget",
     "LossError",

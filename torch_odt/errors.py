@@ -43,6 +43,10 @@ class PagingError(RuntimeError):
         self.fault = fault
 
 
+class CheckpointError(RuntimeError):
+    """A checkpoint cannot be read back; the text says what is wrong with it."""
+
+
 class InfeasibleBudget(RuntimeError):
     """No plan stays inside the budget.
 

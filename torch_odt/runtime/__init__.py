@@ -2,6 +2,21 @@
 
 from __future__ import annotations
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from torch_odt.runtime.budget import Budget, ResolvedBudget, format_bytes, parse_bytes
 
-__all__ = ["Budget", "ResolvedBudget", "format_bytes", "parse_bytes"]
+if TYPE_CHECKING:
+    from torch_odt.runtime.persistence import Checkpointer, Resumed
+
+__all__ = ["Budget", "Checkpointer", "ResolvedBudget", "Resumed", "format_bytes", "parse_bytes"]
+
+# Loaded when first used: a start from a plan does without.
+_LAZY = {"Checkpointer": "torch_odt.runtime.persistence", "Resumed": "torch_odt.runtime.persistence"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_LAZY[name]), name)

@@ -1,0 +1,263 @@
+"""A run that is stopped goes on bit for bit, whatever was done to its process or its files."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import torch_odt as odt
+from torch_odt.runtime.persistence import Checkpointer
+
+STEPS = 8
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> Iterator[None]:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        yield
+
+
+class Training:
+    """A network with everything that has a state: running statistics, dropout, momentum, a schedule."""
+
+    def __init__(self) -> None:
+        self.model = nn.Sequential(
+            nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Dropout(0.3), nn.Flatten(), nn.Linear(64, 2)
+        )
+        self.model.to(memory_format=torch.channels_last)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
+        self.scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, STEPS)
+
+    def step(self) -> None:
+        noise = torch.tensor(np.random.rand() + random.random(), dtype=torch.float32)
+        self.optimizer.zero_grad()
+        (self.model(torch.randn(5, 3, 6, 6) + noise)).square().mean().backward()
+        self.optimizer.step()
+        self.scheduler.step()
+
+    def checkpointer(self, folder: Path, **options: object) -> Checkpointer:
+        parts = {"model": self.model, "optimizer": self.optimizer, "scheduler": self.scheduler}
+        return Checkpointer(folder, **parts, **options)  # type: ignore[arg-type]
+
+    def bits(self) -> list[bytes]:
+        tensors = [*self.model.state_dict().values()]
+        tensors += [t for state in self.optimizer.state.values() for t in state.values()]
+        return [t.contiguous().numpy().tobytes() for t in tensors]
+
+
+def new_training() -> Training:
+    torch.manual_seed(1)
+    random.seed(1)
+    np.random.seed(1)
+    return Training()
+
+
+def undisturbed() -> list[bytes]:
+    training = new_training()
+    for _ in range(STEPS):
+        training.step()
+    return training.bits()
+
+
+@pytest.mark.parametrize("stopped_at", [1, 3, STEPS - 1])
+def test_a_resumed_run_is_an_undisturbed_one_bit_for_bit(tmp_path: Path, stopped_at: int) -> None:
+    first = new_training()
+    for _ in range(stopped_at):
+        first.step()
+    first.checkpointer(tmp_path).save(stopped_at, epoch=2, seen=torch.arange(3))
+    first.step()
+    second = Training()
+    resumed = second.checkpointer(tmp_path).resume()
+    assert resumed is not None and resumed.step == stopped_at
+    assert resumed.values["epoch"] == 2 and torch.equal(resumed.values["seen"], torch.arange(3))
+    for _ in range(resumed.step, STEPS):
+        second.step()
+    assert second.bits() == undisturbed()
+
+
+def test_an_empty_folder_has_nothing_to_resume(tmp_path: Path) -> None:
+    assert Training().checkpointer(tmp_path / "new" / "folder").resume() is None
+
+
+def test_the_last_ones_are_kept(tmp_path: Path) -> None:
+    checkpointer = Training().checkpointer(tmp_path, every_steps=2, keep=2)
+    written = [checkpointer.step_done(step) for step in range(1, 10)]
+    assert [None if path is None else path.name[10:13] for path in written] == [None, *(f"00{n}" for n in "22446688")]
+    assert [path.name for path in checkpointer.paths] == ["step-00000008.safetensors", "step-00000006.safetensors"]
+    assert sorted(tmp_path.iterdir()) == sorted(checkpointer.paths)
+
+
+@pytest.mark.parametrize("damage", ["truncated", "flipped", "empty"])
+def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path, damage: str) -> None:
+    training = Training()
+    checkpointer = training.checkpointer(tmp_path)
+    checkpointer.save(1)
+    kept = training.bits()
+    training.step()
+    path = checkpointer.save(2)
+    data = path.read_bytes()
+    flipped = data[:-9] + bytes([data[-9] ^ 16]) + data[-8:]
+    path.write_bytes({"truncated": data[:-20], "flipped": flipped, "empty": b""}[damage])
+    with pytest.warns(odt.OdtWarning, match=r"step-00000002.*damaged.*the checkpoint before it is taken"):
+        resumed = checkpointer.resume()
+    assert resumed is not None and resumed.step == 1
+    parameters = len(training.model.state_dict())
+    assert training.bits()[:parameters] == kept[:parameters]
+
+
+def test_nothing_but_damaged_checkpoints_is_an_error(tmp_path: Path) -> None:
+    checkpointer = Training().checkpointer(tmp_path)
+    checkpointer.save(1).write_bytes(b"")
+    with pytest.warns(odt.OdtWarning), pytest.raises(odt.CheckpointError, match=r"no checkpoint in .* can be read"):
+        checkpointer.resume()
+
+
+def test_checkpoints_may_be_read_only(tmp_path: Path) -> None:
+    training = Training()
+    path = training.checkpointer(tmp_path).save(1)
+    path.chmod(0o444)
+    resumed = training.checkpointer(tmp_path).resume()
+    assert resumed is not None and resumed.path == path
+    written = path.read_bytes()
+    training.step()
+    assert path.read_bytes() == written, "what was resumed is no part of the file any more"
+
+
+def test_another_training_is_refused(tmp_path: Path) -> None:
+    training = Training()
+    training.checkpointer(tmp_path).save(1)
+    other = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(other.parameters())
+    with pytest.raises(RuntimeError, match="state_dict"):
+        Checkpointer(tmp_path, model=other, optimizer=optimizer).resume()
+    with pytest.raises(odt.CheckpointError, match="no state of average"):
+        training.checkpointer(tmp_path, others={"average": training.model}).resume()
+
+
+def test_bad_options_are_named(tmp_path: Path) -> None:
+    training = Training()
+    for options, text in (
+        ({"keep": 0}, "keep must be"),
+        ({"every_steps": 0}, "every_steps must be"),
+        ({"others": {"model": training.model}}, "model in others"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            training.checkpointer(tmp_path, **options)
+
+
+def test_a_full_disk_leaves_what_there_was(tmp_path: Path) -> None:
+    """A limit on the size of files stands for the full disk: writing fails halfway."""
+    code = """
+import resource, sys
+sys.path[:0] = sys.argv[2:]
+from pathlib import Path
+from test_persistence import Training
+training = Training()
+checkpointer = training.checkpointer(Path(sys.argv[1]))
+size = checkpointer.save(1).stat().st_size
+resource.setrlimit(resource.RLIMIT_FSIZE, (size // 2, resource.RLIM_INFINITY))
+try:
+    checkpointer.save(2)
+except OSError as error:
+    print(error)
+assert checkpointer.resume().step == 1
+"""
+    command = [sys.executable, "-c", code, str(tmp_path), str(Path(__file__).parent)]
+    outcome = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert outcome.returncode == 0, outcome.stderr
+    assert outcome.stdout.strip()
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000001.safetensors"]
+
+
+def test_a_signal_saves_and_ends_the_loop(tmp_path: Path) -> None:
+    training = new_training()
+    with training.checkpointer(tmp_path) as checkpointer, pytest.raises(SystemExit) as ended:
+        for step in range(1, STEPS + 1):
+            training.step()
+            if step == 3:
+                os.kill(os.getpid(), signal.SIGTERM)
+            assert checkpointer.step_done(step) is None
+    assert ended.value.code == 128 + signal.SIGTERM
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    resumed = training.checkpointer(tmp_path).resume()
+    assert resumed is not None and resumed.step == 3
+
+
+def test_a_second_signal_does_not_wait(tmp_path: Path) -> None:
+    with Training().checkpointer(tmp_path), pytest.raises(SystemExit):
+        for _ in range(2):
+            os.kill(os.getpid(), signal.SIGTERM)
+    assert not list(tmp_path.iterdir())
+
+
+def _train_to_the_end(folder: Path, saving: bool) -> None:
+    """In a process of its own, which may be killed; `saving` leaves a mark while a checkpoint is being written."""
+    training = new_training()
+    checkpointer = training.checkpointer(folder, every_steps=1)
+    resumed = checkpointer.resume()
+    if saving:
+        write = odt.runtime.persistence.write_state
+
+        def marked(path: Path, state: object) -> None:
+            (folder / "writing").touch()
+            write(path, state)  # type: ignore[arg-type]
+            (folder / "writing").unlink()
+
+        odt.runtime.persistence.write_state = marked  # type: ignore[attr-defined, assignment]
+    for step in range(resumed.step if resumed else 0, STEPS):
+        training.step()
+        checkpointer.step_done(step + 1)
+    (folder / "bits").write_bytes(b"".join(training.bits()))
+
+
+@pytest.mark.slow
+def test_killed_at_random_times_nothing_is_lost(tmp_path: Path) -> None:
+    """A hundred kills, at least twenty of them while a checkpoint is being written."""
+    code = """
+import os, random, signal, sys, time
+sys.path[:0] = sys.argv[2:]
+from pathlib import Path
+import torch, test_persistence
+torch.set_num_threads(1)
+expected = b"".join(test_persistence.undisturbed())
+generator, kills, while_saving, run = random.Random(0), 0, 0, 0
+while kills < 100 or while_saving < 20:
+    folder = Path(sys.argv[1]) / str(run)
+    folder.mkdir(exist_ok=True)
+    if (child := os.fork()) == 0:
+        test_persistence._train_to_the_end(folder, saving=True)
+        os._exit(0)
+    if kills % 2:
+        time.sleep(generator.uniform(0.0, 0.4))
+    else:
+        deadline = time.monotonic() + 5
+        while not (folder / "writing").exists() and time.monotonic() < deadline:
+            pass
+    was_saving = (folder / "writing").exists()
+    os.kill(child, signal.SIGKILL)
+    _, status = os.waitpid(child, 0)
+    (folder / "writing").unlink(missing_ok=True)
+    if os.WIFSIGNALED(status):
+        kills, while_saving = kills + 1, while_saving + was_saving
+    if (folder / "bits").exists():
+        assert (folder / "bits").read_bytes() == expected, run
+        run += 1
+assert run > 0
+print(kills, while_saving, run)
+"""
+    command = [sys.executable, "-c", code, str(tmp_path), str(Path(__file__).parent)]
+    outcome = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert outcome.returncode == 0, outcome.stderr
+    kills, while_saving, runs = map(int, outcome.stdout.split())
+    assert kills >= 100 and while_saving >= 20 and runs >= 3
