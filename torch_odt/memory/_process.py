@@ -4,41 +4,16 @@ from __future__ import annotations
 
 import resource
 import sys
-from collections.abc import Iterator
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
 import psutil
 
-SYSTEM_ROOT = Path("/")
-
-# Version 1 has no word for "unlimited": it reports the largest page-aligned number. Nothing real comes near.
-UNLIMITED_BYTES = 1 << 60
-
-
-def _read_text(path: Path) -> str | None:
-    try:
-        return path.read_text()
-    except OSError:
-        return None
-
-
-def _read_bytes(path: Path) -> int | None:
-    """A number from a control file; None if it is absent or says "max"."""
-    text = (_read_text(path) or "").strip()
-    return int(text) if text.isdigit() else None
-
-
-def _field(text: str | None, name: str) -> int | None:
-    """The number behind a name in a file of `name value` lines."""
-    for line in (text or "").splitlines():
-        words = line.replace(":", " ").split()
-        if len(words) >= 2 and words[0] == name and words[1].isdigit():
-            return int(words[1])
-    return None
+from torch_odt.memory._control_group import control_groups
+from torch_odt.memory._files import SYSTEM_ROOT, field, read_text
 
 
 def _status_bytes(root: Path, name: str) -> int | None:
-    kib = _field(_read_text(root / "proc/self/status"), name)
+    kib = field(read_text(root / "proc/self/status"), name)
     return None if kib is None else kib * 1024
 
 
@@ -111,60 +86,18 @@ def children_bytes(*, root: Path = SYSTEM_ROOT) -> int:
     """
     children: set[str] = set()
     for listing in (root / "proc/self/task").glob("*/children"):
-        children.update((_read_text(listing) or "").split())
-    fields = (_field(_read_text(root / "proc" / pid / "smaps_rollup"), "Private_Dirty") for pid in children)
+        children.update((read_text(listing) or "").split())
+    fields = (field(read_text(root / "proc" / pid / "smaps_rollup"), "Private_Dirty") for pid in children)
     return sum(kib * 1024 for kib in fields if kib is not None)
 
 
-def _levels(mount: Path, path: str) -> Iterator[Path]:
-    """A cgroup's folder and those of all that contain it, up to the mount.
-
-    Inside a container the path may name folders that only the host can see; the mount itself is then the container's.
-    """
-    relative = PurePosixPath(path.lstrip("/"))
-    if ".." not in relative.parts:
-        for part in (relative, *relative.parents):
-            if part != PurePosixPath("."):
-                yield mount / part
-    yield mount
-
-
-def _headroom_v2(folder: Path) -> int | None:
-    limits = [_read_bytes(folder / "memory.max"), _read_bytes(folder / "memory.high")]
-    known = [limit for limit in limits if limit is not None]
-    used = _read_bytes(folder / "memory.current")
-    if not known or used is None:
-        return None
-    reclaimable = _field(_read_text(folder / "memory.stat"), "inactive_file") or 0
-    return max(0, min(known) - max(0, used - reclaimable))
-
-
-def _headroom_v1(folder: Path) -> int | None:
-    limit = _read_bytes(folder / "memory.limit_in_bytes")
-    used = _read_bytes(folder / "memory.usage_in_bytes")
-    if limit is None or used is None or limit >= UNLIMITED_BYTES:
-        return None
-    reclaimable = _field(_read_text(folder / "memory.stat"), "total_inactive_file") or 0
-    return max(0, limit - max(0, used - reclaimable))
-
-
-def _cgroup_headrooms(root: Path) -> dict[str, int]:
+def _control_group_headrooms(root: Path) -> dict[str, int]:
     """The smallest headroom of the process's control group and all that contain it, by version."""
     found: dict[str, int] = {}
-    for line in (_read_text(root / "proc/self/cgroup") or "").splitlines():
-        _, _, rest = line.partition(":")
-        controllers, _, path = rest.partition(":")
-        if controllers == "":
-            # In a hybrid system the unified hierarchy has a mount of its own and no memory controller.
-            source, mount, headroom_of = "cgroup_v2", root / "sys/fs/cgroup", _headroom_v2
-        elif "memory" in controllers.split(","):
-            source, mount, headroom_of = "cgroup_v1", root / "sys/fs/cgroup/memory", _headroom_v1
-        else:
-            continue
-        headrooms = [headroom_of(folder) for folder in _levels(mount, path)]
-        known = [headroom for headroom in headrooms if headroom is not None]
-        if known:
-            found[source] = min(known)
+    for group in control_groups(root=root):
+        headrooms = [level.headroom_bytes for level in group.levels if level.headroom_bytes is not None]
+        if headrooms:
+            found[group.version] = min(headrooms)
     return found
 
 
@@ -199,7 +132,7 @@ def available_detail(*, root: Path = SYSTEM_ROOT) -> dict[str, int]:
         'system'
     """
     system = {"system": int(psutil.virtual_memory().available)}
-    return system | _cgroup_headrooms(root) | _rlimit_headrooms(root)
+    return system | _control_group_headrooms(root) | _rlimit_headrooms(root)
 
 
 def available(*, root: Path = SYSTEM_ROOT) -> int:

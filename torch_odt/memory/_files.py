@@ -1,0 +1,30 @@
+"""Files of numbers, as the kernel shows them under /proc and /sys."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+SYSTEM_ROOT = Path("/")
+
+
+def read_text(path: Path) -> str | None:
+    """What a file says; None if it is absent or not to be read."""
+    try:
+        return path.read_text()
+    except OSError:
+        return None
+
+
+def read_number(path: Path) -> int | None:
+    """A number from a control file; None if it is absent or says "max"."""
+    text = (read_text(path) or "").strip()
+    return int(text) if text.isdigit() else None
+
+
+def field(text: str | None, name: str) -> int | None:
+    """The number behind a name in a file of `name value` lines."""
+    for line in (text or "").splitlines():
+        words = line.replace(":", " ").split()
+        if len(words) >= 2 and words[0] == name and words[1].isdigit():
+            return int(words[1])
+    return None
