@@ -103,12 +103,12 @@ def _control_group_headrooms(root: Path) -> dict[str, int]:
 
 def _rlimit_headrooms(root: Path) -> dict[str, int]:
     found: dict[str, int] = {}
-    for source, limit, field in (
+    for source, limit, name in (
         ("rlimit_as", resource.RLIMIT_AS, "VmSize"),
         ("rlimit_data", resource.RLIMIT_DATA, "VmData"),
     ):
         soft_bytes, _ = resource.getrlimit(limit)
-        used_bytes = _status_bytes(root, field)
+        used_bytes = _status_bytes(root, name)
         if soft_bytes != resource.RLIM_INFINITY and used_bytes is not None:
             found[source] = max(0, soft_bytes - used_bytes)
     return found

@@ -8,12 +8,29 @@ from typing import TYPE_CHECKING, Any
 from torch_odt.runtime.budget import Budget, ResolvedBudget, format_bytes, parse_bytes
 
 if TYPE_CHECKING:
+    from torch_odt.runtime.monitor import Monitor, Reading, read_system
     from torch_odt.runtime.persistence import Checkpointer, Resumed
 
-__all__ = ["Budget", "Checkpointer", "ResolvedBudget", "Resumed", "format_bytes", "parse_bytes"]
+__all__ = [
+    "Budget",
+    "Checkpointer",
+    "Monitor",
+    "Reading",
+    "ResolvedBudget",
+    "Resumed",
+    "format_bytes",
+    "parse_bytes",
+    "read_system",
+]
 
 # Loaded when first used: a start from a plan does without.
-_LAZY = {"Checkpointer": "torch_odt.runtime.persistence", "Resumed": "torch_odt.runtime.persistence"}
+_LAZY = {
+    "Checkpointer": "torch_odt.runtime.persistence",
+    "Resumed": "torch_odt.runtime.persistence",
+    "Monitor": "torch_odt.runtime.monitor",
+    "Reading": "torch_odt.runtime.monitor",
+    "read_system": "torch_odt.runtime.monitor",
+}
 
 
 def __getattr__(name: str) -> Any:
