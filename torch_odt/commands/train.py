@@ -15,7 +15,8 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 import torch_odt as odt
-from torch_odt.commands import options
+from torch_odt.commands import checkpoints, options
+from torch_odt.commands.checkpoints import Checkpoints, Order
 from torch_odt.commands.data import NAMES, ImageData, load_data
 from torch_odt.commands.errors import UserError, as_user_errors
 from torch_odt.commands.gauge import MemoryGauge
@@ -79,6 +80,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_optimizer(parser)
     parser.add_argument("--workers", type=int, default=0, help="processes that load data (default: 0)")
     parser.add_argument("--save", type=Path, metavar="FILE", help="write the weights there, as safetensors")
+    checkpoints.add_arguments(parser)
     options.add_output(parser)
 
 
@@ -95,7 +97,11 @@ def run(arguments: argparse.Namespace) -> int:
         arguments.model, classes=len(data.classes), image_size=data.image_size, channels_last=arguments.channels_last
     )
     optimizer = make_optimizer(arguments.optimizer, model, arguments.lr)
-    with MemoryGauge() as gauge, beside_loop(budget) as step_budget:
+    with (
+        Checkpoints(arguments, model, optimizer) as kept,
+        MemoryGauge() as gauge,
+        beside_loop(budget) as step_budget,
+    ):
         with as_user_errors(ValueError):
             step = odt.TrainStep(
                 model,
@@ -106,7 +112,7 @@ def run(arguments: argparse.Namespace) -> int:
                 disable_rewrites=arguments.disable_rewrite,
                 page_to=arguments.page_to,
             )
-        report = _train(arguments, step, model, data, budget, gauge)
+        report = _train(arguments, step, model, data, budget, gauge, kept)
     if arguments.save is not None:
         save(model, arguments.save)
         report.saved = str(arguments.save)
@@ -124,39 +130,49 @@ def _train(
     data: ImageData,
     budget: odt.Budget,
     gauge: MemoryGauge,
+    kept: Checkpoints,
 ) -> Report:
     resolved = budget.resolve(gauge.base_bytes)
     above = gauge.base_bytes if budget.of == "training" else 0
     limit = resolved.total_bytes - above
     report = Report(arguments.model, data.name, len(data.classes), str(budget), limit, gauge.base_bytes)
-    training, validation = _loaders(arguments, data)
+    training, validation, order = _loaders(arguments, data)
+    batches = len(training)
     if not arguments.json:
-        print(_introduction(arguments, data, report, len(training)), flush=True)
-    remaining = arguments.steps or arguments.epochs * len(training)
+        print(_introduction(arguments, data, report, batches), flush=True)
+    position = kept.resume()
+    if position.steps and not arguments.json:
+        print(f"Resumed after {position.steps} steps, in epoch {position.epoch}.\n", flush=True)
+    report.epochs = [Epoch(**seen) for seen in position.epochs]
+    remaining = (arguments.steps or arguments.epochs * batches) - position.steps + position.batches
     record = Record()
-    for number in range(1, arguments.epochs + 1):
-        count = min(len(training), remaining)
-        if count == 0:
-            break
-        begin, done = time.monotonic(), len(record.losses)
+
+    def step_done() -> None:
+        position.step_done(record.losses[-1], record.accuracies[-1])
+        kept.step_done(position)
+
+    while position.epoch <= arguments.epochs and (count := min(batches, remaining)) > 0:
+        begin = time.monotonic()
+        order.epoch, order.first = position.epoch, position.batches * (training.batch_size or 1)
         model.train()
         run_steps(
             step,
             laid_out(training, arguments.channels_last),
-            steps=count,
+            steps=count - position.batches,
             record=record,
             memory_text=lambda: memory_against(gauge, limit, above_bytes=above),
-            label=f"epoch {number}",
+            label=f"epoch {position.epoch}",
             quiet=arguments.json,
-            announce=(lambda: f"\n{step.plan}\n") if number == 1 else None,
+            announce=None if len(record.losses) else lambda: f"\n{step.plan}\n",
+            step_done=step_done,
         )
         held_out = laid_out(validation, arguments.channels_last)
         loss, accuracy = validate(model, held_out, count=len(validation), quiet=arguments.json)
         report.epochs.append(
             Epoch(
                 steps=count,
-                train_loss=_mean(record.losses[done:]),
-                train_accuracy=_mean(record.accuracies[done:]),
+                train_loss=_mean(position.losses),
+                train_accuracy=_mean(position.accuracies),
                 validation_loss=loss,
                 validation_accuracy=accuracy,
                 seconds=time.monotonic() - begin,
@@ -164,28 +180,32 @@ def _train(
         )
         if not arguments.json:
             print(f"  validation: loss {loss:.3f}, accuracy {accuracy:.1%}", flush=True)
+        position.epoch_done(asdict(report.epochs[-1]))
+        kept.epoch_done(position)
         remaining -= count
     report.peak_bytes, report.workers_peak_bytes = gauge.peak_bytes - above, gauge.children_peak_bytes
     report.step_seconds = record.step_seconds
-    report.plan = step.plan.to_dict()
+    report.plan = step.plan.to_dict() if record.losses else {}
     return report
 
 
-def _loaders(arguments: argparse.Namespace, data: ImageData) -> tuple[DataLoader[Any], DataLoader[Any]]:
+def _loaders(arguments: argparse.Namespace, data: ImageData) -> tuple[DataLoader[Any], DataLoader[Any], Order]:
     """Training batches are all of one size where there are enough samples; validation takes smaller ones."""
-    size = min(arguments.batch_size, len(data.train))  # type: ignore[arg-type]
-    order = torch.Generator().manual_seed(arguments.seed)
+    count = len(data.train)  # type: ignore[arg-type]
+    size = min(arguments.batch_size, count)
+    order = Order(count, arguments.seed)
     workers = arguments.workers
     training = DataLoader(
         data.train,
         batch_size=size,
-        shuffle=True,
+        sampler=order,
         drop_last=True,
-        generator=order,
+        # Of its own: an epoch that is taken up in its middle must not move the random numbers of the model.
+        generator=torch.Generator(),
         num_workers=workers,
         persistent_workers=workers > 0,
     )
-    return training, DataLoader(data.validation, batch_size=max(1, size // 4), num_workers=workers)
+    return training, DataLoader(data.validation, batch_size=max(1, size // 4), num_workers=workers), order
 
 
 def save(model: nn.Module, path: Path) -> None:

@@ -99,12 +99,14 @@ def run_steps(
     label: str,
     quiet: bool = False,
     announce: Callable[[], str] | None = None,
+    step_done: Callable[[], None] | None = None,
 ) -> None:
     """Train on at most `steps` batches; every step adds to `record` and moves the progress display on.
 
     Args:
         memory_text: says how the memory stands.
         announce: what to say after the first step.
+        step_done: called after each step.
     """
     smooth_loss = smooth_accuracy = None
     with Progress(label, steps, quiet=quiet) as progress:
@@ -120,6 +122,8 @@ def run_steps(
             if announce is not None:
                 progress.say(announce())
                 announce = None
+            if step_done is not None:
+                step_done()
 
 
 def validate(model: nn.Module, batches: Iterable[Batch], *, count: int = 0, quiet: bool = True) -> tuple[float, float]:

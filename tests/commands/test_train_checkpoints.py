@@ -1,0 +1,85 @@
+"""`torch-odt train --checkpoint-dir`: a run that is stopped goes on as if it had not been."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from terminals import Terminal
+
+from torch_odt.runtime.persistence import Checkpointer
+
+NET = """
+from torch import nn
+
+
+def make(num_classes=10):
+    features = [nn.Conv2d(3, 4, 3, stride=4), nn.BatchNorm2d(4), nn.ReLU(), nn.Dropout(0.2), nn.Flatten()]
+    return nn.Sequential(*features, nn.Linear(64, num_classes))
+"""
+STEPS_AN_EPOCH = 3
+
+
+@pytest.fixture
+def words(tmp_path: Path) -> tuple[Any, ...]:
+    pytest.importorskip("sklearn")
+    (tmp_path / "droppy.py").write_text(NET)
+    few = ("--image-size", "16", "--batch-size", "450", "--budget", "64MiB", "--budget-of", "training")
+    return ("train", "--model", f"{tmp_path / 'droppy.py'}:make", "--data", "digits", *few, "--optimizer", "adamw")
+
+
+def weights(path: Path) -> list[torch.Tensor]:
+    return list(load_file(path).values())
+
+
+@pytest.mark.parametrize("stopped_after", [2, STEPS_AN_EPOCH, STEPS_AN_EPOCH + 1])
+def test_a_stopped_run_goes_on_bit_for_bit(
+    terminal: Terminal, words: tuple[Any, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stopped_after: int
+) -> None:
+    whole = terminal(*words, "--epochs", "2", "--save", tmp_path / "whole", "--json")
+    assert whole.code == 0, whole.err
+    assert [epoch["steps"] for epoch in whole.document["epochs"]] == [STEPS_AN_EPOCH] * 2
+    save = Checkpointer.step_done
+
+    def stop(self: Checkpointer, step: int, **values: Any) -> Path | None:
+        if step == stopped_after:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return save(self, step, **values)
+
+    kept = ("--checkpoint-dir", tmp_path / "kept", "--epochs", "2")
+    with monkeypatch.context() as patch:
+        patch.setattr(Checkpointer, "step_done", stop)
+        stopped = terminal(*words, *kept)
+    assert stopped.code == 128 + signal.SIGTERM
+    assert f"Stopped after {stopped_after} steps; --resume goes on" in stopped.err
+    assert len(list((tmp_path / "kept").iterdir())) == (1 if stopped_after <= STEPS_AN_EPOCH else 2)
+    resumed = terminal(*words, *kept, "--resume", "--save", tmp_path / "resumed", "--json")
+    assert resumed.code == 0, resumed.err
+    assert all(map(torch.equal, weights(tmp_path / "whole"), weights(tmp_path / "resumed")))
+    for one, other in zip(whole.document["epochs"], resumed.document["epochs"], strict=True):
+        assert {**one, "seconds": 0} == {**other, "seconds": 0}
+
+
+def test_a_finished_run_can_be_given_more_epochs(terminal: Terminal, words: tuple[Any, ...], tmp_path: Path) -> None:
+    kept = ("--checkpoint-dir", tmp_path / "kept", "--resume")
+    assert terminal(*words, *kept).code == 0, "nothing to resume is no error"
+    again = terminal(*words, *kept)
+    assert again.code == 0 and "Resumed after 3 steps, in epoch 2" in again.out
+    more = terminal(*words, *kept, "--epochs", "2", "--save", tmp_path / "resumed")
+    assert more.code == 0, more.err
+    assert terminal(*words, "--epochs", "2", "--save", tmp_path / "whole").code == 0
+    assert all(map(torch.equal, weights(tmp_path / "whole"), weights(tmp_path / "resumed")))
+
+
+def test_an_earlier_run_is_not_overwritten(terminal: Terminal, words: tuple[Any, ...], tmp_path: Path) -> None:
+    kept = ("--checkpoint-dir", tmp_path / "kept")
+    assert terminal(*words, *kept, "--steps", "1").code == 0
+    outcome = terminal(*words, *kept)
+    assert outcome.code == 2 and "add --resume" in outcome.err
+    outcome = terminal(*words, "--resume")
+    assert outcome.code == 2 and "--resume needs --checkpoint-dir" in outcome.err

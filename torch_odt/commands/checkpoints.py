@@ -1,0 +1,151 @@
+"""`--checkpoint-dir` and `--resume`: a run of `torch-odt train` that goes on where an earlier one was stopped."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import Sampler
+
+from torch_odt.commands import options
+from torch_odt.commands.errors import UserError, as_user_errors
+from torch_odt.errors import CheckpointError
+from torch_odt.runtime.persistence import Checkpointer
+
+_EVERY_STEPS = 100
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options."""
+    parser.add_argument(
+        "--checkpoint-dir", type=Path, metavar="DIR", help="keep checkpoints there, and write one at SIGTERM"
+    )
+    parser.add_argument(
+        "--checkpoint-every",
+        type=options.positive_int,
+        default=_EVERY_STEPS,
+        metavar="STEPS",
+        help=f"steps from one checkpoint to the next (default: {_EVERY_STEPS})",
+    )
+    parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint in --checkpoint-dir")
+
+
+@dataclass
+class Position:
+    """How far a run has come.
+
+    Attributes:
+        steps: made in all.
+        epoch: the number of the current one, from 1.
+        batches: of the current epoch that are done.
+        losses, accuracies: of those.
+        epochs: what was seen of each earlier epoch.
+    """
+
+    steps: int = 0
+    epoch: int = 1
+    batches: int = 0
+    losses: list[float] = field(default_factory=list)
+    accuracies: list[float] = field(default_factory=list)
+    epochs: list[dict[str, Any]] = field(default_factory=list)
+
+    def step_done(self, loss: float, accuracy: float) -> None:
+        """One more batch of the epoch."""
+        self.steps += 1
+        self.batches += 1
+        self.losses.append(loss)
+        self.accuracies.append(accuracy)
+
+    def epoch_done(self, seen: dict[str, Any]) -> None:
+        """The next epoch begins."""
+        self.epochs.append(seen)
+        self.epoch += 1
+        self.batches = 0
+        self.losses, self.accuracies = [], []
+
+
+class Checkpoints:
+    """The checkpoints of a run, or none where the user wants none."""
+
+    def __init__(self, arguments: argparse.Namespace, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        folder: Path | None = arguments.checkpoint_dir
+        if folder is None and arguments.resume:
+            raise UserError("--resume needs --checkpoint-dir, the folder of the run that is to go on")
+        self._resumes: bool = arguments.resume
+        self._checkpointer: Checkpointer | None = None
+        if folder is not None:
+            with as_user_errors(OSError):
+                every_steps = arguments.checkpoint_every
+                self._checkpointer = Checkpointer(folder, model=model, optimizer=optimizer, every_steps=every_steps)
+            if self._checkpointer.paths and not self._resumes:
+                raise UserError(f"{folder} holds checkpoints of an earlier run: add --resume, or give another folder")
+
+    def __enter__(self) -> Checkpoints:
+        if self._checkpointer is not None:
+            self._checkpointer.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._checkpointer is not None:
+            self._checkpointer.__exit__(kind, error, trace)
+
+    def resume(self) -> Position:
+        """Where to begin; everything that has a state is as it was there."""
+        if self._checkpointer is None or not self._resumes:
+            return Position()
+        with as_user_errors(CheckpointError, RuntimeError, ValueError):
+            resumed = self._checkpointer.resume()
+        return Position() if resumed is None else Position(**resumed.values)
+
+    def step_done(self, position: Position) -> None:
+        """Save if it is time.
+
+        Raises:
+            SystemExit: the run was asked to end.
+        """
+        if self._checkpointer is None:
+            return
+        try:
+            with as_user_errors(OSError):
+                self._checkpointer.step_done(position.steps, **vars(position))
+        except SystemExit:
+            folder = self._checkpointer.folder
+            print(f"\nStopped after {position.steps} steps; --resume goes on from {folder}", file=sys.stderr)
+            raise
+
+    def epoch_done(self, position: Position) -> None:
+        """Save: a finished run can be given more epochs."""
+        if self._checkpointer is not None:
+            with as_user_errors(OSError):
+                self._checkpointer.save(position.steps, **vars(position))
+
+
+class Order(Sampler[int]):
+    """The samples of an epoch, shuffled by the seed and the epoch's number: any epoch can be taken up anywhere.
+
+    Attributes:
+        epoch: the number of the epoch that is next.
+        first: so many of its samples have been seen before.
+    """
+
+    def __init__(self, count: int, seed: int) -> None:
+        self._count = count
+        self._seed = seed
+        self.epoch = 1
+        self.first = 0
+
+    def __len__(self) -> int:
+        return self._count - self.first
+
+    def __iter__(self) -> Iterator[int]:
+        generator = torch.Generator().manual_seed(self._seed * 1_000_003 + self.epoch)
+        yield from torch.randperm(self._count, generator=generator).tolist()[self.first :]
