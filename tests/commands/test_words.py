@@ -17,7 +17,7 @@ from torch_odt.commands import options
 from torch_odt.commands.errors import UserError
 
 
-@pytest.mark.parametrize("command", ["demo", "train", "plan", "profile", "doctor"])
+@pytest.mark.parametrize("command", ["demo", "train", "plan", "profile", "doctor", "watch"])
 def test_every_command_explains_itself_and_takes_json(terminal: Terminal, command: str) -> None:
     outcome = terminal(command, "--help")
     assert outcome.code == 0
