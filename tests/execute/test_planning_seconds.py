@@ -149,12 +149,34 @@ def test_a_named_planner_stops_when_it_is_told_to(
 
     monkeypatch.setitem(registry._PLANNERS, "patient", patient)
     plan(scarce, planner="patient")
-    assert set(limits) == {60.0} and not in_this_process
+    # Apart: what a solver leaves in memory would be taken off the budget.
+    assert set(limits) == {60.0} and in_this_process
     limits.clear()
+    in_this_process.clear()
     plan(scarce, planner="patient", planning_seconds=4.0)
     limited = [limit for limit in limits if limit != 60.0]
     # The last one is for the fewest bytes.
     assert limited and max(limited) <= 2.0 and sum(limited) <= 4.0 and in_this_process
+
+
+def test_a_batch_that_cannot_be_cut_leaves_no_time_to_sizes_that_are_not_tried(
+    in_this_process: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def plan_normalised(**options: Any) -> odt.Plan:
+        model = nn.Sequential(make_model()[:-1], nn.BatchNorm1d(128), nn.Linear(128, 3))
+        budget = odt.Budget("1GiB", of="training")
+        return odt.plan(model, F.cross_entropy, BATCH, budget=budget, cache=False, device=BOARD, **options)
+
+    limits: list[float] = []
+
+    def patient(graph: Any, costs: Any, budget_bytes: int, *, time_limit_seconds: float = 60.0) -> Schedule:
+        limits.append(time_limit_seconds)
+        return melon(graph, costs, budget_bytes)
+
+    monkeypatch.setitem(registry._PLANNERS, "patient", patient)
+    plan_normalised(planner="patient", planning_seconds=400.0)
+    # Half of it is left for another attempt, and a planner gets half of what there is, to be called again.
+    assert limits[0] == pytest.approx(100.0, abs=10.0)
 
 
 @pytest.mark.parametrize("seconds", [-1.0, float("nan"), float("inf")])

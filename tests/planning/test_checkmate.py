@@ -22,6 +22,7 @@ from torch_odt.planning.registry import get_planner
 from torch_odt.planning.schedule import Schedule
 from torch_odt.planning.search import Search
 from torch_odt.planning.simulate import simulate
+from torch_odt.planning.smallest import smallest
 
 
 @pytest.mark.parametrize("solver", ["highs", "cbc"])
@@ -104,6 +105,15 @@ def test_rounding_fits_and_stays_above_its_bound(case: tuple[TrainingGraph, Cost
     assert simulate(graph, costs, found.schedule).peak_bytes <= budget
     assert found.bound_seconds <= optimize(graph, costs, budget, time_limit_seconds=5.0).seconds + 1e-9
     assert found.gap < 0.25
+
+
+def test_without_time_for_a_relaxation_the_budget_is_used_all_the_same() -> None:
+    graph, costs = chain(14)
+    budget = int(0.6 * Search(problem_of(graph, costs), 0).best.peak_bytes)
+    found = round_relaxation(graph, costs, budget, time_limit_seconds=0.0)
+    check(graph, costs, found.schedule)
+    assert found.fits
+    assert found.seconds < simulate(graph, costs, smallest(graph, costs)[0]).seconds
 
 
 @settings(max_examples=15)

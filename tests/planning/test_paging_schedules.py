@@ -103,6 +103,16 @@ def test_what_is_cheaper_is_done() -> None:
     assert not pages_out(slow) and simulate(*paging(case, SLOW), slow).recomputed_ops
 
 
+@pytest.mark.parametrize("transfers", [FAST, None])
+def test_capuchin_gives_up_what_it_can_where_nothing_fits(transfers: TransferCosts | None) -> None:
+    graph, costs = chain(14)
+    costs = replace(costs, transfers=transfers)
+    schedule = get_planner("capuchin")(graph, costs, 1)
+    check(graph, costs, schedule)
+    kept_all = simulate(graph, costs, keep_all(graph, costs)).peak_bytes
+    assert simulate(graph, costs, schedule).peak_bytes < kept_all
+
+
 def test_random_numbers_come_back_from_the_file() -> None:
     make = GraphMaker()
     x = make.give()

@@ -32,7 +32,7 @@ from torch_odt.planning.auto import auto
 from torch_odt.planning.calibrate import within
 from torch_odt.planning.objective import FASTEST, Goal, schedule_for
 from torch_odt.planning.pool import QUICK, pack
-from torch_odt.planning.registry import Planner, get_planner, limited
+from torch_odt.planning.registry import Planner, get_planner, limited, takes_time_limit
 from torch_odt.planning.schedule import Run, Schedule, schedule_from_data, schedule_to_data
 from torch_odt.planning.search import Footprint
 from torch_odt.planning.simulate import Simulation, simulate
@@ -45,6 +45,8 @@ ProfileGraph = Callable[[TrainingGraph, bool], Costs]
 _LEAST_SECONDS = 0.1
 # Planners may take longer than they are told to; a child that takes so much longer is stuck.
 _PATIENCE, _PATIENCE_SECONDS = 2.0, 60.0
+# What a planner may take that was given no time: those that can use much are called several times, a minute each.
+_UNLIMITED_SECONDS = 3600.0
 # Drawing a mask as bits takes about this share of the operator that draws it as booleans and applies it.
 _BITS_SHARE = 0.1
 
@@ -128,10 +130,9 @@ class Candidates:
             NotSeparable: `micro_batch` was asked for and the samples of the step influence each other.
         """
         best: Candidate | None = None
-        splits = self._splits(micro_batch)
-        for sizes in splits:
+        for sizes in self._splits(micro_batch):
             try:
-                candidate = self.make(sizes, limit_bytes, seconds=self._share_of_named_planner(len(splits)))
+                candidate = self.make(sizes, limit_bytes, seconds=self._share_of_named_planner(micro_batch))
             except CaptureError as reason:
                 if micro_batch is not None:
                     raise
@@ -172,11 +173,12 @@ class Candidates:
     def _splits(self, micro_batch: int | None) -> list[tuple[int, ...]]:
         return [*self.splits()] if micro_batch is None else [self.sizes_of(min(micro_batch, self.batch))]
 
-    def _share_of_named_planner(self, splits: int) -> float | None:
+    def _share_of_named_planner(self, micro_batch: int | None) -> float | None:
         """Its time, if there is a limit; `auto` has its own, and what it finds is improved afterwards."""
         if self.planner == "auto" or not self.planning_seconds:
             return None
-        share = self._left_seconds / (1 + splits)
+        cuts = self.cuts if micro_batch is None else 0
+        share = self._left_seconds / (2 + cuts)
         self._left_seconds -= share
         return share
 
@@ -259,7 +261,13 @@ class Candidates:
                 schedules[size] = self.schedule(sized, room, several, seconds=share, start=begin)
             return schedules
 
-        return self.assemble(sizes, plan() if seconds is None else _apart(plan, seconds))
+        limit = _UNLIMITED_SECONDS if seconds is None and self._leaves_memory else seconds
+        return self.assemble(sizes, plan() if limit is None else _apart(plan, limit))
+
+    @property
+    def _leaves_memory(self) -> bool:
+        """Whether the named planner calls a solver: its libraries and what they allocate would stay in the process."""
+        return self.planner != "auto" and takes_time_limit(get_planner(self.planner))
 
     def restore(self, data: dict[str, Any]) -> Candidate:
         """A candidate from the data of an earlier one.

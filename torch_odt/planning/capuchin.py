@@ -12,7 +12,7 @@ another, cost more than it thinks, and energy is none of its concerns. Without a
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from torch_odt.capture.costs import Costs
@@ -25,29 +25,34 @@ from torch_odt.planning.rematerialize import Built, build
 from torch_odt.planning.schedule import Schedule
 
 _NO_TIME = 1e-12
+# Of all choices, so many different shares are tried where the budget is out of reach.
+_PARTS = 8
 
 
 @planner("capuchin")
 def capuchin(graph: TrainingGraph, costs: Costs, budget_bytes: int) -> Schedule:
     """Swap by free time, then whatever costs less. Choose it as a baseline for paging."""
     problem = problem_of(graph, costs)
-    swapped: set[int] = set()
-    recomputed: set[int] = set()
-    best = built = build(problem)
-    least = peak_bytes(problem, built.runs)
+    choices = list(_choices(problem))
+    best = build(problem)
+    least = peak_bytes(problem, best.runs)
     excess = least - budget_bytes
-    for choice in _choices(problem):
+    for count, choice in enumerate(choices, 1):
         if excess <= 0:
             break
-        (swapped if choice.is_swapped else recomputed).add(choice.storage)
         excess -= problem.nbytes[choice.storage]
         if excess <= 0:
             # What has been chosen may not have been there when memory was scarcest.
-            built = _build(problem, swapped, recomputed, budget_bytes)
+            built = _build(problem, choices[:count], budget_bytes)
             peak = peak_bytes(problem, built.runs)
             if peak < least:
                 best, least = built, peak
             excess = peak - budget_bytes
+    if excess > 0:
+        # Recomputation needs memory, too: to give up everything is not always what takes least.
+        shares = [choices[: len(choices) * part // _PARTS] for part in range(1, _PARTS + 1)]
+        tried = [best, *(_build(problem, share, budget_bytes) for share in shares)]
+        best = min(tried, key=lambda built: peak_bytes(problem, built.runs))
     return best.schedule(problem, "capuchin")
 
 
@@ -104,8 +109,10 @@ def _first_use_behind(problem: Problem, storage: int) -> int | None:
     return next((p for p in problem.uses[storage] if p > problem.boundary), None)
 
 
-def _build(problem: Problem, swapped: set[int], recomputed: set[int], budget_bytes: int) -> Built:
-    """The schedule of a choice: swaps are free of charge for the builder, so that it does what was chosen."""
+def _build(problem: Problem, choices: Sequence[_Choice], budget_bytes: int) -> Built:
+    """The schedule of choices: swaps are free of charge for the builder, so that it does what was chosen."""
+    swapped = {choice.storage for choice in choices if choice.is_swapped}
+    recomputed = {choice.storage for choice in choices if not choice.is_swapped}
     paging = {storage: problem.paging[storage] for storage in swapped}
     free_of_charge = {step: 0.0 for steps in paging.values() for step in (steps.out, steps.back)}
     chosen = replace(problem, paging=paging, seconds={**problem.seconds, **free_of_charge})

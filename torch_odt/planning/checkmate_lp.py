@@ -8,7 +8,8 @@ relaxation says to what part each storage is kept into each stage. What is above
 to be recomputed follows. Rounding goes over the budget, so relaxations for somewhat smaller ones are rounded, too. The
 relaxation with the budget itself gives a proven bound.
 Within a few percent of the best for moderate budgets; near the smallest feasible one roundings that fit are rare, and
-the result is what eviction on demand makes of them.
+the result is what eviction on demand makes of them. Where that does not fit either, or time does not suffice for a
+relaxation, it is what `auto` looks at first.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import time
 
 from torch_odt.capture.costs import Costs
 from torch_odt.capture.graph import TrainingGraph
+from torch_odt.planning.explore import explore
 from torch_odt.planning.milp import Model
 from torch_odt.planning.optimized import Incumbent, Optimized
 from torch_odt.planning.problem import Gradients, problem_of
@@ -28,6 +30,8 @@ from torch_odt.planning.schedule import Schedule
 from torch_odt.planning.search import Search
 from torch_odt.planning.smallest import smallest_trials
 from torch_odt.planning.solvers import SolverName, make_solver
+
+_HEURISTIC_SECONDS = 1.5
 
 
 @planner("checkmate-lp")
@@ -79,6 +83,11 @@ def round_relaxation(
             solve_seconds += round_repeatedly(
                 reduced, Model, relaxed.values, chosen_solver, search, incumbent, deadline
             )
+    if not incumbent.fits:
+        # No rounding fits, or there was no time for one.
+        heuristics = Search(problem, budget_bytes, time.perf_counter() + _HEURISTIC_SECONDS)
+        explore(heuristics)
+        incumbent.offer(heuristics.best.built.runs)
     if not incumbent.fits:
         incumbent.offer(smallest_trials(problem)[0].built.runs)
     return incumbent.optimized("checkmate-lp", reduced, bound, solve_seconds)

@@ -227,6 +227,7 @@ class _WarmStart:
         self.problem = self._allowed(problem_of(graph, costs, gradients))
         self.incumbent = PagingIncumbent(self.problem, budget_bytes, self.problem.steps, goal)
         self._trial_seconds = min(_HEURISTIC_SECONDS, time_limit_seconds)
+        self._end = time.perf_counter() + time_limit_seconds
         if goal.objective == "joules":
             # Schedules that are hasty as well are not always dearer.
             self._try(priced(costs, _HASTY_SHARE * costs.watts))
@@ -266,6 +267,8 @@ class _WarmStart:
 
     def _of_others(self, costs: Costs) -> Iterator[Sequence[int]]:
         for name in _OTHERS[self.means]:
+            if time.perf_counter() >= self._end:
+                return
             yield runs_of(self.problem, get_planner(name)(self.graph, costs, self.budget_bytes))
 
     def _allowed(self, problem: Problem) -> Problem:
