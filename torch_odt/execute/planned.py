@@ -16,16 +16,18 @@ from torch import nn
 
 from torch_odt import _extensions
 from torch_odt.capture import accumulate, pack_dropout_masks  # noqa: F401  (they register operators of graphs)
+from torch_odt.capture.accumulate import ACCUMULATING
 from torch_odt.capture.draws import Draw
 from torch_odt.capture.graph import Op, Ref, TrainingGraph
 from torch_odt.capture.machine import settings_name
-from torch_odt.capture.separation import Separation
+from torch_odt.capture.separation import Separation, ancestors
 from torch_odt.capture.step_data import with_results
 from torch_odt.capture.trace import TracedStep
 from torch_odt.capture.update_in_backward import UPDATE, UpdateRule
 from torch_odt.errors import InfeasibleBudget, PlanError
 from torch_odt.execute.accounting import Allowance, allow
 from torch_odt.execute.candidate import Candidate, LaterPart, PlannedPart, mutated_bytes
+from torch_odt.execute.operator_guards import needs_guard
 from torch_odt.execute.optimizer_updates import OptimizerUpdates
 from torch_odt.execute.plan_data import (
     PlannedProgram,
@@ -109,7 +111,7 @@ class GivenPlan:
         plan = _described(self.plan, program, allowance.lines(candidate), allowance)
         plan.program = PlannedProgram(candidate, program.requirements, program.accumulates, program.disabled, results)
         with _as_plan_errors():
-            prepared = assemble(request, plan, candidate, allowance)
+            prepared = assemble(request, plan, candidate, allowance, is_foreign=program.carries_graph)
         prepared.results = results if want_results else None
         return prepared
 
@@ -143,9 +145,22 @@ def _carried(program: StoredProgram) -> dict[int, _Graphs]:
         for draw in part.draws:
             if not draw.is_known or draw.value not in part.first.graph.inputs:
                 raise PlanError(f"the plan draws random numbers in an unknown way ({draw.op.target})")
+        with _as_plan_errors():
+            _require_harmless_count(part.first.graph, part.separation)
         later = None if part.later is None else part.later.graph
         found[size] = _Graphs(part.first.graph, later or part.first.graph, part.separation, part.draws)
     return found
+
+
+def _require_harmless_count(graph: TrainingGraph, separation: Separation | None) -> None:
+    """What counts valid targets runs outside of the executor, and may rely on nothing that is checked there."""
+    if separation is None or separation.count_value is None:
+        return
+    for op in ancestors(graph, separation.count_value, (*graph.inputs, *graph.constants)):
+        if needs_guard(op) or op.target in (UPDATE, *ACCUMULATING) or op.overwrites is not None:
+            raise PlanError(
+                f"the plan counts targets by op {op.index} of the graph, {op.target}, which is not for that"
+            )
 
 
 def _traced(
