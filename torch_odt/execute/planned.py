@@ -41,7 +41,7 @@ from torch_odt.execute.plan_data import (
 from torch_odt.execute.prepared import Prepared, assemble
 from torch_odt.execute.request import StepRequest
 from torch_odt.execute.requirements import Requirements
-from torch_odt.planning.plan import Plan, PlanLine
+from torch_odt.planning.plan import Plan, PlanLine, Program
 from torch_odt.planning.pool import check
 from torch_odt.planning.simulate import simulate
 
@@ -73,7 +73,7 @@ class GivenPlan:
         plan = Plan.of_value(value)
         if plan.program is None:
             raise PlanError("the plan holds nothing that can be executed: the step that it is for has no graph")
-        program = program_from_data(plan.program.to_data(carry_graph=True))
+        program = program_from_data(_data_of(plan.program))
         # As text it weighs several times what it is decoded to.
         return cls(replace(plan, program=None), program)
 
@@ -114,6 +114,14 @@ class GivenPlan:
             prepared = assemble(request, plan, candidate, allowance, is_foreign=program.carries_graph)
         prepared.results = results if want_results else None
         return prepared
+
+
+def _data_of(program: Program) -> Mapping[str, Any]:
+    """With the graph where it can be carried; otherwise, as with large constants, the step is traced again."""
+    try:
+        return program.to_data(carry_graph=True)
+    except PlanError:
+        return program.to_data(carry_graph=False)
 
 
 def _require_same_use(request: StepRequest, program: StoredProgram, want_results: bool) -> None:
