@@ -8,9 +8,10 @@ from dataclasses import replace
 
 import pytest
 import torch
+from models import CASES, ModelCase
 from torch import nn
 
-from torch_odt.capture.graph import Output, Ref, TrainingGraph
+from torch_odt.capture.graph import Op, Output, Ref, TrainingGraph
 from torch_odt.capture.graph_check import check_graph
 from torch_odt.capture.graph_data import graph_from_data, graph_to_data
 from torch_odt.capture.rewrite import for_whole_batch, rewrite
@@ -117,9 +118,27 @@ def overwrites_where_it_cannot(graph: TrainingGraph) -> None:
     op.overwrites = op.reads[0]
 
 
+def asks_for_another_device(graph: TrainingGraph) -> None:
+    next(op for op in graph.ops if op.target == "aten.convolution.default").kwargs["device"] = torch.device("meta")
+
+
+def returns_too_little(graph: TrainingGraph) -> None:
+    op = graph.ops[find(graph, "aten.convolution.default")]
+    op.writes = (*op.writes, None)
+
+
+def adds_to_a_parameter(graph: TrainingGraph) -> None:
+    op = graph.ops[find(graph, "aten.convolution.default")]
+    op.target, op.args, op.kwargs = "odt.accumulate_mm", (*op.args[:3], False), {}
+    op.reads = tuple(dict.fromkeys(a.value for a in op.args if isinstance(a, Ref)))
+
+
 @pytest.mark.parametrize(
     "change",
     [
+        asks_for_another_device,
+        returns_too_little,
+        adds_to_a_parameter,
         retarget("aten.no_such_operator.default"),
         retarget("aten.add"),
         retarget("load_library.__call__.__call__"),
@@ -149,3 +168,89 @@ def test_what_is_not_what_it_says_is_refused(change: Callable[[TrainingGraph], N
     change(graph)
     with pytest.raises(PlanError):
         check_graph(graph)
+
+
+def overwriting() -> tuple[TrainingGraph, Op]:
+    """A graph with an op that overwrites a gradient, and that op."""
+
+    def compute(model: nn.Module, args: tuple[torch.Tensor], kwargs: object) -> tuple[torch.Tensor, None]:
+        return model(*args).square().sum(), None
+
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 2))
+    graph = for_whole_batch(
+        rewrite(trace_step(model, None, compute, ((torch.ones(3, 4),), {})).graph, drop=("result",))
+    )
+    check_graph(graph)
+    return graph, next(op for op in graph.ops if op.overwrites is not None)
+
+
+def test_a_parameter_is_not_overwritten() -> None:
+    graph, op = overwriting()
+    parameter = next(value.index for value in graph.values if value.kind == "parameter")
+    op.args, op.reads, op.overwrites = (Ref(parameter), *op.args[1:]), (parameter, *op.reads[1:]), parameter
+    with pytest.raises(PlanError, match=f"{op.target}, overwrites what is not its own"):
+        check_graph(graph)
+
+
+def test_what_others_read_is_not_overwritten() -> None:
+    graph, op = overwriting()
+    assert op.overwrites is not None
+    graph.ops.append(replace(op, index=len(graph.ops), overwrites=None))
+    with pytest.raises(PlanError, match=f"{op.target}, overwrites what is not its own"):
+        check_graph(graph)
+
+
+@pytest.mark.parametrize(
+    "target",
+    [
+        "aten.save.default",
+        "aten.from_file.default",
+        "aten.fbgemm_linear_fp16_weight.default",
+        "aten._reshape_alias.default",
+        "aten._ctc_loss.default",
+        "aten._cdist_backward.default",
+        "aten._embedding_bag.default",
+        "aten._sparse_coo_tensor_unsafe.default",
+        "aten.segment_reduce.default",
+        "aten.resize.default",
+        "aten.set_.source_Tensor",
+        "aten._local_scalar_dense.default",
+        "aten.equal.default",
+        "aten.rand.names",
+        "prim.Print.default",
+        "prim.device.default",
+        "profiler._record_function_enter_new.default",
+        "prims.copy_to.default",
+        "quantized.linear_unpack.default",
+        "torch_odt.batch_norm_act_backward_.default",
+        "torch_odt.draw_bits.default",
+        "evil.write_file.default",
+    ],
+)
+def test_an_operator_that_no_file_may_carry_is_named(target: str) -> None:
+    graph = copied()
+    retarget(target)(graph)
+    with pytest.raises(PlanError, match=rf"{target}.*(carry|no operator in this process)"):
+        check_graph(graph)
+
+
+def test_operators_of_other_packages_are_refused() -> None:
+    with torch.library._scoped_library("evil", "FRAGMENT") as library:
+        library.define("read_file(str name) -> Tensor")
+        library.define("relu(Tensor x) -> Tensor")
+        for name in ("read_file", "relu"):
+            graph = copied()
+            retarget(f"evil.{name}.default")(graph)
+            with pytest.raises(PlanError, match=f"evil.{name}.default, .* may carry"):
+                check_graph(graph)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", [case for case in CASES if case.captured], ids=lambda case: case.name)
+def test_every_model_of_the_table_can_be_carried(case: ModelCase) -> None:
+    def compute(model: nn.Module, args: tuple[torch.Tensor, ...], kwargs: dict[str, torch.Tensor]) -> object:
+        return case.loss(model, (args, kwargs)), None
+
+    traced = trace_step(case.model(), case.loss_fn, compute, case.batches(1)[0]).graph
+    check_graph(rewrite(traced, drop=("result",)))
+    check_graph(for_whole_batch(rewrite(traced, drop=("result",))))

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from planned_steps import Case, saved_plan
+from planned_steps import Case, assert_equal_bits, saved_plan
 from small_steps import PLENTY, Net, make_batches
 from torch import nn
 
@@ -226,8 +226,11 @@ def test_a_large_constant_is_not_written(tmp_path: Path) -> None:
             return super().forward(x) * self.mask.sum()
 
     case = Case(Masked, size=SIZE)
-    step, _ = case.plan()
+    step, wanted = case.plan()
     with pytest.raises(odt.PlanError, match="constants of more than"):
         step.plan.save(tmp_path / "plan.json")
     step.plan.save(tmp_path / "plan.json", carry_graph=False)
     case.train(plan=tmp_path / "plan.json", cache=False)
+    # A plan of this process needs no file.
+    _, found = case.train(plan=step.plan, cache=False)
+    assert_equal_bits(found, wanted)

@@ -17,6 +17,9 @@ import torch
 from torch_odt.capture.graph import Op, Ref, TrainingGraph, Value, refs
 from torch_odt.capture.operators import register_operator
 
+ACCUMULATING = frozenset({"odt.accumulate_mm", "odt.accumulate_embedding"})
+"""Operators that change their first argument, a gradient."""
+
 _FLOATING = ("float32", "float64")
 # What swaps the two axes of a matrix, with the arguments behind the first one.
 _SWAPS: dict[str, tuple[tuple[object, ...], ...]] = {

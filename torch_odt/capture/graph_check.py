@@ -12,15 +12,15 @@ from typing import Any, get_args
 import torch
 
 from torch_odt.capture import operators
+from torch_odt.capture.accumulate import ACCUMULATING
+from torch_odt.capture.carried_operators import are_plain, may_be_carried
 from torch_odt.capture.graph import Op, OutputKind, Ref, TrainingGraph, ValueKind, refs
 from torch_odt.capture.overwrite_gradients import function_of
 from torch_odt.capture.pack_dropout_masks import PACKED
 from torch_odt.capture.update_in_backward import UPDATE
 from torch_odt.errors import PlanError
 
-# What a trace cannot contain, and what would reach beyond the tensors of the step.
-_FORBIDDEN = frozenset({"aten.from_file.default", "aten.set_data.default"})
-
+_RNN, _RNN_BACKWARD = "aten.mkldnn_rnn_layer.default", "aten.mkldnn_rnn_layer_backward.default"
 _OTHER_FACTS = "is a view or draws random numbers, or does not, against what the graph says"
 
 
@@ -74,7 +74,9 @@ def _check_value(graph: TrainingGraph, index: int) -> None:
 
 def _check_op(graph: TrainingGraph, op: Op) -> None:
     if op.target == UPDATE:
-        # The door compares it with the optimizer.
+        # The door compares those of the program with the optimizer.
+        if op.index >= graph.program_length:
+            raise _is_not(op, "may not stand behind the program")
         return
     try:
         function_of(op)
@@ -85,18 +87,48 @@ def _check_op(graph: TrainingGraph, op: Op) -> None:
     if {*op.reads, *op.shape_reads} != used or not used.difference(op.reads) == set(op.shape_reads):
         raise _is_not(op, "does not read what its arguments are")
     dtype = graph.values[op.reads[0]].dtype if op.reads else ""
-    positions = _shape_positions(op, dtype)
+    positions = _shape_positions(graph, op, dtype)
     if not {v.value for i, v in enumerate(op.args) if i in positions and isinstance(v, Ref)}.issuperset(op.shape_reads):
         raise _is_not(op, "reads data of arguments that the graph leaves without memory")
+    if not are_plain((op.args, op.kwargs)):
+        raise _is_not(op, "asks for another device or layout than that of ordinary tensors")
     if not op.target.startswith("odt."):
         _check_overload(op)
     elif op.is_view or op.is_random != (op.target == PACKED):
         raise _is_not(op, _OTHER_FACTS)
+    elif op.target in ACCUMULATING and graph.values[op.args[0].value].kind != "gradient":
+        raise _is_not(op, "adds to something else than a gradient")
+    if op.overwrites is not None:
+        _check_overwritten(graph, op, op.overwrites)
+    if op.target == _RNN_BACKWARD:
+        _check_workspace(graph, op)
 
 
-def _shape_positions(op: Op, dtype: str) -> tuple[int, ...]:
+def _check_overwritten(graph: TrainingGraph, op: Op, value: int) -> None:
+    """What is overwritten is a result of the step that nothing else looks at."""
+    readers = [other for other in graph.ops if value in (*other.reads, *other.shape_reads)]
+    if graph.values[value].kind != "computed" or graph.values[value].is_view or readers != [op]:
+        raise _is_not(op, "overwrites what is not its own to overwrite")
+    if value in graph.output_values:
+        raise _is_not(op, "overwrites what leaves the step")
+
+
+def _check_workspace(graph: TrainingGraph, op: Op) -> None:
+    """The backward op of a recurrent layer follows numbers that its forward op alone knows."""
+    workspace = op.args[-1]
+    producer = graph.values[workspace.value].producer if isinstance(workspace, Ref) else None
+    maker = None if producer is None else graph.ops[producer]
+    if maker is None or maker.target != _RNN or maker.writes[3:] != (workspace.value,):
+        raise _is_not(op, "reads something else than the workspace of a forward op")
+    if (maker.args[:5], maker.args[9:12]) != (op.args[:5], op.args[14:17]) or maker.args[15:] != (True,):
+        raise _is_not(op, "reads the workspace of another layer's forward op")
+
+
+def _shape_positions(graph: TrainingGraph, op: Op, dtype: str) -> tuple[int, ...]:
+    weight = op.args[2] if op.target == "aten.convolution_backward.default" and len(op.args) > 2 else None
+    kernel = graph.values[weight.value].shape[2:] if isinstance(weight, Ref) else ()
     try:
-        return operators.shape_only_positions(op.target, op.args, dtype)
+        return operators.shape_only_positions(op.target, op.args, dtype, kernel)
     except (IndexError, TypeError, ValueError) as error:
         raise _is_not(op, "lacks arguments") from error
 
@@ -105,11 +137,15 @@ def _check_overload(op: Op) -> None:
     """An operator of torch's dispatcher, with the arguments that it takes."""
     overload = operators.of_torch(op.target)
     schema = overload._schema
-    if schema.is_mutable or op.target in _FORBIDDEN:
-        raise _is_not(op, "may not stand in a graph")
+    if not may_be_carried(overload):
+        raise _is_not(op, "is none of the operators that a plan file may carry; save the plan with carry_graph=False")
     names = [argument.name for argument in schema.arguments]
     if len(op.args) > len(names) or not op.kwargs.keys() <= set(names[len(op.args) :]):
         raise _is_not(op, "has other arguments in this version of torch")
+    if [str(r.type) for r in schema.returns] == ["Tensor"] * len(schema.returns) != [] and (
+        len(op.writes) != len(schema.returns) or op.writes == (None,)
+    ):
+        raise _is_not(op, f"has {len(schema.returns)} results, and not {len(op.writes)}")
     named = dict(zip(names, op.args, strict=False)) | op.kwargs
     facts = (operators.is_view(overload), operators.is_random(overload, named))
     if (op.is_view, op.is_random) != facts:

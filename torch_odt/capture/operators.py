@@ -108,11 +108,17 @@ def is_random(op: torch._ops.OpOverload, arguments: dict[str, Any]) -> bool:
     return not (has_dropout and arguments.get("dropout_p", 0.0) == 0.0)
 
 
-def shape_only_positions(target: str, args: tuple[Any, ...], dtype: str) -> tuple[int, ...]:
-    """Positions of the tensor arguments whose data the call never reads, for results of that type."""
+def shape_only_positions(
+    target: str, args: tuple[Any, ...], dtype: str, kernel: tuple[int, ...] = ()
+) -> tuple[int, ...]:
+    """Positions of the tensor arguments whose data the call never reads, for results of that type.
+
+    Args:
+        kernel: what a convolution's window measures; where it is not known, as if it were a single element.
+    """
     if target == "aten.convolution_backward.default":
         wants_input, wants_weight, wants_bias = args[10]
-        if args[9] > 1 and not convolves_by_onednn(dtype):
+        if args[9] > 1 and not (convolves_by_onednn(dtype) and _is_for_onednn(args, kernel)):
             # ATen's own kernels copy every group's part of the input and of the weight, whatever is wanted.
             return ()
         # The gradient of the bias alone makes the kernel read its input all the same.
@@ -128,6 +134,15 @@ def convolves_by_onednn(dtype: str) -> bool:
     if not (onednn.is_available() and onednn.enabled):
         return False
     return dtype == "float32" or (dtype == "bfloat16" and torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
+def _is_for_onednn(args: tuple[Any, ...], kernel: tuple[int, ...]) -> bool:
+    """Whether torch hands a convolution in groups to oneDNN wherever it may, whatever the number of samples."""
+    stride, dilation, transposed, output_padding = args[4], args[6], args[7], args[8]
+    if transposed and any(padding >= step for padding, step in zip(output_padding, stride, strict=True)):
+        return False
+    is_plain = all(number == 1 for number in (*stride, *dilation, *kernel[-2:]))
+    return not is_plain or torch.get_num_threads() > 1
 
 
 def output_mask_position(target: str) -> int | None:

@@ -215,7 +215,8 @@ def mark_shape_reads(graph: TrainingGraph) -> str | None:
     freed = 0
     for op in graph.ops:
         dtype = graph.values[op.reads[0]].dtype if op.reads else ""
-        positions = operators.shape_only_positions(op.target, op.args, dtype)
+        kernel = graph.values[op.args[2].value].shape[2:] if op.target == "aten.convolution_backward.default" else ()
+        positions = operators.shape_only_positions(op.target, op.args, dtype, kernel)
         shapes = {op.args[p].value for p in positions if isinstance(op.args[p], Ref)}
         data = set(refs([a for i, a in enumerate(op.args) if i not in positions])) | set(refs(op.kwargs))
         shapes -= data

@@ -102,7 +102,7 @@ def valid_targets(graph: TrainingGraph, separation: Separation, inputs: Mapping[
         raise ValueError("the loss counts samples, not targets")
     table: dict[int, torch.Tensor] = {**graph.constants, **inputs}
     with torch.no_grad():
-        for op in _ancestors(graph, separation.count_value, table):
+        for op in ancestors(graph, separation.count_value, table):
             results = resolve(op.target)(
                 *map_refs(op.args, table.__getitem__), **map_refs(op.kwargs, table.__getitem__)
             )
@@ -112,7 +112,7 @@ def valid_targets(graph: TrainingGraph, separation: Separation, inputs: Mapping[
     return int(torch.count_nonzero(torch.ne(targets, separation.ignore_index or 0)))
 
 
-def _ancestors(graph: TrainingGraph, value: int, known: Iterable[int]) -> list[Op]:
+def ancestors(graph: TrainingGraph, value: int, known: Iterable[int]) -> list[Op]:
     """The ops that compute a value from known ones, in program order."""
     found: set[int] = set()
     known, waiting = set(known), [value]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,6 +13,9 @@ from torch_odt.capture.graph_data import decode, encode, graph_from_data, graph_
 from torch_odt.capture.trace import Opaque, TracedStep
 
 _MOST_CONSTANT_BYTES = 1 << 16
+# To read an enumeration would import a module that the file names. JSON may spell any letter of the word as an escape,
+# but what writes it escapes no letter that every keyboard has.
+_NAMES_CODE = re.compile(r"__enum__|\\u00[2-7]")
 
 
 def step_to_data(step: TracedStep) -> dict[str, Any]:
@@ -47,8 +51,7 @@ def results_to_data(step: TracedStep) -> dict[str, Any]:
         TypeError, NotImplementedError: they hold something that has no such form.
     """
     spec = pytree.treespec_dumps(step.result_spec)
-    if "__enum__" in spec:
-        # To read it would import a module that the file names.
+    if _NAMES_CODE.search(spec):
         raise TypeError("the outputs' structure holds an enumeration")
     return {"spec": spec, "leaves": [[position, _encode_leaf(leaf)] for position, leaf in step.result_leaves]}
 
@@ -60,7 +63,7 @@ def with_results(graph: TrainingGraph, data: Mapping[str, Any]) -> TracedStep:
         ValueError, KeyError, TypeError, IndexError, AttributeError: the data is not what it was.
         NotImplementedError: a class in the outputs' structure is not known to `torch.utils._pytree`.
     """
-    if "__enum__" in data["spec"]:
+    if _NAMES_CODE.search(data["spec"]):
         raise ValueError("the outputs' structure names code")
     leaves = [(position, _decode_leaf(leaf)) for position, leaf in data["leaves"]]
     return TracedStep(graph, pytree.treespec_loads(data["spec"]), leaves)

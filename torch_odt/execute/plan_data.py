@@ -197,7 +197,10 @@ def graph_to_stored(graph: TrainingGraph, costs: Costs, layout: pool.Layout, car
 
     Raises:
         TypeError: the graph cannot be carried.
+        PlanError: it has an operator that a file may not carry.
     """
+    if carry_graph:
+        check_graph(graph)
     return {
         "fingerprint": graph.fingerprint,
         "operators": count_operators(graph),

@@ -16,16 +16,18 @@ from torch import nn
 
 from torch_odt import _extensions
 from torch_odt.capture import accumulate, pack_dropout_masks  # noqa: F401  (they register operators of graphs)
+from torch_odt.capture.accumulate import ACCUMULATING
 from torch_odt.capture.draws import Draw
 from torch_odt.capture.graph import Op, Ref, TrainingGraph
 from torch_odt.capture.machine import settings_name
-from torch_odt.capture.separation import Separation
+from torch_odt.capture.separation import Separation, ancestors
 from torch_odt.capture.step_data import with_results
 from torch_odt.capture.trace import TracedStep
 from torch_odt.capture.update_in_backward import UPDATE, UpdateRule
 from torch_odt.errors import InfeasibleBudget, PlanError
 from torch_odt.execute.accounting import Allowance, allow
 from torch_odt.execute.candidate import Candidate, LaterPart, PlannedPart, mutated_bytes
+from torch_odt.execute.operator_guards import needs_guard
 from torch_odt.execute.optimizer_updates import OptimizerUpdates
 from torch_odt.execute.plan_data import (
     PlannedProgram,
@@ -39,7 +41,7 @@ from torch_odt.execute.plan_data import (
 from torch_odt.execute.prepared import Prepared, assemble
 from torch_odt.execute.request import StepRequest
 from torch_odt.execute.requirements import Requirements
-from torch_odt.planning.plan import Plan, PlanLine
+from torch_odt.planning.plan import Plan, PlanLine, Program
 from torch_odt.planning.pool import check
 from torch_odt.planning.simulate import simulate
 
@@ -71,7 +73,7 @@ class GivenPlan:
         plan = Plan.of_value(value)
         if plan.program is None:
             raise PlanError("the plan holds nothing that can be executed: the step that it is for has no graph")
-        program = program_from_data(plan.program.to_data(carry_graph=True))
+        program = program_from_data(_data_of(plan.program))
         # As text it weighs several times what it is decoded to.
         return cls(replace(plan, program=None), program)
 
@@ -109,9 +111,17 @@ class GivenPlan:
         plan = _described(self.plan, program, allowance.lines(candidate), allowance)
         plan.program = PlannedProgram(candidate, program.requirements, program.accumulates, program.disabled, results)
         with _as_plan_errors():
-            prepared = assemble(request, plan, candidate, allowance)
+            prepared = assemble(request, plan, candidate, allowance, is_foreign=program.carries_graph)
         prepared.results = results if want_results else None
         return prepared
+
+
+def _data_of(program: Program) -> Mapping[str, Any]:
+    """With the graph where it can be carried; otherwise, as with large constants, the step is traced again."""
+    try:
+        return program.to_data(carry_graph=True)
+    except PlanError:
+        return program.to_data(carry_graph=False)
 
 
 def _require_same_use(request: StepRequest, program: StoredProgram, want_results: bool) -> None:
@@ -143,9 +153,22 @@ def _carried(program: StoredProgram) -> dict[int, _Graphs]:
         for draw in part.draws:
             if not draw.is_known or draw.value not in part.first.graph.inputs:
                 raise PlanError(f"the plan draws random numbers in an unknown way ({draw.op.target})")
+        with _as_plan_errors():
+            _require_harmless_count(part.first.graph, part.separation)
         later = None if part.later is None else part.later.graph
         found[size] = _Graphs(part.first.graph, later or part.first.graph, part.separation, part.draws)
     return found
+
+
+def _require_harmless_count(graph: TrainingGraph, separation: Separation | None) -> None:
+    """What counts valid targets runs outside of the executor, and may rely on nothing that is checked there."""
+    if separation is None or separation.count_value is None:
+        return
+    for op in ancestors(graph, separation.count_value, (*graph.inputs, *graph.constants)):
+        if needs_guard(op) or op.target in (UPDATE, *ACCUMULATING) or op.overwrites is not None:
+            raise PlanError(
+                f"the plan counts targets by op {op.index} of the graph, {op.target}, which is not for that"
+            )
 
 
 def _traced(

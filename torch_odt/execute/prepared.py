@@ -16,6 +16,7 @@ from torch_odt.execute.accounting import Allowance
 from torch_odt.execute.candidate import Candidate, PlannedPart
 from torch_odt.execute.executor import Executor
 from torch_odt.execute.gradients import StepReceiver
+from torch_odt.execute.operator_guards import guards_of
 from torch_odt.execute.optimizer_updates import OptimizerUpdates
 from torch_odt.execute.program import Part, StepProgram
 from torch_odt.execute.request import StepRequest
@@ -95,13 +96,19 @@ class Prepared:
         return pieces[0] if axis is None else torch.cat(pieces, axis)
 
 
-def assemble(request: StepRequest, plan: Plan, candidate: Candidate, allowance: Allowance) -> Prepared:
-    """Load the addresses into the arena and compile the executors."""
+def assemble(
+    request: StepRequest, plan: Plan, candidate: Candidate, allowance: Allowance, *, is_foreign: bool = False
+) -> Prepared:
+    """Load the addresses into the arena and compile the executors.
+
+    Args:
+        is_foreign: the graphs were not traced here; what operators do not check themselves is checked for them.
+    """
     arena = request.place(candidate.arena_bytes)
     if arena is not None:
         arena.set_yield_limit(allowance.outside_limit_bytes)
     tables: list[int] = []
-    parts = {size: _make_part(request, arena, part, tables) for size, part in candidate.parts.items()}
+    parts = {size: _make_part(request, arena, part, tables, is_foreign) for size, part in candidate.parts.items()}
     separation = candidate.parts[candidate.sizes[0]].separation
     return Prepared(
         plan=plan,
@@ -115,14 +122,14 @@ def assemble(request: StepRequest, plan: Plan, candidate: Candidate, allowance: 
     )
 
 
-def _make_part(request: StepRequest, arena: Any, part: PlannedPart, tables: list[int]) -> Part:
+def _make_part(request: StepRequest, arena: Any, part: PlannedPart, tables: list[int], is_foreign: bool) -> Part:
     def executor(graph: TrainingGraph, layout: Layout) -> Executor:
         table = -1
         if arena is not None:
             table = arena.load(layout.table)
             tables.append(table)
         pager = None if request.page_file is None else request.page_file.pager
-        operators = _updates_in(request, graph)
+        operators = _updates_in(request, graph) | (guards_of(graph) if is_foreign else {})
         return Executor(graph, part.schedule, arena=arena, arena_table=table, operators=operators, pager=pager)
 
     first = executor(part.graph, part.first)
