@@ -1,7 +1,8 @@
 """What this machine draws while it computes and while it waits: read from a sensor, or a model that says so.
 
 Intel's and AMD's processors count their joules (RAPL, /sys/class/powercap), boards often measure their supply (INA
-chips, /sys/class/hwmon). Where neither can be read, joules still order plans, by a model that the plan's notes name.
+chips, /sys/class/hwmon). Where neither can be read, or what they show is no machine's power, joules still order plans,
+by a model that the plan's notes name.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ _PRODUCT_SIZE = 512
 # What a thread of a processor in a portable computer takes, about.
 _MODEL_WATTS = 5.0
 _MODEL_IDLE_WATTS = 1.0
+# A counter that was set back in between seems to have run through its whole range.
+_MOST_WATTS = 10_000.0
 
 
 @dataclass(frozen=True)
@@ -55,28 +58,42 @@ def measure_power(system: Path = _SYSTEM) -> Power:
     Args:
         system: where the kernel's classes of devices lie.
     """
-    sensor = find_sensor(system)
-    if sensor is None:
-        busy = _MODEL_WATTS * torch.get_num_threads()
-        note = (
-            f"no power sensor can be read: joules are a model's, of {busy:.0f} W while operators run "
-            f"({_MODEL_WATTS:.0f} W a thread) and {_MODEL_IDLE_WATTS:.0f} W while storage is waited for"
-        )
-        return Power(busy, _MODEL_IDLE_WATTS, note)
+    refused = []
+    for sensor in find_sensors(system):
+        try:
+            return _measure(sensor)
+        except (OSError, ValueError) as error:
+            refused.append(f"{sensor.name} is of no use ({error})")
+    busy = _MODEL_WATTS * torch.get_num_threads()
+    why = "; ".join(refused) or "no power sensor can be read"
+    note = (
+        f"{why}: joules are a model's, of {busy:.0f} W while operators run "
+        f"({_MODEL_WATTS:.0f} W a thread) and {_MODEL_IDLE_WATTS:.0f} W while storage is waited for"
+    )
+    return Power(busy, _MODEL_IDLE_WATTS, note)
+
+
+def find_sensors(system: Path = _SYSTEM) -> list[Sensor]:
+    """The sensors that can be read, those that show most of the machine first."""
+    rails = [rail for chip in sorted((system / "hwmon").glob("hwmon*")) for rail in _rails_of(chip)]
+    zones = [zone for path in sorted((system / "powercap").glob("intel-rapl:*")) for zone in _zone_of(path)]
+    supplies: list[Sensor] = [Supply(rails)] if rails else []
+    return [*supplies, Packages(zones)] if zones else supplies
+
+
+def _measure(sensor: Sensor) -> Power:
+    """What a sensor shows.
+
+    Raises:
+        OSError, ValueError: it cannot be read any more, or shows what no machine draws.
+    """
     factor = torch.ones(_PRODUCT_SIZE, _PRODUCT_SIZE)
     idle = _average_watts(sensor, lambda: time.sleep(0.01), _IDLE_SECONDS)
     busy = _average_watts(sensor, lambda: torch.mm(factor, factor), _BUSY_SECONDS)
+    if not (0 < idle <= _MOST_WATTS and 0 < busy <= _MOST_WATTS):
+        raise ValueError(f"it shows {busy:.3g} W while operators run and {idle:.3g} W while nothing does")
     note = f"joules by {sensor.name}: {busy:.1f} W while operators run, {idle:.1f} W while storage is waited for"
     return Power(busy, idle, note)
-
-
-def find_sensor(system: Path = _SYSTEM) -> Sensor | None:
-    """The sensor that shows most of the machine; None where none can be read."""
-    rails = [rail for chip in sorted((system / "hwmon").glob("hwmon*")) for rail in _rails_of(chip)]
-    if rails:
-        return Supply(rails)
-    zones = [zone for path in sorted((system / "powercap").glob("intel-rapl:*")) for zone in _zone_of(path)]
-    return Packages(zones) if zones else None
 
 
 @dataclass
@@ -136,8 +153,8 @@ def _zone_of(path: Path) -> list[Zone]:
     try:
         if not re.fullmatch(r"intel-rapl:\d+", path.name) or not _text(path / "name").startswith("package"):
             return []
-        counter = path / "energy_uj"
-        return [Zone(counter, int(_text(path / "max_energy_range_uj")) + 1, int(_text(counter)))]
+        counter, last = path / "energy_uj", int(_text(path / "max_energy_range_uj"))
+        return [Zone(counter, last + 1, int(_text(counter)))] if last > 0 else []
     except (OSError, ValueError):
         return []
 

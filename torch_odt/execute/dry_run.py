@@ -68,7 +68,7 @@ def plan(
             storage takes the place of the folder `page_to`. Say the budget of="training" then: what this process holds
             is nothing to the device.
         objective: what a step is to spend least of, "seconds" or "joules". What this machine draws is read from its
-            power sensor; where there is none, a model takes its place, and the plan says so.
+            power sensor; where there is none, or it shows nonsense, a model takes its place, and the plan says so.
         deadline_seconds: what a step may take at most.
         planning_seconds: how long to look for a better plan than the one that is found at once; a named planner that
             stops when it is told to takes so long at most, instead of its own limit.
