@@ -16,15 +16,23 @@ from torch import Tensor, nn
 import torch_odt as odt
 from torch_odt._extensions import memory_module
 from torch_odt.capture.costs import Costs, TransferCosts
+from torch_odt.capture.device import Device
 from torch_odt.capture.graph import TrainingGraph
+from torch_odt.execute import frontier as frontier_module
 from torch_odt.execute import prepare
+from torch_odt.execute.candidate import Candidate
+from torch_odt.execute.candidates import Candidates
 from torch_odt.execute.frontier import frontiers
 from torch_odt.execute.page_file import PageFile
+from torch_odt.planning import registry
+from torch_odt.planning.melon import melon
 from torch_odt.planning.page.document import page
+from torch_odt.planning.schedule import Schedule
 from torch_odt.runtime.budget import format_bytes
 
 OPTIONS: dict[str, Any] = {"rungs": 2, "time_limit_seconds": 2.0}
 WATTS = 4.0
+SLOW = TransferCosts(1e-3, 1e6, 1e-3, 1e6, 1 << 40, overlaps=False)
 
 
 @pytest.fixture(autouse=True)
@@ -58,6 +66,45 @@ def test_all_planners_are_given_the_same(tmp_path: Path) -> None:
 def test_nobody_s_frontier_is_refused() -> None:
     with pytest.raises(odt.PlanError, match="nobody"):
         frontiers(*step(), planners=("melon", "nobody"), cache=False)
+
+
+def without_solver(*_: Any) -> Schedule:
+    raise odt.PlanError("this planner needs pulp")
+
+
+def test_a_planner_that_fails_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(registry._PLANNERS, "absent", without_solver)
+    found = frontiers(*step(norm=True), planners=("absent", "melon"), cache=False, **OPTIONS)
+    assert list(found) == ["melon"] and len(found["melon"]) > 1
+    assert found["melon"].notes == ("no frontier of absent: this planner needs pulp",)
+    assert "note: no frontier of absent" in str(found["melon"])
+    with pytest.raises(odt.PlanError, match="needs pulp"):
+        frontiers(*step(norm=True), planners=("absent",), cache=False, **OPTIONS)
+
+
+def test_what_is_too_late_without_paging_may_be_in_time_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[str] = []
+
+    def only_paged(candidates: Candidates, *_: Any) -> list[Candidate]:
+        made.append(candidates.pages_by)
+        return [candidates.smallest(8)] if candidates.pages_by else []
+
+    monkeypatch.setattr(frontier_module, "_candidates", only_paged)
+    device = replace(Device.of_value("cortex-a72") or pytest.fail("no device"), storage=SLOW)
+    found = frontiers(*step(norm=True), planners=("melon",), device=device, page_to="/data", cache=False, **OPTIONS)
+    assert len(made) == 2 and len(found["melon"]) == 1
+
+
+def test_a_rest_of_the_batch_is_planned_in_time_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits: list[float] = []
+
+    def patient(graph: Any, costs: Costs, budget_bytes: int, *, time_limit_seconds: float = 60.0) -> Schedule:
+        limits.append(time_limit_seconds)
+        return melon(graph, costs, budget_bytes)
+
+    monkeypatch.setitem(registry._PLANNERS, "patient", patient)
+    found = frontiers(*step(), planners=("patient",), micro_batch=3, cache=False, **OPTIONS)["patient"]
+    assert len(found) > 1 and max(limits) <= OPTIONS["time_limit_seconds"]
 
 
 def test_joules_are_those_of_seconds_where_nothing_is_paged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+import time
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -12,8 +15,11 @@ from hypothesis import strategies as st
 from torch_odt.capture.costs import Costs
 from torch_odt.capture.graph import TrainingGraph
 from torch_odt.errors import PlanError
+from torch_odt.planning import registry
 from torch_odt.planning.frontier import Point, frontier, ladder, non_dominated
 from torch_odt.planning.keep_all import keep_all
+from torch_odt.planning.melon import melon
+from torch_odt.planning.objective import Goal
 from torch_odt.planning.schedule import Schedule
 from torch_odt.planning.simulate import simulate
 from torch_odt.planning.smallest import smallest
@@ -66,6 +72,44 @@ def test_bytes_are_those_of_the_footprint() -> None:
     points = frontier(graph, costs, planners=("melon",), rungs=3, footprint=footprint)
     assert [point.peak_bytes for point in points] == [footprint(point.schedule) for point in points]
     assert len(points) >= 3
+
+
+def test_a_planner_is_told_the_goal_and_when_to_stop(monkeypatch: pytest.MonkeyPatch) -> None:
+    graph, costs = GRAPHS["chain"]
+    told: list[tuple[str, float, float]] = []
+
+    def solving(
+        graph: TrainingGraph,
+        costs: Costs,
+        budget_bytes: int,
+        *,
+        objective: str = "seconds",
+        deadline_seconds: float = math.inf,
+        time_limit_seconds: float = 60.0,
+    ) -> Schedule:
+        told.append((objective, deadline_seconds, time_limit_seconds))
+        return melon(graph, costs, budget_bytes)
+
+    monkeypatch.setitem(registry._PLANNERS, "solving", solving)
+    goal = Goal("joules", 1000.0)
+    points = frontier(graph, replace(costs, watts=2.0), planners=("solving",), goal=goal, time_limit_seconds=6.0)
+    assert len(points) > 1 and len(told) > 2
+    assert {(objective, deadline) for objective, deadline, _ in told} == {("joules", 1000.0)}
+    assert max(limit for *_, limit in told) <= 6.0
+
+
+def test_rungs_and_planners_share_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [0.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
+
+    def greedy(graph: TrainingGraph, costs: Costs, budget_bytes: int, *, time_limit_seconds: float = 60.0) -> Schedule:
+        clock[0] += time_limit_seconds
+        return melon(graph, costs, budget_bytes)
+
+    monkeypatch.setitem(registry._PLANNERS, "greedy", greedy)
+    monkeypatch.setitem(registry._PLANNERS, "as greedy", greedy)
+    assert frontier(*GRAPHS["chain"], planners=("greedy", "as greedy"), time_limit_seconds=6.0)
+    assert 1.0 < clock[0] <= 6.0
 
 
 def test_an_unknown_planner_is_refused_at_once() -> None:

@@ -171,3 +171,10 @@ def test_the_planners_return_their_best_where_nothing_fits(planner: object) -> N
     schedule = planner(*case, 1)  # type: ignore[operator]
     check(case, schedule)
     assert simulate(*case, schedule).peak_bytes < simulate(*case, keep_all(*case)).peak_bytes
+
+
+@pytest.mark.parametrize("name", ["rotor", "pofo"])
+@pytest.mark.parametrize("budget_bytes", [0, -5])
+def test_less_than_no_bytes_gets_what_takes_least(name: str, budget_bytes: int) -> None:
+    """Whoever aims below a budget may aim there."""
+    assert get_planner(name)(*chain(8), budget_bytes) == get_planner(name)(*chain(8), 1)

@@ -30,6 +30,10 @@ class ChildFailed(RuntimeError):
     """The child could not do its work for a reason that lies in being a child; do it in this process."""
 
 
+class ChildLate(ChildFailed):
+    """The child had no result in time."""
+
+
 def run_in_child(function: Callable[[], T], *, deadline_seconds: float = DEADLINE_SECONDS) -> T:
     """Call `function` in a forked child and return what it returned.
 
@@ -40,7 +44,8 @@ def run_in_child(function: Callable[[], T], *, deadline_seconds: float = DEADLIN
         deadline_seconds: how long to wait for the result.
 
     Raises:
-        ChildFailed: the platform cannot fork, the child died or did not answer in time, or its result does not pickle.
+        ChildFailed: the platform cannot fork, the child died, or its result does not pickle.
+        ChildLate: it did not answer in time.
         Exception: what `function` raised, when that can be pickled.
     """
     if not hasattr(os, "fork") or sys.platform == "darwin":
@@ -87,7 +92,7 @@ def _receive(reader: int, seconds: float) -> bytes:
             if not piece:
                 return b"".join(pieces)
             pieces.append(piece)
-    raise ChildFailed(f"the child had no result after {seconds:g} s")
+    raise ChildLate(f"the child had no result after {seconds:g} s")
 
 
 def _reap(pid: int) -> str:

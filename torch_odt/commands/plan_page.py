@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,6 +16,7 @@ from torch_odt.commands.progress import Progress
 from torch_odt.errors import PlanError
 
 if TYPE_CHECKING:
+    from torch_odt.execute.frontier import Frontier
     from torch_odt.planning.plan import Plan
 
 QUICK = "chen,min-cut,melon,dtr,sage,auto"
@@ -65,9 +66,16 @@ def write(arguments: argparse.Namespace, task: Task, plan: Plan, costs: CostTabl
         return
     from torch_odt.planning.page.document import write_page
 
-    found = _frontiers(arguments, task, costs)
+    found: dict[str, Frontier] = {}
     try:
-        write_page(arguments.html, plan, frontiers=found, title=task.name)
+        found = _frontiers(arguments, task, costs)
+        notes = [note for frontier in found.values() for note in frontier.notes]
+    except PlanError as reason:
+        notes = [f"no planner has a frontier: {reason}"]
+    plan = replace(plan, notes=tuple(dict.fromkeys((*plan.notes, *notes))))
+    plans = {name: frontier.plans for name, frontier in found.items()}
+    try:
+        write_page(arguments.html, plan, frontiers=plans, title=task.name)
     except OSError as error:
         raise UserError(f"--html {arguments.html}: {error.strerror or error}") from error
 
@@ -77,15 +85,15 @@ def _planners(arguments: argparse.Namespace) -> list[str]:
     return [] if text.strip() == NOBODY else [name.strip() for name in text.split(",") if name.strip()]
 
 
-def _frontiers(arguments: argparse.Namespace, task: Task, costs: CostTable | None) -> dict[str, Sequence[Plan]]:
+def _frontiers(arguments: argparse.Namespace, task: Task, costs: CostTable | None) -> dict[str, Frontier]:
     from torch_odt.execute.frontier import frontiers
 
     planners = _planners(arguments)
     if not planners:
         return {}
     optimizer = make_optimizer(arguments.optimizer, task.model, None) if arguments.optimizer else None
-    with Progress("frontiers", len(planners), quiet=arguments.json) as progress, as_user_errors(ValueError, PlanError):
-        found = frontiers(
+    with Progress("frontiers", len(planners), quiet=arguments.json) as progress, as_user_errors(ValueError):
+        return frontiers(
             task.model,
             task.loss_fn,
             task.batch,
@@ -101,4 +109,3 @@ def _frontiers(arguments: argparse.Namespace, task: Task, costs: CostTable | Non
             costs=costs,
             report=progress.advance,
         )
-    return {name: each.plans for name, each in found.items()}

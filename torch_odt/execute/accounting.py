@@ -91,6 +91,7 @@ class Allowance:
             PlanLine("gradients", gradients, ""),
             PlanLine("losses and outputs", candidate.outside_bytes - gradients, ""),
             PlanLine("random masks", candidate.masks.peak_bytes, "drawn for the whole batch"),
+            PlanLine("copies of buffers", candidate.copied_bytes, "to undo a step whose transfer fails"),
             PlanLine("optimizer temporaries", self.optimizer_extra_bytes(candidate), "beyond the idle arena"),
             *self.fixed_lines(),
         ]

@@ -118,7 +118,12 @@ class Candidate:
 
     @property
     def total_bytes(self) -> int:
-        return self.arena_bytes + self.outside_bytes + self.masks.peak_bytes
+        return self.arena_bytes + self.outside_bytes + self.masks.peak_bytes + self.copied_bytes
+
+    @property
+    def copied_bytes(self) -> int:
+        """Copies of the buffers that a step changes: one that pages may fail, and is undone then."""
+        return mutated_bytes(self.parts[self.sizes[0]].graph) if self.pages else 0
 
     @property
     def tensor_peak_bytes(self) -> int:
@@ -129,7 +134,7 @@ class Candidate:
             peaks.append(slices + part.simulation.peak_bytes)
             if part.later is not None:
                 peaks.append(slices + gradient_bytes_of(part.graph) + part.later.simulation.peak_bytes)
-        return self.masks.kept_bytes + max(peaks)
+        return self.masks.kept_bytes + self.copied_bytes + max(peaks)
 
     @property
     def gradient_bytes(self) -> int:

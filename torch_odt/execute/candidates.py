@@ -18,7 +18,6 @@ from typing import Any
 from torch_odt.cache import Cache
 from torch_odt.capture.accumulate import accumulating
 from torch_odt.capture.batch_axis import analyse
-from torch_odt.capture.child import ChildFailed, run_in_child
 from torch_odt.capture.costs import Costs
 from torch_odt.capture.draws import Draw
 from torch_odt.capture.graph import TrainingGraph
@@ -26,13 +25,22 @@ from torch_odt.capture.pack_dropout_masks import PACKED
 from torch_odt.capture.randomness import hoist_random
 from torch_odt.capture.separation import Separation
 from torch_odt.errors import CaptureError, PlanError
-from torch_odt.execute.candidate import Candidate, LaterPart, Masks, PlannedPart, gradient_bytes_of, update_seconds
+from torch_odt.execute.candidate import (
+    Candidate,
+    LaterPart,
+    Masks,
+    PlannedPart,
+    gradient_bytes_of,
+    mutated_bytes,
+    update_seconds,
+)
+from torch_odt.execute.planning_time import PlannerStuck, PlanningTime, planned_apart
 from torch_odt.execute.smallest_plans import remembered_smallest
 from torch_odt.planning.auto import auto
-from torch_odt.planning.calibrate import within
+from torch_odt.planning.by_name import schedule_by_name
 from torch_odt.planning.objective import FASTEST, Goal, schedule_for
 from torch_odt.planning.pool import QUICK, pack
-from torch_odt.planning.registry import Planner, get_planner, limited, takes_time_limit
+from torch_odt.planning.registry import get_planner, limited, own_time_limit
 from torch_odt.planning.schedule import Run, Schedule, schedule_from_data, schedule_to_data
 from torch_odt.planning.search import Footprint
 from torch_odt.planning.simulate import Simulation, simulate
@@ -43,10 +51,6 @@ ProfileGraph = Callable[[TrainingGraph, bool], Costs]
 
 # In less, nothing is found.
 _LEAST_SECONDS = 0.1
-# Planners may take longer than they are told to; a child that takes so much longer is stuck.
-_PATIENCE, _PATIENCE_SECONDS = 2.0, 60.0
-# What a planner may take that was given no time: those that can use much are called several times, a minute each.
-_UNLIMITED_SECONDS = 3600.0
 # Drawing a mask as bits takes about this share of the operator that draws it as booleans and applies it.
 _BITS_SHARE = 0.1
 
@@ -101,7 +105,9 @@ class Candidates:
         gradients_exist: gradients may already be there when the step begins.
         pages_by: the name of what paging costs; empty where nothing is paged.
         goal: what a step is to spend least of.
-        planning_seconds: how long to look for something better than what is found at once.
+        planning_seconds: how long to look for something better than what is found at once; a named planner that
+            stops when it is told to takes so long at most for all its plans, and where this is 0, its own limit.
+        time_share: how much of its own limit a named planner may take for these plans.
     """
 
     batch: int
@@ -114,14 +120,16 @@ class Candidates:
     pages_by: str = ""
     goal: Goal = FASTEST
     planning_seconds: float = 0.0
+    time_share: float = 1.0
     notes: list[str] = field(default_factory=list)
     _limited: bool = True
-    _left_seconds: float = field(init=False)
+    _time: PlanningTime = field(init=False)
     _graphs: dict[int, TrainingGraph] = field(default_factory=dict)
     _sized: dict[int, SizedGraph] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self._left_seconds = self.planning_seconds
+        own_seconds = 0.0 if self.planner == "auto" else own_time_limit(get_planner(self.planner)) or 0.0
+        self._time = PlanningTime(self.planning_seconds or self.time_share * own_seconds)
 
     def fastest(self, limit_bytes: int, micro_batch: int | None = None) -> Candidate | None:
         """The fastest way that fits into so many bytes, or None.
@@ -130,9 +138,14 @@ class Candidates:
             NotSeparable: `micro_batch` was asked for and the samples of the step influence each other.
         """
         best: Candidate | None = None
-        for sizes in self._splits(micro_batch):
+        wanted = 1 + self.cuts if micro_batch is None else 1
+        for position, sizes in enumerate(self._splits(micro_batch)):
+            # The last part is for the fewest bytes, if nothing fits.
+            seconds = self._share_of_named_planner(1 + max(1, wanted - position))
+            if best is not None and seconds is not None and seconds < _LEAST_SECONDS:
+                break
             try:
-                candidate = self.make(sizes, limit_bytes, seconds=self._share_of_named_planner(micro_batch))
+                candidate = self.make(sizes, limit_bytes, seconds=seconds)
             except CaptureError as reason:
                 if micro_batch is not None:
                     raise
@@ -146,8 +159,10 @@ class Candidates:
                 break
         if best is not None and self.goal.objective != "seconds" and best.seconds > self.goal.deadline_seconds:
             # Micro-batches that are in time need not be so together.
-            hasty = replace(self, goal=replace(self.goal, objective="seconds")).fastest(limit_bytes, micro_batch)
-            best = best if hasty is None else min(best, hasty, key=self.rank)
+            hasty = replace(self, goal=replace(self.goal, objective="seconds"))
+            hasty._time = self._time
+            found = hasty.fastest(limit_bytes, micro_batch)
+            best = best if found is None else min(best, found, key=self.rank)
         return best
 
     def improved(self, best: Candidate, limit_bytes: int, micro_batch: int | None = None) -> Candidate:
@@ -160,27 +175,26 @@ class Candidates:
         others = [sizes for sizes in known if sizes != best.sizes]
         for sizes in (best.sizes, *others):
             fits = best.total_bytes <= limit_bytes
-            if self._left_seconds < _LEAST_SECONDS or (fits and not best.recomputes and not best.pages):
+            left_seconds = self._time.left_seconds
+            if left_seconds < _LEAST_SECONDS or (fits and not best.recomputes and not best.pages):
                 break
-            begin = time.perf_counter()
-            share_seconds = self._left_seconds / 2 if others else self._left_seconds
             start = best if sizes == best.sizes else None
-            again = self.make(sizes, limit_bytes, seconds=share_seconds, start=start)
+            try:
+                again = self.make(sizes, limit_bytes, seconds=left_seconds / 2 if others else left_seconds, start=start)
+            except PlannerStuck as reason:
+                self._note(f"nothing better was found in planning_seconds: {reason}")
+                break
             best = min(best, again, key=self._order(limit_bytes))
-            self._left_seconds -= time.perf_counter() - begin
         return best
 
     def _splits(self, micro_batch: int | None) -> list[tuple[int, ...]]:
         return [*self.splits()] if micro_batch is None else [self.sizes_of(min(micro_batch, self.batch))]
 
-    def _share_of_named_planner(self, micro_batch: int | None) -> float | None:
-        """Its time, if there is a limit; `auto` has its own, and what it finds is improved afterwards."""
-        if self.planner == "auto" or not self.planning_seconds:
+    def _share_of_named_planner(self, parts: int) -> float | None:
+        """One of so many parts of its time, if it looks at it; what `auto` finds at once is improved afterwards."""
+        if self.planner == "auto" or own_time_limit(get_planner(self.planner)) is None:
             return None
-        cuts = self.cuts if micro_batch is None else 0
-        share = self._left_seconds / (2 + cuts)
-        self._left_seconds -= share
-        return share
+        return self._time.left_seconds / parts
 
     def _order(self, limit_bytes: int) -> Callable[[Candidate], tuple[bool, float, float]]:
         """Sorts what fits by what is to be little, behind it the rest by its bytes."""
@@ -198,12 +212,12 @@ class Candidates:
 
     def smallest(self, micro_batch: int | None = None) -> Candidate:
         """The way that needs the fewest bytes."""
-        whole = self.make((self.batch,), None)
+        whole = self.make((self.batch,), None, seconds=self._share_of_named_planner(3))
         if self.batch == 1 or micro_batch == self.batch:
             return whole
         for size in (micro_batch,) if micro_batch is not None else (1, 2):
             try:
-                cut = self.make(self.sizes_of(size), None)
+                cut = self.make(self.sizes_of(size), None, seconds=self._share_of_named_planner(2))
             except CaptureError as reason:
                 self._note(f"no micro-batches of {size}: {reason}")
                 continue
@@ -250,24 +264,24 @@ class Candidates:
         """
         prepared = self._prepare(sizes)
         first = prepared[sizes[0]]
-        room = None if limit_bytes is None else limit_bytes - Masks.of(first.draws, sizes).peak_bytes
+        copied_bytes = mutated_bytes(first.graph) if first.costs.transfers is not None else 0
+        room = None if limit_bytes is None else limit_bytes - Masks.of(first.draws, sizes).peak_bytes - copied_bytes
         several = len(sizes) > 1 or self.gradients_exist
 
-        def plan() -> dict[int, Schedule]:
-            schedules = {}
+        def plan(stop_at: float | None) -> dict[int, Schedule]:
+            schedules: dict[int, Schedule] = {}
             for size, sized in prepared.items():
-                share = None if seconds is None else seconds / len(prepared)
+                now = time.perf_counter()
+                own = None if stop_at is None else now + (stop_at - now) / (len(prepared) - len(schedules))
                 begin = None if start is None else start.parts[size].schedule
-                schedules[size] = self.schedule(sized, room, several, seconds=share, start=begin)
+                schedules[size] = self.schedule(sized, room, several, stop_at=own, start=begin)
             return schedules
 
-        limit = _UNLIMITED_SECONDS if seconds is None and self._leaves_memory else seconds
-        return self.assemble(sizes, plan() if limit is None else _apart(plan, limit))
-
-    @property
-    def _leaves_memory(self) -> bool:
-        """Whether the named planner calls a solver: its libraries and what they allocate would stay in the process."""
-        return self.planner != "auto" and takes_time_limit(get_planner(self.planner))
+        if seconds is None:
+            return self.assemble(sizes, plan(None))
+        with self._time.spending():
+            schedules = planned_apart(plan, seconds)
+        return self.assemble(sizes, schedules)
 
     def restore(self, data: dict[str, Any]) -> Candidate:
         """A candidate from the data of an earlier one.
@@ -315,20 +329,22 @@ class Candidates:
         room: int | None,
         several: bool,
         *,
-        seconds: float | None = None,
+        stop_at: float | None = None,
         start: Schedule | None = None,
     ) -> Schedule:
         """The planner's schedule for so many bytes, or for the fewest.
 
         Args:
             several: it runs when gradients exist, too.
-            seconds, start: as for `make`.
+            stop_at: the `time.perf_counter()` by which to be done; None where that is left to the planner.
+            start: what it is to be better than.
         """
         graph, costs = sized.graph, sized.costs
         footprint = self.footprint(sized, several)
         if room is None:
             if self.planner != "auto":
-                return get_planner(self.planner)(graph, costs, 1)
+                planner = get_planner(self.planner)
+                return (planner if stop_at is None else limited(planner, stop_at))(graph, costs, 1)
             kind = "whole" if not several else "accumulates" if sized.adding is None else "adds"
             # One that rests on estimates, or on a device's speed, is not to be remembered.
             is_lasting = sized.is_measured and costs.transfers is None
@@ -336,20 +352,14 @@ class Candidates:
             return remembered_smallest(cache, graph, costs, kind=kind, footprint=footprint)
         separation = sized.separation
         goal = self.goal if separation is None else self.goal.for_part(separation.micro_batch / separation.batch)
-        deadline = time.perf_counter() + (seconds or 0.0)
+        if self.planner != "auto":
+            return schedule_by_name(self.planner, graph, costs, room, footprint, goal=goal, stop_at=stop_at)
+        searching = partial(auto, footprint=footprint, start=start)
+        # A deadline of the step is met by planning again and again.
+        share = 1.0 if math.isinf(goal.deadline_seconds) else 0.5
         wanted: dict[str, Any] = {"objective": goal.objective, "deadline_seconds": goal.deadline_seconds}
-        if self.planner == "auto":
-            planner: Planner = partial(auto, footprint=footprint, start=start)
-            # A deadline of the step is met by planning again and again.
-            share = 1.0 if math.isinf(goal.deadline_seconds) else 0.5
-            return schedule_for(
-                planner if seconds is None else limited(planner, deadline, share), graph, costs, room, **wanted
-            )
-        planner = get_planner(self.planner)
-        if seconds is not None:
-            planner = limited(planner, deadline, 0.5)
-        # Held to what its schedules take.
-        return within(partial(schedule_for, planner, **wanted), graph, costs, room, footprint)
+        in_time = searching if stop_at is None else limited(searching, stop_at, share)
+        return schedule_for(in_time, graph, costs, room, **wanted)
 
     def footprint(self, sized: SizedGraph, several: bool) -> Footprint:
         """What a schedule really takes: the arena, and what leaves it.
@@ -424,14 +434,6 @@ class Candidates:
     def _note(self, text: str) -> None:
         if text not in self.notes:
             self.notes.append(text)
-
-
-def _apart(plan: Callable[[], dict[int, Schedule]], seconds: float) -> dict[int, Schedule]:
-    """What is planned in a child process, which takes along what solvers leave in memory: it would count."""
-    try:
-        return run_in_child(plan, deadline_seconds=_PATIENCE * seconds + _PATIENCE_SECONDS)
-    except ChildFailed:
-        return plan()
 
 
 def _pass(part: PlannedPart, *, is_first: bool) -> Simulation:

@@ -15,7 +15,7 @@ from torch import nn
 from torch_odt.cache import CacheOption
 from torch_odt.capture.cost_table import CostTable
 from torch_odt.capture.device import Device
-from torch_odt.errors import CaptureError, InfeasibleBudget, PlanError
+from torch_odt.errors import CaptureError, InfeasibleBudget, PlanError, ScheduleError
 from torch_odt.execute.accounting import Allowance, allow
 from torch_odt.execute.candidate import Candidate
 from torch_odt.execute.candidates import Candidates
@@ -32,6 +32,9 @@ from torch_odt.planning.plan import Plan
 from torch_odt.planning.registry import get_planner
 from torch_odt.runtime.budget import format_bytes, parse_bytes
 
+# What is left of a batch that micro-batches do not divide is planned for each of their plans.
+_SHARE_OF_THE_REST = 0.3
+
 
 @dataclass(frozen=True)
 class Frontier:
@@ -39,9 +42,11 @@ class Frontier:
 
     Attributes:
         plans: in order of falling bytes and rising seconds (or joules). None of them was made for a budget.
+        notes: which of the other planners that were asked for have no frontier, and why.
     """
 
     plans: tuple[Plan, ...]
+    notes: tuple[str, ...] = ()
 
     def __iter__(self) -> Iterator[Plan]:
         return iter(self.plans)
@@ -74,7 +79,7 @@ class Frontier:
                 f"{plan.step_seconds:>7.3f} s  {slowdown:>8.2f}  {plan.micro_batch or 'whole':>11}  "
                 f"{plan.recomputed_ops:>10}" + (f"  {plan.step_joules:>7.3g} J" if knows_joules else "")
             )
-        return "\n".join(lines)
+        return "\n".join((*lines, *(f"note: {note}" for note in self.notes)))
 
 
 def frontier(
@@ -103,13 +108,14 @@ def frontier(
         model, loss_fn, batch, optimizer, planner, disable_rewrites, page_to, device, objective: as for `plan`.
         costs, cache: as for `plan`.
         rungs: how many budgets are planned for at each micro-batch size, between the most and the fewest bytes.
-        time_limit_seconds: for planning, shared by the micro-batch sizes. Capturing and measuring each of them comes
-            on top; after the limit no other size is looked at.
+        time_limit_seconds: for planning, shared by the micro-batch sizes; a planner that stops when it is told to is
+            told. Capturing and measuring each size comes on top; after the limit no other one is looked at.
         micro_batch: samples to a micro-batch; None for every size from the whole batch down to one sample by halves.
         deadline_seconds: plans that take longer are left out.
 
     Raises:
-        PlanError: every plan takes longer than `deadline_seconds`.
+        PlanError: every plan takes longer than `deadline_seconds`; there is no such planner or objective, or its solver
+            is not installed.
         CaptureError: the step cannot be captured, or `micro_batch` is given and micro-batches would not add up to it.
 
     Example:
@@ -169,10 +175,11 @@ def frontiers(
         report: called with the name of each planner that is done.
 
     Returns:
-        The frontiers by name, in the order of the names.
+        The frontiers by name, in the order of the names. A planner that fails, or whose every plan takes longer than
+        `deadline_seconds`, is left out, and the others' `notes` say so.
 
     Raises:
-        PlanError: there is no planner of one of the names.
+        PlanError: there is no planner of one of the names, or all of them had to be left out.
         CaptureError: as for `frontier`.
 
     Example:
@@ -212,58 +219,80 @@ def _find(
 ) -> dict[str, Frontier]:
     args, kwargs = ((), batch) if isinstance(batch, dict) else (tuple(batch), {})
     session = Session(request, args, kwargs, count_samples(args, kwargs), False)
-    ways = [session.candidates()]
-    if request.page_file is not None:
-        ways.append(session.candidates(pages=True))
+    ways = session.makers()
     try:
-        found: dict[str, list[tuple[Candidates, Candidate]]] = {name: [] for name in planners}
+        found: dict[str, list[tuple[Candidates, Candidate]]] = {}
+        notes = []
         for name in planners:
-            for way in ways:
-                own, limit_seconds = replace(way, planner=name), time_limit_seconds / len(ways)
-                made = _candidates(own, request.micro_batch, rungs, limit_seconds)
-                found[name] += [(own, candidate) for candidate in made]
+            try:
+                found[name] = _of_planner(name, ways, request, rungs, time_limit_seconds)
+            except ScheduleError:
+                raise
+            except PlanError as reason:
+                notes.append(f"no frontier of {name}: {reason}")
+                if len(notes) == len(planners):
+                    raise
             report(name)
         # After all of them, so that what planning leaves in the process counts alike for everybody.
         graph = ways[0].sized(session.samples).graph
         library_bytes = max(way.library_bytes for way in ways)
         allowance = allow(request.resolve_budget(), request.optimizer_cost, graph, library_bytes=library_bytes)
-        return {name: _frontier(request, made, allowance) for name, made in found.items()}
+        return {name: _frontier(request, made, allowance, tuple(notes)) for name, made in found.items()}
     finally:
         request.release()
 
 
-def _frontier(request: StepRequest, found: list[tuple[Candidates, Candidate]], allowance: Allowance) -> Frontier:
+def _of_planner(
+    name: str, ways: Sequence[Candidates], request: StepRequest, rungs: int, time_limit_seconds: float
+) -> list[tuple[Candidates, Candidate]]:
+    """What one planner makes, with and without paging.
+
+    Raises:
+        PlanError: it fails, or nothing that it makes is in time.
+    """
+    found = []
+    for way in ways:
+        own = replace(way, planner=name)
+        made = _candidates(own, request.micro_batch, rungs, time_limit_seconds / len(ways))
+        found += [(own, candidate) for candidate in made]
+    if not found:
+        raise PlanError(f"every plan takes longer than the deadline of {request.goal.deadline_seconds:.3g} s")
+    return found
+
+
+def _frontier(
+    request: StepRequest, found: list[tuple[Candidates, Candidate]], allowance: Allowance, notes: tuple[str, ...]
+) -> Frontier:
     plans = [replace(summarize(request, candidate, own, allowance), budget=None) for own, candidate in found]
-    return Frontier(tuple(non_dominated(plans, lambda plan: (plan.peak_bytes, _cost(request.goal, plan)))))
+    return Frontier(tuple(non_dominated(plans, lambda plan: (plan.peak_bytes, _cost(request.goal, plan)))), notes)
 
 
 def _candidates(
     candidates: Candidates, micro_batch: int | None, rungs: int, time_limit_seconds: float
 ) -> list[Candidate]:
-    """Those of every micro-batch size that no other one beats."""
+    """Those of every micro-batch size that are in time and that no other one beats."""
     splits = [*candidates.splits()]
     if micro_batch is not None:
         splits = [candidates.sizes_of(min(micro_batch, candidates.batch))]
-    deadline = time.perf_counter() + time_limit_seconds
+    stop_at = time.perf_counter() + time_limit_seconds
     found: list[Candidate] = []
     for position, sizes in enumerate(splits):
         begin = time.perf_counter()
-        if position > 0 and begin > deadline:
+        if position > 0 and begin > stop_at:
             break
         try:
-            candidates.sized(sizes[0])
+            for size in dict.fromkeys(sizes):
+                candidates.sized(size)
         except CaptureError:
             if micro_batch is not None or position == 0:
                 raise
             break
         # Capturing and measuring are not planning.
-        deadline += time.perf_counter() - begin
-        share = (deadline - time.perf_counter()) / (len(splits) - position)
-        found += _of_one_split(candidates, sizes, rungs, share)
+        now = time.perf_counter()
+        stop_at += now - begin
+        found += _of_one_split(candidates, sizes, rungs, now + (stop_at - now) / (len(splits) - position))
     goal = candidates.goal
     in_time = [candidate for candidate in found if candidate.seconds <= goal.deadline_seconds]
-    if not in_time:
-        raise PlanError(f"every plan takes longer than the deadline of {goal.deadline_seconds:.3g} s")
     return non_dominated(in_time, lambda each: (each.total_bytes, goal.cost(each.seconds, each.joules or 0.0)))
 
 
@@ -271,24 +300,26 @@ def _cost(goal: Goal, plan: Plan) -> float:
     return goal.cost(plan.step_seconds, plan.step_joules or 0.0)
 
 
-def _of_one_split(
-    candidates: Candidates, sizes: tuple[int, ...], rungs: int, time_limit_seconds: float
-) -> list[Candidate]:
+def _of_one_split(candidates: Candidates, sizes: tuple[int, ...], rungs: int, stop_at: float) -> list[Candidate]:
     several = len(sizes) > 1
     sized = candidates.sized(sizes[0])
+    others = set(sizes) - {sizes[0]}
+    left_seconds = stop_at - time.perf_counter()
     points = frontier_of_graph(
         sized.graph,
         sized.costs,
         planners=(candidates.planner,),
         rungs=rungs,
-        time_limit_seconds=time_limit_seconds,
+        time_limit_seconds=(1 - _SHARE_OF_THE_REST) * left_seconds if others else left_seconds,
         footprint=candidates.footprint(sized, several),
         goal=candidates.goal.for_part(sizes[0] / candidates.batch),
     )
     found = []
-    for point in points:
+    for position, point in enumerate(points):
         schedules = {sizes[0]: point.schedule}
-        for rest in set(sizes) - {sizes[0]}:
-            schedules[rest] = candidates.schedule(candidates.sized(rest), point.peak_bytes, several)
+        now = time.perf_counter()
+        own = now + (stop_at - now) / (len(points) - position)
+        for rest in others:
+            schedules[rest] = candidates.schedule(candidates.sized(rest), point.peak_bytes, several, stop_at=own)
         found.append(candidates.assemble(sizes, schedules))
     return found

@@ -26,7 +26,7 @@ from torch_odt.capture.trace import TracedStep
 from torch_odt.capture.update_in_backward import UPDATE, UpdateRule
 from torch_odt.errors import InfeasibleBudget, PlanError
 from torch_odt.execute.accounting import Allowance, allow
-from torch_odt.execute.candidate import Candidate, LaterPart, PlannedPart, mutated_bytes
+from torch_odt.execute.candidate import Candidate, LaterPart, PlannedPart
 from torch_odt.execute.operator_guards import needs_guard
 from torch_odt.execute.optimizer_updates import OptimizerUpdates
 from torch_odt.execute.plan_data import (
@@ -256,7 +256,6 @@ def _take_stock(request: StepRequest, candidate: Candidate) -> Allowance:
     """What the budget leaves; garbage is only looked for where it is too little."""
     first = candidate.parts[candidate.sizes[0]]
     held = sum(p.grad.nbytes for p in request.model.parameters() if p.grad is not None) if request.accumulates else 0
-    copies_bytes = mutated_bytes(first.graph) if candidate.pages else 0
     costs = [c for part in candidate.parts.values() for c in (part.costs, *([part.later.costs] if part.later else []))]
 
     def take(collects: bool) -> Allowance:
@@ -264,7 +263,7 @@ def _take_stock(request: StepRequest, candidate: Candidate) -> Allowance:
             request.resolve_budget(),
             request.optimizer_cost,
             first.graph,
-            held_bytes=held + copies_bytes,
+            held_bytes=held,
             library_bytes=max(cost.library_bytes for cost in costs),
             collects=collects,
         )

@@ -26,7 +26,7 @@ from torch_odt.capture.trace import TracedStep
 from torch_odt.capture.trace_cache import remembered_trace
 from torch_odt.errors import CaptureError, InfeasibleBudget, PlanError
 from torch_odt.execute.accounting import Allowance, allow, held_by_process, nearby, rounded
-from torch_odt.execute.candidate import Candidate, mutated_bytes
+from torch_odt.execute.candidate import Candidate
 from torch_odt.execute.candidates import Candidates, SizedGraph, candidate_to_data
 from torch_odt.execute.plan_data import PlannedProgram
 from torch_odt.execute.prepared import Prepared, assemble
@@ -36,6 +36,7 @@ from torch_odt.execute.summary import summarize, summarize_fallback
 from torch_odt.execute.uncaptured import UncapturedStep
 from torch_odt.planning.objective import Goal
 from torch_odt.planning.plan import Plan
+from torch_odt.runtime.budget import ResolvedBudget
 
 # Planning may have to be repeated for what it has left behind itself.
 _MOST_ATTEMPTS = 3
@@ -117,6 +118,7 @@ class Session:
         def measure(graph: TrainingGraph, limited: bool) -> Costs:
             return replace(profile_graph(request, graph, within_budget=limited), transfers=transfers)
 
+        passes = 1 if request.page_file is None else 2
         return Candidates(
             batch=self.samples,
             capture=self.capture,
@@ -128,9 +130,15 @@ class Session:
             cache=request.cache if request.costs is None and request.device is None else Cache(enabled=False),
             goal=request.goal,
             # What does not page and what does share the time.
-            planning_seconds=request.planning_seconds / (1 if request.page_file is None else 2),
+            planning_seconds=request.planning_seconds / passes,
+            time_share=1 / passes,
             pages_by="" if transfers is None else transfers.name,
         )
+
+    def makers(self) -> list[Candidates]:
+        """What makes plans that do not page and, where there is a file, what makes plans that may."""
+        pages = [] if self.request.page_file is None else [self.candidates(pages=True)]
+        return [self.candidates(), *pages]
 
 
 def prepare(
@@ -152,14 +160,14 @@ def prepare(
     """
     traced = {} if traces is None else traces
     session = Session(request, args, kwargs, count_samples(args, kwargs), want_results, traced)
-    candidates = session.candidates()
+    plain, *pages = session.makers()
     try:
-        candidates.sized(session.samples)
+        plain.sized(session.samples)
     except CaptureError as reason:
         return _prepare_fallback(request, session.samples, str(reason))
     held = sum(p.grad.nbytes for p in request.model.parameters() if p.grad is not None) if request.accumulates else 0
     started = time.perf_counter()
-    made = _plan(request, session, candidates, held)
+    made = _plan(request, plain, *pages, held_bytes=held)
     planning_seconds = time.perf_counter() - started
     plan = summarize(request, made.candidate, made.candidates, made.allowance, planning_seconds)
     plan.program = session.program(made.candidate)
@@ -178,8 +186,14 @@ class _Made:
     allowance: Allowance
 
 
-def _plan(request: StepRequest, session: Session, candidates: Candidates, held_bytes: int = 0) -> _Made:
+def _plan(
+    request: StepRequest, candidates: Candidates, pages: Candidates | None = None, *, held_bytes: int = 0
+) -> _Made:
     """The plan to follow: one that pages only where that is faster, or nothing else fits.
+
+    Args:
+        candidates, pages: what makes plans that do not page, and such that may.
+        held_bytes: of gradients that exist already.
 
     Raises:
         InfeasibleBudget: neither fits; it names the smaller of the budgets that would be accepted.
@@ -190,15 +204,13 @@ def _plan(request: StepRequest, session: Session, candidates: Candidates, held_b
         plain = _Made(candidates, *_plan_inside(request, candidates, held_bytes))
     except InfeasibleBudget as error:
         refusal = error
-    if request.page_file is None or (plain is not None and not plain.candidate.recomputes):
+    if pages is None or (plain is not None and not plain.candidate.recomputes):
         if plain is None:
             assert refusal is not None
             raise refusal
         return plain
-    pages = session.candidates(pages=True)
-    copies_bytes = mutated_bytes(pages.sized(session.samples).graph)
     try:
-        paged = _Made(pages, *_plan_inside(request, pages, held_bytes + copies_bytes))
+        paged = _Made(pages, *_plan_inside(request, pages, held_bytes))
     except InfeasibleBudget as error:
         if plain is not None:
             return plain
@@ -210,18 +222,9 @@ def _plan(request: StepRequest, session: Session, candidates: Candidates, held_b
 def _plan_inside(request: StepRequest, candidates: Candidates, held_bytes: int = 0) -> tuple[Candidate, Allowance]:
     """A candidate, and an allowance in which it fits beside all that looking for it has left in the process."""
     budget = request.resolve_budget()
-    graph = candidates.sized(candidates.batch).graph
 
     def take_stock(collects: bool = True) -> Allowance:
-        return allow(
-            budget,
-            request.optimizer_cost,
-            graph,
-            held_bytes=held_bytes,
-            cuts=candidates.cuts,
-            library_bytes=candidates.library_bytes,
-            collects=collects,
-        )
+        return _take_stock(request, budget, candidates, held_bytes, collects=collects)
 
     candidate = _load(request, candidates, take_stock(collects=False))
     if candidate is None:
@@ -244,6 +247,21 @@ def _plan_inside(request: StepRequest, candidates: Candidates, held_bytes: int =
     candidates.measure_all()
     smallest = candidates.smallest(request.micro_batch)
     raise infeasible(request, candidates, take_stock(), smallest)
+
+
+def _take_stock(
+    request: StepRequest, budget: ResolvedBudget, candidates: Candidates, held_bytes: int = 0, *, collects: bool = True
+) -> Allowance:
+    """What the budget leaves for the plans of one maker."""
+    return allow(
+        budget,
+        request.optimizer_cost,
+        candidates.sized(candidates.batch).graph,
+        held_bytes=held_bytes,
+        cuts=candidates.cuts,
+        library_bytes=candidates.library_bytes,
+        collects=collects,
+    )
 
 
 def _with_time(
@@ -406,18 +424,24 @@ def make_plan(request: StepRequest, args: tuple[Any, ...], kwargs: dict[str, Any
         InfeasibleBudget, CaptureError
     """
     session = Session(request, args, kwargs, count_samples(args, kwargs), False)
-    candidates = session.candidates()
-    made = _plan(request, session, candidates)
+    makers = session.makers()
+    made = _plan(request, *makers)
     require_in_time(request.goal, made.candidate.seconds)
     allowance = made.allowance
     plan = summarize(request, made.candidate, made.candidates, allowance)
-    makers = [candidates] if request.page_file is None else [candidates, session.candidates(pages=True)]
-    smallest = min(allowance.total_with(maker.smallest(request.micro_batch)) for maker in makers)
-    named = allowance.smallest_budget(min(plan.peak_bytes, smallest))
+    smallest = min(_smallest_budget(request, allowance.budget, each) for each in makers)
+    named = min(allowance.smallest_budget(plan.peak_bytes), smallest)
     # What is named has a margin for less lucky starts; this budget has just been accepted.
     accepted = allowance.budget.in_terms_of(allowance.budget.growth_bytes)
     program = session.program(made.candidate)
     return replace(plan, smallest_feasible_bytes=min(named, accepted), program=program)
+
+
+def _smallest_budget(request: StepRequest, budget: ResolvedBudget, candidates: Candidates) -> int:
+    """The budget to name for what takes fewest bytes of all that one maker makes."""
+    smallest = candidates.smallest(request.micro_batch)
+    allowance = _take_stock(request, budget, candidates)
+    return allowance.smallest_budget(allowance.total_with(smallest))
 
 
 def require_in_time(goal: Goal, seconds: float) -> None:

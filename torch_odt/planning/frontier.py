@@ -7,6 +7,7 @@ What takes no fewer bytes than another and is no faster is left out.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -16,16 +17,19 @@ from typing import Any, TypeVar
 from torch_odt.capture.costs import Costs
 from torch_odt.capture.graph import TrainingGraph
 from torch_odt.planning.auto import auto
-from torch_odt.planning.calibrate import within
+from torch_odt.planning.by_name import schedule_by_name
 from torch_odt.planning.keep_all import keep_all
 from torch_odt.planning.objective import FASTEST, Goal, schedule_for
 from torch_odt.planning.problem import Gradients
-from torch_odt.planning.registry import Planner, get_planner
+from torch_odt.planning.registry import get_planner, limited
 from torch_odt.planning.schedule import Schedule
 from torch_odt.planning.search import Footprint
 from torch_odt.planning.simulate import simulate
 
 T = TypeVar("T")
+
+# A deadline of the step is met by planning again and again, at other prices of a second.
+_SHARE_OF_A_PRICE = 0.5
 
 
 @dataclass(frozen=True)
@@ -68,7 +72,7 @@ def frontier(
         planners: names of planners. "auto" alone is hardly ever worse than together with others.
         rungs: how many budgets are planned for between everything kept and the fewest bytes.
         time_limit_seconds: shared by the rungs; once it is over, those that are left are not planned for. What takes
-            most and what takes fewest bytes is there in any case.
+            most and what takes fewest bytes is there in any case. A planner that stops when it is told to is told.
         footprint: what a schedule really takes, when that is more than its live bytes.
         gradients: whether this step's gradients stay ("keep") or are added to existing ones ("accumulate").
         goal: joules may take the place of seconds. What misses its deadline is left out.
@@ -77,7 +81,7 @@ def frontier(
         The points in order of falling bytes and rising seconds; at least one unless there is a deadline.
 
     Raises:
-        PlanError: there is no planner of one of the names.
+        PlanError: there is no planner of one of the names, or its solver is not installed.
     """
     for name in planners:
         get_planner(name)
@@ -88,9 +92,11 @@ def frontier(
         return simulate(graph, costs, schedule, gradients=gradients).peak_bytes
 
     def plan(name: str, budget_bytes: int, limit_seconds: float) -> Point:
-        planner: Planner = partial(within, get_planner(name), footprint=taken_by)
-        if name == "auto":
-            planner = partial(auto, footprint=footprint, time_limit_seconds=limit_seconds, gradients=gradients)
+        stop_at = time.perf_counter() + limit_seconds
+        if name != "auto":
+            return point(schedule_by_name(name, graph, costs, budget_bytes, taken_by, goal=goal, stop_at=stop_at))
+        share = 1.0 if math.isinf(goal.deadline_seconds) else _SHARE_OF_A_PRICE
+        planner = limited(partial(auto, footprint=footprint, gradients=gradients), stop_at, share)
         wanted: dict[str, Any] = {"objective": goal.objective, "deadline_seconds": goal.deadline_seconds}
         return point(schedule_for(planner, graph, costs, budget_bytes, **wanted))
 
@@ -102,11 +108,11 @@ def frontier(
     highest = point(keep_all(graph, costs))
     found = [highest, *(plan(name, 1, 0.0) for name in planners)]
     budgets = ladder(min(each.peak_bytes for each in found), highest.peak_bytes, rungs)
-    for position, budget_bytes in enumerate(budgets):
-        for name in planners:
-            left_seconds = deadline - time.perf_counter()
-            if left_seconds > 0:
-                found.append(plan(name, budget_bytes, left_seconds / (len(budgets) - position)))
+    asked = [(budget_bytes, name) for budget_bytes in budgets for name in planners]
+    for position, (budget_bytes, name) in enumerate(asked):
+        left_seconds = deadline - time.perf_counter()
+        if left_seconds > 0:
+            found.append(plan(name, budget_bytes, left_seconds / (len(asked) - position)))
     in_time = [each for each in found if each.seconds <= goal.deadline_seconds]
     return non_dominated(in_time, lambda each: (each.peak_bytes, goal.cost(each.seconds, each.joules)))
 

@@ -46,7 +46,7 @@ def cheapest(problem: Problem, budget_bytes: int, planner: str, *, pages: bool =
     incumbent = PagingIncumbent(problem, budget_bytes, problem.steps, PricedGoal())
     groups = chain_of(problem)
     everything_bytes = incumbent.counted.peak_bytes
-    for most_bytes in (min(everything_bytes, int(_SLACK * budget_bytes)), everything_bytes):
+    for most_bytes in (min(everything_bytes, int(_SLACK * max(0, budget_bytes))), everything_bytes):
         if not groups or incumbent.fits:
             break
         table = Table(problem, groups, most_bytes, pages=pages)

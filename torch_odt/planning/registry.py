@@ -64,6 +64,12 @@ def takes_time_limit(planner: Planner) -> bool:
     return "time_limit_seconds" in signature(planner).parameters
 
 
+def own_time_limit(planner: Planner) -> float | None:
+    """How many seconds a planner takes at most where it is not told; None if it does not look at the time."""
+    parameter = signature(planner).parameters.get("time_limit_seconds")
+    return float(parameter.default) if parameter is not None and isinstance(parameter.default, int | float) else None
+
+
 def limited(planner: Planner, deadline: float, share: float = 1.0) -> Planner:
     """A planner that takes a share of the time that is left when it is called; itself if it takes no limit.
 
