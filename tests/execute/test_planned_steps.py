@@ -36,6 +36,35 @@ class Images(nn.Module):
         return self.head(self.body(x.view(-1, 1, 2, 3)).mean((2, 3)))
 
 
+class Sequences(nn.Module):
+    """A recurrent layer and attention, over the same features."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.norm, self.head = nn.LSTM(2, 4, batch_first=True), nn.LayerNorm(4), nn.Linear(12, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        states, _ = self.layer(x.view(-1, 3, 2))
+        split = self.norm(states).view(-1, 3, 2, 2).transpose(1, 2)
+        return self.head(F.scaled_dot_product_attention(split, split, split).transpose(1, 2).flatten(1))
+
+
+class Pooled(nn.Module):
+    """Pooling, a norm in evaluation mode and an embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows, self.norm, self.head = (
+            nn.Embedding(5, 6, scale_grad_by_freq=True),
+            nn.BatchNorm2d(1),
+            nn.Linear(3, 3),
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows = x + self.rows(torch.arange(x.shape[0]) % 5)
+        return self.head(F.max_pool2d(self.norm(rows.view(-1, 1, 2, 3)), (2, 1)).flatten(1))
+
+
 class Weighed(nn.Module):
     """A loss that learns."""
 
@@ -53,6 +82,8 @@ CASES = {
     "another optimizer": Case(make_optimizer=torch.optim.RMSprop),
     "batch norm": Case(functools.partial(Net, norm=True)),
     "images": Case(Images),
+    "sequences": Case(Sequences),
+    "pooled": Case(Pooled, options={"disable_rewrites": ["narrow_pool_indices"]}),
     "keep-all": Case(Images, options={"planner": "keep-all"}),
     "dropout": Case(functools.partial(Net, dropout=0.4)),
     "micro-batches": Case(functools.partial(Net, dropout=0.4), options={"micro_batch": 2}),

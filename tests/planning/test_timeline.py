@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from torch_odt.capture.costs import Costs, TransferCosts
 from torch_odt.capture.graph import TrainingGraph
 from torch_odt.planning.keep_all import keep_all
+from torch_odt.planning.plan_fields import Fields
 from torch_odt.planning.registry import get_planner
 from torch_odt.planning.schedule import Deliver, Free, PageIn, PageOut, Run, Schedule
 from torch_odt.planning.simulate import simulate
@@ -62,7 +63,7 @@ def test_it_survives_json(transfers: TransferCosts) -> None:
     costs = replace(costs, transfers=replace(transfers, write_bytes_per_second=10 * MB, read_bytes_per_second=10 * MB))
     timeline = timeline_of(graph, costs, get_planner("melon")(graph, costs, 5 * MB))
     assert timeline.transfers
-    assert Timeline.from_data(json.loads(json.dumps(asdict(timeline)))) == timeline
+    assert Timeline.from_fields(Fields(json.loads(json.dumps(asdict(timeline))))) == timeline
 
 
 def paged() -> tuple[TrainingGraph, Costs, Schedule]:

@@ -106,8 +106,10 @@ def _check_op(graph: TrainingGraph, op: Op) -> None:
 
 def _check_overwritten(graph: TrainingGraph, op: Op, value: int) -> None:
     """What is overwritten is a result of the step that nothing else looks at."""
-    readers = [other for other in graph.ops if value in (*other.reads, *other.shape_reads)]
-    if graph.values[value].kind != "computed" or graph.values[value].is_view or readers != [op]:
+    readers = [other.index for other in graph.ops if value in other.reads]
+    producer = graph.values[value].producer
+    is_own = graph.values[value].kind == "computed" and producer is not None and not graph.ops[producer].is_view
+    if not is_own or readers != [op.index]:
         raise _is_not(op, "overwrites what is not its own to overwrite")
     if value in graph.output_values:
         raise _is_not(op, "overwrites what leaves the step")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, get_args
 
 from torch_odt.capture.costs import Costs
 from torch_odt.capture.estimates import estimate
@@ -13,6 +13,7 @@ from torch_odt.capture.graph import TrainingGraph
 from torch_odt.capture.update_in_backward import UPDATE
 from torch_odt.errors import PlanError
 from torch_odt.planning.objective import Objective
+from torch_odt.planning.plan_fields import Fields
 from torch_odt.planning.plan_file import read_plan_file, write_plan_file
 from torch_odt.planning.pool import Layout
 from torch_odt.planning.schedule import Run, Schedule, schedule_from_data, schedule_to_data
@@ -20,6 +21,10 @@ from torch_odt.planning.timeline import Timeline, recomputing_runs
 
 if TYPE_CHECKING:
     from torch_odt.runtime.budget import Budget, ResolvedBudget
+
+
+# A budget may lie below what the process holds, and what has been measured below what it was before.
+_LEAST = -(1 << 63)
 
 
 class Program(Protocol):
@@ -233,38 +238,39 @@ class Plan:
         Raises:
             PlanError: it is something else.
         """
-        from torch_odt.runtime.budget import ResolvedBudget
-
-        try:
-            program = state["program"]
-            executed = state if program is None else _first_part(program)
-            names = [name for name in ("layout", "later_layout") if executed[name] is not None]
-            layouts = {name: layout_from_data(executed[name]) for name in names}
-            return cls(
-                planner=str(state["planner"]),
-                lines=tuple(PlanLine(**line) for line in state["lines"]),
-                step_seconds=float(state["step_seconds"]),
-                eager_seconds=float(state["eager_seconds"]),
-                step_joules=state["step_joules"],
-                device=str(state["device"]),
-                objective=state["objective"],
-                deadline_seconds=state["deadline_seconds"],
-                batch=state["batch"],
-                micro_batch=state["micro_batch"],
-                budget=ResolvedBudget(**state["budget"]) if state["budget"] is not None else None,
-                recomputed=tuple(Recomputed(**entry) for entry in state["recomputed"]),
-                notes=tuple(map(str, state["notes"])),
-                smallest_feasible_bytes=state["smallest_feasible_bytes"],
-                tensor_peak_bytes=state["tensor_peak_bytes"],
-                planning_seconds=state["planning_seconds"],
-                captured=bool(state["captured"]),
-                schedule=schedule_from_data(executed["schedule"]) if executed["schedule"] is not None else None,
-                **layouts,
-                timeline=Timeline.from_data(state["timeline"]) if state["timeline"] is not None else None,
-                program=None if program is None else FileProgram(program),
-            )
-        except (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError) as error:
-            raise PlanError(f"this is no plan: {error!r}") from error
+        fields = Fields.of_value(state)
+        program = None if fields.raw("program") is None else fields.record("program")
+        executed = fields if program is None else Fields(fields.made(_first_part, "program"), "program")
+        return cls(
+            planner=fields.text("planner"),
+            lines=tuple(
+                PlanLine(line.text("label"), line.whole("nbytes", _LEAST), line.text("note"))
+                for line in fields.records("lines")
+            ),
+            step_seconds=fields.number("step_seconds"),
+            eager_seconds=fields.number("eager_seconds"),
+            step_joules=fields.optional(fields.number, "step_joules"),
+            device=fields.text("device"),
+            objective=fields.one_of("objective", get_args(Objective)),
+            deadline_seconds=fields.optional(fields.number, "deadline_seconds"),
+            batch=fields.optional(lambda name: fields.whole(name, 1), "batch"),
+            micro_batch=fields.optional(lambda name: fields.whole(name, 1), "micro_batch"),
+            budget=fields.optional(lambda name: _budget_from(fields.record(name)), "budget"),
+            recomputed=tuple(
+                Recomputed(entry.text("target"), entry.whole("calls"), entry.number("seconds"))
+                for entry in fields.records("recomputed")
+            ),
+            notes=tuple(fields.items("notes", lambda note: isinstance(note, str), "a text")),
+            smallest_feasible_bytes=fields.optional(fields.whole, "smallest_feasible_bytes"),
+            tensor_peak_bytes=fields.optional(fields.whole, "tensor_peak_bytes"),
+            planning_seconds=fields.optional(fields.number, "planning_seconds"),
+            captured=fields.flag("captured"),
+            schedule=executed.optional(lambda name: executed.made(schedule_from_data, name), "schedule"),
+            layout=executed.optional(lambda name: executed.made(layout_from_data, name), "layout"),
+            later_layout=executed.optional(lambda name: executed.made(layout_from_data, name), "later_layout"),
+            timeline=fields.optional(lambda name: Timeline.from_fields(fields.record(name)), "timeline"),
+            program=None if program is None else FileProgram(program.data),
+        )
 
     def save(self, path: str | Path, *, carry_graph: bool = True) -> None:
         """Write the plan to a JSON file, from which `TrainStep(plan=...)` trains on another machine.
@@ -329,6 +335,19 @@ def layout_from_data(data: Mapping[str, Any]) -> Layout:
         outside_peak_bytes=int(data["outside_peak_bytes"]),
         live_peak_bytes=int(data["live_peak_bytes"]),
         table=[[(int(offset), int(nbytes)) for offset, nbytes in row] for row in data["table"]],
+    )
+
+
+def _budget_from(fields: Fields) -> ResolvedBudget:
+    from torch_odt.runtime.budget import BudgetOf, ResolvedBudget
+
+    return ResolvedBudget(
+        total_bytes=fields.whole("total_bytes", _LEAST),
+        level_bytes=fields.whole("level_bytes", _LEAST),
+        growth_bytes=fields.whole("growth_bytes", _LEAST),
+        of=fields.one_of("of", get_args(BudgetOf)),
+        text=fields.text("text"),
+        children_bytes=fields.whole("children_bytes"),
     )
 
 

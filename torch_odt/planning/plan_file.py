@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import textwrap
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -17,8 +18,12 @@ from typing import Any
 from torch_odt.errors import PlanError
 
 KIND = "torch_odt plan"
+_AGAIN = "copy it again from where it was made, or save the plan again"
 VERSION = 1
 _LINE = 120
+# JSON has no numbers for these.
+_NUMBERS = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}
+_NUMBER_MARK = "%float"
 # What comes before is read first, and tells whether the rest can be read.
 _BODY = b',\n "content": '
 
@@ -31,7 +36,7 @@ def write_plan_file(path: Path, content: Mapping[str, Any]) -> None:
     """
     from torch_odt import __version__
 
-    body = "".join((*_lines(content, 1), "\n}\n")).encode()
+    body = "".join((*_lines(_encoded(content), 1), "\n}\n")).encode()
     head = {"format": KIND, "version": VERSION, "made by": f"torch_odt {__version__}", "digest": _digest(body)}
     path.write_bytes(json.dumps(head, indent=1)[:-2].encode() + _BODY + body)
 
@@ -43,25 +48,53 @@ def read_plan_file(path: Path) -> dict[str, Any]:
         OSError: the file cannot be read.
         PlanError: it is no plan, of another version, or not as it was written.
     """
-    head_text, _, body = path.read_bytes().partition(_BODY)
+    head_text, mark, body = path.read_bytes().partition(_BODY)
     try:
         head = json.loads(head_text + b"}")
     except (ValueError, RecursionError) as error:
-        raise PlanError(f"{path} is no plan, or only a part of one: {error}") from error
+        raise PlanError(f"{path} is no plan, or only a part of one ({error}): {_AGAIN}") from error
     if not isinstance(head, dict) or head.get("format") != KIND:
-        raise PlanError(f"{path} is no plan")
+        raise PlanError(f"{path} is no plan: give a file that Plan.save or torch-odt plan --out wrote")
     if head.get("version") != VERSION:
         raise PlanError(
             f"{path} is a plan of version {head.get('version')!r}, made by {head.get('made by')!r}; "
-            f"this torch_odt reads version {VERSION}"
+            f"this torch_odt reads version {VERSION}: make the plan again, or use the torch_odt that made it"
         )
+    if not mark or not body.rstrip().endswith(b"}\n}"):
+        end = len(head_text) + len(mark) + len(body)
+        raise PlanError(f"{path} ends too early, after {end} bytes: {_AGAIN}")
     if head.get("digest") != _digest(body):
-        raise PlanError(f"{path} is not as it was written: it has been changed, or a part is missing")
+        raise PlanError(f"{path} is not as it was written, somewhere behind byte {len(head_text + mark)}: {_AGAIN}")
     try:
-        content: dict[str, Any] = json.loads(body.rstrip()[:-1])
+        content: dict[str, Any] = _decoded(json.loads(body.rstrip()[:-1], parse_constant=_refuse_constant))
     except (ValueError, RecursionError) as error:
-        raise PlanError(f"{path} is no plan: {error}") from error
+        raise PlanError(f"{path} is no plan: {error}; {_AGAIN}") from error
     return content
+
+
+def _refuse_constant(name: str) -> Any:
+    raise ValueError(f"it holds a bare {name}, which is no JSON")
+
+
+def _encoded(data: Any) -> Any:
+    """The same data, in which numbers that JSON has no form for are `{"%float": name}`."""
+    if isinstance(data, float) and not math.isfinite(data):
+        return {_NUMBER_MARK: str(data)}
+    if isinstance(data, (list, tuple)):
+        return [_encoded(item) for item in data]
+    if isinstance(data, Mapping):
+        return {key: _encoded(item) for key, item in data.items()}
+    return data
+
+
+def _decoded(data: Any) -> Any:
+    if isinstance(data, list):
+        return [_decoded(item) for item in data]
+    if not isinstance(data, dict):
+        return data
+    if data.keys() == {_NUMBER_MARK} and isinstance(data[_NUMBER_MARK], str) and data[_NUMBER_MARK] in _NUMBERS:
+        return _NUMBERS[data[_NUMBER_MARK]]
+    return {key: _decoded(item) for key, item in data.items()}
 
 
 def _digest(body: bytes) -> str:
@@ -70,7 +103,7 @@ def _digest(body: bytes) -> str:
 
 def _lines(data: Any, indent: int) -> Iterator[str]:
     """JSON in lines of a readable length: what fits into one is not broken up."""
-    text = json.dumps(data)
+    text = json.dumps(data, allow_nan=False)
     if len(text) + indent <= _LINE or not data or not isinstance(data, (dict, list)):
         yield text
         return

@@ -12,12 +12,15 @@ import numpy as np
 from torch_odt.capture.costs import Costs, TransferCosts
 from torch_odt.capture.estimates import estimate
 from torch_odt.capture.graph import Op, TrainingGraph
+from torch_odt.errors import PlanError
 from torch_odt.planning import packing
+from torch_odt.planning.plan_fields import Fields, is_number, is_whole
 from torch_odt.planning.pool import Block, allocations, storage_bytes
 from torch_odt.planning.problem import Gradients, is_alias
 from torch_odt.planning.schedule import Free, PageIn, PageOut, Run, Schedule
 from torch_odt.planning.transfer_clock import TransferClock
 
+_BYTES = ("kept_bytes", "recomputed_bytes", "returned_bytes", "moving_bytes", "workspace_bytes", "file_bytes")
 WAIT = "waits for the file"
 """The name of the moments in which no op runs."""
 
@@ -97,13 +100,33 @@ class Timeline:
         return sum((end - start for start, end, is_chosen in spans if is_chosen), start=0.0)
 
     @classmethod
-    def from_data(cls, data: dict[str, Any]) -> Timeline:
+    def from_fields(cls, fields: Fields) -> Timeline:
         """The inverse of `dataclasses.asdict`, through JSON as well.
 
         Raises:
-            TypeError, KeyError: the data is no timeline.
+            PlanError: it is something else; the text names the field.
         """
-        return cls(**{**data, "transfers": [Transfer(*transfer) for transfer in data["transfers"]]})
+        columns: dict[str, Any] = {"start_seconds": fields.items("start_seconds", is_number, "a number")}
+        for name in _BYTES:
+            columns[name] = fields.items(name, lambda n: type(n) is int, "a number of bytes")
+        columns["names"] = fields.items("names", lambda name: isinstance(name, str), "a text")
+        for name in ("recomputes", "continues"):
+            columns[name] = fields.items(name, lambda flag: isinstance(flag, bool), "true or false")
+        if len(set(map(len, columns.values()))) != 1:
+            raise PlanError(f"this is no plan: the lists of {fields.place} differ in length; make the plan again")
+        return cls(
+            **columns,
+            transfers=[Transfer(*item) for item in fields.items("transfers", _is_transfer, "a transfer")],
+            seconds=fields.number("seconds"),
+            boundary_seconds=fields.number("boundary_seconds"),
+        )
+
+
+def _is_transfer(item: Any) -> bool:
+    if not isinstance(item, (list, tuple)) or len(item) != len(Transfer._fields):
+        return False
+    direction, name, nbytes, *seconds = item
+    return direction in ("out", "in") and isinstance(name, str) and is_whole(nbytes) and all(map(is_number, seconds))
 
 
 def timeline_of(graph: TrainingGraph, costs: Costs, schedule: Schedule, *, gradients: Gradients = "keep") -> Timeline:
