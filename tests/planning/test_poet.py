@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import time
 from dataclasses import replace
 
 import pytest
@@ -13,6 +15,7 @@ from hypothesis import strategies as st
 from torch_odt.capture.costs import Costs, TransferCosts
 from torch_odt.capture.graph import TrainingGraph
 from torch_odt.errors import PlanError
+from torch_odt.planning import poet
 from torch_odt.planning.explore import lower_bound_bytes
 from torch_odt.planning.keep_all import keep_all
 from torch_odt.planning.lowering import lower, runs_of
@@ -204,6 +207,37 @@ def test_the_steps_of_a_schedule_make_the_same_schedule(case: Case, share: float
     problem = problem_of(*case)
     schedule = get_planner(name)(*case, between(case, share))
     assert lower(problem, runs_of(problem, schedule), name) == schedule
+
+
+def test_what_it_starts_from_is_within_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [0.0]
+
+    def look() -> float:
+        clock[0] += 1e-3
+        return clock[0]
+
+    def slow(*options: object, stop_at: float = math.inf, **_: object) -> Schedule:
+        asked.append(stop_at)
+        clock[0] += 1.0
+        return keep_all(*case)
+
+    asked: list[float] = []
+    case = paging(chain(9), replace(LARGE, watts=0.05))
+    monkeypatch.setattr(time, "perf_counter", look)
+    monkeypatch.setattr(poet, "capuchin", slow)
+    monkeypatch.setattr(poet, "cheapest", slow)
+    found = optimize(*case, between(case, 0.4), objective="joules", deadline_seconds=1e-3, time_limit_seconds=6.0)
+    check(case, found.schedule)
+    # A third of its time is for them: two, and the second of them is told when to stop.
+    assert len(asked) == 2 and asked[1] == pytest.approx(2.0, abs=0.1)
+    assert clock[0] < 7.0
+
+
+def test_without_time_it_returns_what_takes_least() -> None:
+    case = paging(chain(9), LARGE)
+    found = optimize(*case, between(case, 0.0), time_limit_seconds=0.0)
+    check(case, found.schedule)
+    assert found.fits and found.solve_seconds == 0.0
 
 
 def test_joules_need_watts() -> None:

@@ -18,12 +18,14 @@ from torch_odt.planning.checkmate import optimize
 from torch_odt.planning.explore import lower_bound_bytes
 from torch_odt.planning.keep_all import keep_all
 from torch_odt.planning.paging_incumbent import PagingIncumbent, PricedGoal
+from torch_odt.planning.persistent import cheapest
 from torch_odt.planning.poet import optimize as optimize_paging
 from torch_odt.planning.pofo import pofo
 from torch_odt.planning.problem import BOUNDARY, Problem, problem_of
 from torch_odt.planning.registry import get_planner
 from torch_odt.planning.rotor import rotor
 from torch_odt.planning.schedule import PageOut, Schedule
+from torch_odt.planning.search import Search
 from torch_odt.planning.simulate import simulate
 
 Case = tuple[TrainingGraph, Costs]
@@ -178,3 +180,9 @@ def test_the_planners_return_their_best_where_nothing_fits(planner: object) -> N
 def test_less_than_no_bytes_gets_what_takes_least(name: str, budget_bytes: int) -> None:
     """Whoever aims below a budget may aim there."""
     assert get_planner(name)(*chain(8), budget_bytes) == get_planner(name)(*chain(8), 1)
+
+
+def test_a_table_that_is_not_complete_in_time_is_left() -> None:
+    problem = problem_of(*chain(8))
+    everything = Search(problem, 0).best.peak_bytes
+    assert cheapest(problem, everything // 2, "rotor", stop_at=0.0) == cheapest(problem, 2 * everything, "rotor")

@@ -91,14 +91,16 @@ def optimize(
     if not incumbent.fits:
         incumbent.offer(smallest_trials(problem)[0].built.runs)
     reduced = reduce(problem, max_nodes)
+    is_cheapest = incumbent.fits and incumbent.counted.extra_cost <= 0
+    if is_cheapest or time.perf_counter() >= deadline:
+        return incumbent.optimized("checkmate", reduced, 0.0, 0.0)
     proving = ReducedSearch(reduced, Model, search, incumbent, chosen_solver, deadline, gap)
     # Schedules are looked for in a larger graph than can be searched to the end.
     finer = reduced if reduced.is_exact else reduce(problem, _FINER * max_nodes)
     finding = proving
     if not finer.has_same_choices_as(reduced):
         finding = ReducedSearch(finer, Model, search, incumbent, chosen_solver, deadline, gap)
-    if not incumbent.fits or incumbent.counted.extra_cost > 0:
-        finding.find()
-        proving.prove()
+    finding.find()
+    proving.prove()
     solve_seconds = sum(run.solve_seconds for run in {finding, proving})
     return incumbent.optimized("checkmate", reduced, proving.bound_cost, solve_seconds)

@@ -76,7 +76,7 @@ def round_relaxation(
     bound = solve_seconds = 0.0
     if not incumbent.fits:
         model = Model(reduced, budget_bytes - problem.apart_bytes)
-        relaxed = relax(model, chosen_solver, time_limit_seconds)
+        relaxed = relax(model, chosen_solver, deadline - time.perf_counter())
         bound = relaxed.bound_cost
         solve_seconds = relaxed.solve_seconds
         if relaxed.values is not None:

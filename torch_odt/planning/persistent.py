@@ -12,6 +12,8 @@ bytes than there are may fit. So `cheapest` tries several and counts what they r
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -34,7 +36,13 @@ Part = tuple[int, int, bool]
 """The first and the last group, and whether the inputs of the first are held, and counted, outside."""
 
 
-def cheapest(problem: Problem, budget_bytes: int, planner: str, *, pages: bool = False) -> Schedule:
+class _OutOfTimeError(Exception):
+    """A table is of no use before it is complete."""
+
+
+def cheapest(
+    problem: Problem, budget_bytes: int, planner: str, *, pages: bool = False, stop_at: float = math.inf
+) -> Schedule:
     """The cheapest schedule of a table that fits; where none does, the one that takes fewest bytes.
 
     Args:
@@ -42,6 +50,7 @@ def cheapest(problem: Problem, budget_bytes: int, planner: str, *, pages: bool =
         budget_bytes: planned memory that must not be exceeded.
         planner: the name of the planner that asks.
         pages: whether storages may wait in the file.
+        stop_at: the `time.perf_counter()` at which to be content with what has been found.
     """
     incumbent = PagingIncumbent(problem, budget_bytes, problem.steps, PricedGoal())
     groups = chain_of(problem)
@@ -49,8 +58,13 @@ def cheapest(problem: Problem, budget_bytes: int, planner: str, *, pages: bool =
     for most_bytes in (min(everything_bytes, int(_SLACK * max(0, budget_bytes))), everything_bytes):
         if not groups or incumbent.fits:
             break
-        table = Table(problem, groups, most_bytes, pages=pages)
+        try:
+            table = Table(problem, groups, most_bytes, pages=pages, stop_at=stop_at)
+        except _OutOfTimeError:
+            break
         for slots in table.worth_trying():
+            if time.perf_counter() >= stop_at:
+                break
             runs = table.runs(slots)
             if runs is not None:
                 incumbent.offer(runs)
@@ -87,10 +101,18 @@ class Table:
         most_bytes: the largest number of bytes to ask for.
         slots: into how many those are divided at most.
         pages: whether storages may wait in the file.
+        stop_at: the `time.perf_counter()` at which to give up.
     """
 
     def __init__(
-        self, problem: Problem, groups: Sequence[Group], most_bytes: int, *, slots: int = 400, pages: bool = False
+        self,
+        problem: Problem,
+        groups: Sequence[Group],
+        most_bytes: int,
+        *,
+        slots: int = 400,
+        pages: bool = False,
+        stop_at: float = math.inf,
     ) -> None:
         self.problem = problem
         self.groups = groups
@@ -103,6 +125,8 @@ class Table:
         self._costs: dict[Part, Costs] = {}
         for length in range(len(groups)):
             for first in range(len(groups) - length):
+                if time.perf_counter() >= stop_at:
+                    raise _OutOfTimeError
                 for is_held in (False, True):
                     part = (first, first + length, is_held)
                     self._costs[part] = np.minimum.reduce([way.costs for way in self._ways(part)])

@@ -28,16 +28,18 @@ from typing import Literal
 from torch_odt.capture.costs import Costs
 from torch_odt.capture.graph import TrainingGraph
 from torch_odt.errors import PlanError
+from torch_odt.planning.capuchin import capuchin
 from torch_odt.planning.explore import explore
 from torch_odt.planning.lowering import runs_of
 from torch_odt.planning.objective import Objective, priced
 from torch_odt.planning.optimized import Optimized
 from torch_odt.planning.paging_incumbent import PagingIncumbent, PricedGoal
 from torch_odt.planning.paging_model import PagingModel
+from torch_odt.planning.persistent import cheapest
 from torch_odt.planning.problem import Gradients, Problem, problem_of
 from torch_odt.planning.reduce import Reduced, reduce
 from torch_odt.planning.reduced_search import ReducedSearch
-from torch_odt.planning.registry import get_planner, planner
+from torch_odt.planning.registry import planner
 from torch_odt.planning.schedule import Schedule
 from torch_odt.planning.search import Search, Trial
 from torch_odt.planning.smallest import smallest_trials
@@ -179,15 +181,17 @@ def optimize(
     start = _WarmStart(graph, usable, budget_bytes, goal, means, gradients, _HEURISTIC_SHARE * time_limit_seconds)
     incumbent = start.incumbent
     reduced = reduce(start.problem, max_nodes)
+    is_cheapest = incumbent.fits and incumbent.counted.extra_cost <= 0
+    if is_cheapest or time.perf_counter() >= end:
+        return incumbent.optimized(_NAMES[means], reduced, 0.0, 0.0)
     make_model = partial(_make_model, goal=goal)
     proving = ReducedSearch(reduced, make_model, start.search, incumbent, chosen_solver, end, gap)
     finer = reduced if reduced.is_exact else reduce(start.problem, _FINER * max_nodes)
     finding = proving
     if not finer.has_same_choices_as(reduced):
         finding = ReducedSearch(finer, make_model, start.search, incumbent, chosen_solver, end, gap)
-    if not incumbent.fits or incumbent.counted.extra_cost > 0:
-        finding.find()
-        proving.prove()
+    finding.find()
+    proving.prove()
     solve_seconds = sum(run.solve_seconds for run in {finding, proving})
     return incumbent.optimized(_NAMES[means], reduced, proving.bound_cost, solve_seconds)
 
@@ -201,6 +205,9 @@ class _WarmStart:
 
     A heuristic is given joules as if they were seconds; for a deadline, a second costs joules as well, the more the
     later its schedules are.
+
+    Nothing is begun after its time is over but what costs least without paging, and what takes fewest bytes where
+    nothing fits.
 
     Attributes:
         problem: what may be done, in seconds.
@@ -226,8 +233,8 @@ class _WarmStart:
         self.gradients = gradients
         self.problem = self._allowed(problem_of(graph, costs, gradients))
         self.incumbent = PagingIncumbent(self.problem, budget_bytes, self.problem.steps, goal)
-        self._trial_seconds = min(_HEURISTIC_SECONDS, time_limit_seconds)
         self._end = time.perf_counter() + time_limit_seconds
+        self._trial_seconds = min(_HEURISTIC_SECONDS, time_limit_seconds)
         if goal.objective == "joules":
             # Schedules that are hasty as well are not always dearer.
             self._try(priced(costs, _HASTY_SHARE * costs.watts))
@@ -245,6 +252,8 @@ class _WarmStart:
         self._try(self.costs)
         low, high = math.log(0.01 * self.costs.watts), math.log(1000 * self.costs.watts)
         for _ in range(_PRICES):
+            if self._is_over:
+                return
             middle = (low + high) / 2
             self.search = self._try(priced(self.costs, math.exp(middle)))
             if self.incumbent.count(self.search.best.built.runs).late_seconds > 0:
@@ -255,7 +264,8 @@ class _WarmStart:
     def _try(self, costs: Costs) -> Search:
         problem = self._allowed(problem_of(self.graph, costs, self.gradients))
         # What is second by a price may be the first that is in time.
-        search = Search(problem, self.budget_bytes, time.perf_counter() + self._trial_seconds, report=self._offer)
+        end = min(self._end, time.perf_counter() + self._trial_seconds)
+        search = Search(problem, self.budget_bytes, end, report=self._offer)
         explore(search)
         for runs in self._of_others(costs):
             self.incumbent.offer(runs)
@@ -267,9 +277,18 @@ class _WarmStart:
 
     def _of_others(self, costs: Costs) -> Iterator[Sequence[int]]:
         for name in _OTHERS[self.means]:
-            if time.perf_counter() >= self._end:
+            if self._is_over:
                 return
-            yield runs_of(self.problem, get_planner(name)(self.graph, costs, self.budget_bytes))
+            if name == "capuchin":
+                schedule = capuchin(self.graph, costs, self.budget_bytes)
+            else:
+                problem = problem_of(self.graph, costs)
+                schedule = cheapest(problem, self.budget_bytes, name, pages=name == "pofo", stop_at=self._end)
+            yield runs_of(self.problem, schedule)
+
+    @property
+    def _is_over(self) -> bool:
+        return time.perf_counter() >= self._end
 
     def _allowed(self, problem: Problem) -> Problem:
         """The problem of what may be done: where there is only paging, nothing can be computed again."""
