@@ -23,7 +23,7 @@ from torch_odt.planning.objective import Objective, schedule_for
 from torch_odt.planning.paging_incumbent import PricedGoal
 from torch_odt.planning.poet import Means, optimize
 from torch_odt.planning.problem import Problem, problem_of
-from torch_odt.planning.registry import Planner, get_planner
+from torch_odt.planning.registry import get_planner
 from torch_odt.planning.schedule import PageIn, PageOut, Schedule
 from torch_odt.planning.search import Search
 from torch_odt.planning.simulate import simulate
@@ -253,19 +253,3 @@ def test_the_planners_return_their_best_where_nothing_fits(name: str) -> None:
     check(case, schedule)
     assert schedule.planner == name
     assert simulate(*case, schedule).peak_bytes < simulate(*case, keep_all(*case)).peak_bytes
-
-
-def test_planners_that_take_no_limit_are_not_waited_for_when_time_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[str] = []
-
-    def ask(name: str) -> Planner:
-        asked.append(name)
-        return get_planner(name)
-
-    monkeypatch.setattr("torch_odt.planning.poet.get_planner", ask)
-    graph, costs = paging(chain(8), LARGE)
-    budget = int(0.6 * simulate(graph, costs, keep_all(graph, costs)).peak_bytes)
-    found = optimize(graph, costs, budget, time_limit_seconds=0.0)
-    assert found.fits and not asked
-    optimize(graph, costs, budget, time_limit_seconds=3600.0, gap=1.0)
-    assert asked == ["capuchin", "pofo"]

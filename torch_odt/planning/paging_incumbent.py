@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from torch_odt.planning.lowering import lower
+from torch_odt.planning.lowering import lower, runs_of
 from torch_odt.planning.objective import Goal
 from torch_odt.planning.optimized import Counted, Incumbent, Optimized
 from torch_odt.planning.problem import Problem
@@ -64,11 +64,12 @@ class PagingIncumbent(Incumbent):
 
     def optimized(self, planner: str, reduced: Reduced, bound_cost: float, solve_seconds: float) -> Optimized:
         bound = self.program_cost + bound_cost
+        schedule = self.schedule(planner)
         is_joules = self.goal.objective == "joules"
         return Optimized(
-            schedule=self.schedule(planner),
+            schedule=schedule,
             fits=self.fits,
-            seconds=clock_after(self.problem, self._with_transfers(self.runs)).seconds,
+            seconds=clock_after(self.problem, runs_of(self.problem, schedule)).seconds,
             bound_seconds=0.0 if is_joules else bound,
             solve_seconds=solve_seconds,
             stages=reduced.stages,
@@ -79,15 +80,39 @@ class PagingIncumbent(Incumbent):
         )
 
     def _with_transfers(self, runs: Sequence[int]) -> list[int]:
-        """The steps as they will run; a sequence that has page-outs stays as it is."""
+        """The steps as they will run; a sequence that has page-outs keeps those."""
         problem = self.problem
-        if any(run in self._writing for run in runs):
+        if problem.transfers is None:
             return list(runs)
-        limit = self.budget_bytes - problem.apart_bytes
-        runs = with_page_outs(problem, runs, limit)
-        overlaps = problem.transfers is not None and problem.transfers.overlaps
-        return spread_transfers(problem, runs, limit) if overlaps else runs
+        if any(run in self._writing for run in runs):
+            moved = _without_idle_page_outs(problem, runs)
+        else:
+            limit = self.budget_bytes - problem.apart_bytes
+            moved = with_page_outs(problem, runs, limit)
+            if problem.transfers.overlaps:
+                moved = spread_transfers(problem, moved, limit)
+        # A schedule waits for a page-out where its memory is let go, which a sequence need not say.
+        return runs_of(problem, lower(problem, moved))
 
     @property
     def _writing(self) -> set[int]:
         return {steps.out for steps in self.problem.paging.values()}
+
+
+def _without_idle_page_outs(problem: Problem, runs: Sequence[int]) -> list[int]:
+    """The same steps, but nothing is written that does not come back: what computed it again has taken its place."""
+    outs = {steps.out: storage for storage, steps in problem.paging.items()}
+    let_gos = {steps.let_go: storage for storage, steps in problem.paging.items()}
+    backs = {steps.back: storage for storage, steps in problem.paging.items()}
+    kept: list[int] = []
+    awaited: set[int] = set()
+    for run in reversed(runs):
+        storage = outs.get(run, let_gos.get(run))
+        if storage is not None and storage not in awaited:
+            continue
+        if run in outs:
+            awaited.discard(outs[run])
+        elif run in backs:
+            awaited.add(backs[run])
+        kept.append(run)
+    return kept[::-1]
