@@ -122,6 +122,11 @@ def asks_for_another_device(graph: TrainingGraph) -> None:
     next(op for op in graph.ops if op.target == "aten.convolution.default").kwargs["device"] = torch.device("meta")
 
 
+def drops_out_a_number(graph: TrainingGraph) -> None:
+    op = next(op for op in graph.ops if op.target == "odt.packed_dropout")
+    op.args, op.reads = (-1, *op.args[1:]), ()
+
+
 def returns_too_little(graph: TrainingGraph) -> None:
     op = graph.ops[find(graph, "aten.convolution.default")]
     op.writes = (*op.writes, None)
@@ -137,6 +142,7 @@ def adds_to_a_parameter(graph: TrainingGraph) -> None:
     "change",
     [
         asks_for_another_device,
+        drops_out_a_number,
         returns_too_little,
         adds_to_a_parameter,
         retarget("aten.no_such_operator.default"),

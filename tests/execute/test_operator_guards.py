@@ -92,6 +92,7 @@ FORGERIES = {
     "many units": Forgery("mkldnn_rnn_layer.default", lstm(), {10: 1 << 16}),
     "a small weight": Forgery("mkldnn_rnn_layer.default", lstm(), {2: torch.ones(1, 1)}),
     "a small state": Forgery("mkldnn_rnn_layer.default", lstm(), {5: torch.ones(1, 1, 1)}),
+    "a number in the place of a tensor": Forgery("native_batch_norm_backward.default", batch_norm(True), {1: -1}),
     "another kind of layer": Forgery("mkldnn_rnn_layer.default", lstm(), {9: 0}),
 }
 

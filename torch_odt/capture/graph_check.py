@@ -21,6 +21,16 @@ from torch_odt.capture.update_in_backward import UPDATE
 from torch_odt.errors import PlanError
 
 _RNN, _RNN_BACKWARD = "aten.mkldnn_rnn_layer.default", "aten.mkldnn_rnn_layer_backward.default"
+# What this package's functions take; torch's operators look at the types of their arguments by themselves.
+_NUMBER, _MAYBE = (int, float), (Ref, type(None))
+_OWN_ARGUMENTS: dict[str, tuple[Any, ...]] = {
+    "odt.batch_norm_normalize": (Ref, Ref, Ref, _MAYBE, _MAYBE),
+    "odt.dropout_apply": (Ref, Ref, _NUMBER),
+    PACKED: (Ref, _NUMBER, bool),
+    "odt.accumulate_mm": (Ref, Ref, Ref, bool),
+    "odt.accumulate_embedding": (Ref, Ref, Ref, int),
+    "odt.first_of": (Ref, Ref),
+}
 _OTHER_FACTS = "is a view or draws random numbers, or does not, against what the graph says"
 
 
@@ -94,6 +104,8 @@ def _check_op(graph: TrainingGraph, op: Op) -> None:
         raise _is_not(op, "asks for another device or layout than that of ordinary tensors")
     if not op.target.startswith("odt."):
         _check_overload(op)
+    elif not _has_own_arguments(op):
+        raise _is_not(op, "has other arguments than its function takes")
     elif op.is_view or op.is_random != (op.target == PACKED):
         raise _is_not(op, _OTHER_FACTS)
     elif op.target in ACCUMULATING and graph.values[op.args[0].value].kind != "gradient":
@@ -102,6 +114,11 @@ def _check_op(graph: TrainingGraph, op: Op) -> None:
         _check_overwritten(graph, op, op.overwrites)
     if op.target == _RNN_BACKWARD:
         _check_workspace(graph, op)
+
+
+def _has_own_arguments(op: Op) -> bool:
+    kinds = _OWN_ARGUMENTS.get(op.target, ())
+    return len(op.args) == len(kinds) and not op.kwargs and all(map(isinstance, op.args, kinds))
 
 
 def _check_overwritten(graph: TrainingGraph, op: Op, value: int) -> None:

@@ -37,14 +37,24 @@ def needs_guard(op: Op) -> bool:
 
 
 def _guarded(op: Op, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    if op.shape_reads and not _reads_shapes_alone(op, args):
+    try:
+        reads_shapes_alone = not op.shape_reads or _reads_shapes_alone(op, args)
+        belongs = _belongs(op, args, kwargs)
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+        raise _refused(op, "has arguments of other types than its operator") from error
+    if not reads_shapes_alone:
         raise _refused(op, "would read data that the plan leaves without memory")
-    check = _CHECKS.get(op.target)
-    if check is not None:
-        names = [argument.name for argument in operators.of_torch(op.target)._schema.arguments]
-        if not check(dict(zip(names, args, strict=False)) | kwargs):
-            raise _refused(op, "is given tensors that do not belong together, or indices out of range")
+    if not belongs:
+        raise _refused(op, "is given tensors that do not belong together, or indices out of range")
     return function(*args, **kwargs)
+
+
+def _belongs(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    check = _CHECKS.get(op.target)
+    if check is None:
+        return True
+    names = [argument.name for argument in operators.of_torch(op.target)._schema.arguments]
+    return check(dict(zip(names, args, strict=False)) | kwargs)
 
 
 def _refused(op: Op, what: str) -> PlanError:
