@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from safetensors.torch import load_file
 from terminals import Terminal
 from torch import nn
 
+import torch_odt as odt
 from torch_odt import Budget, InfeasibleBudget
 from torch_odt.commands.train import save
 from torch_odt.commands.training import beside_loop, laid_out, validate
@@ -47,6 +49,20 @@ def test_digits_as_json(terminal: Terminal, net: Path) -> None:
     assert [epoch["steps"] for epoch in document["epochs"]] == [3]
     assert document["budget_bytes"] == 64 << 20
     assert document["plan"]["peak_bytes"] <= 64 << 20
+
+
+def test_it_may_plan_longer(terminal: Terminal, net: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[float] = []
+
+    class Recording(odt.TrainStep):
+        def __init__(self, *parts: Any, planning_seconds: float, **options: Any) -> None:
+            asked.append(planning_seconds)
+            super().__init__(*parts, planning_seconds=planning_seconds, **options)
+
+    monkeypatch.setattr(odt, "TrainStep", Recording)
+    words = ("train", "--model", f"{net}:make", "--data", "digits", *FEW, "--steps", "1", "--planning-seconds", "0.2")
+    assert terminal(*words).code == 0
+    assert asked == [0.2]
 
 
 def test_packed_fashion_mnist(terminal: Terminal, net: Path, packed_fashion_mnist: Path) -> None:

@@ -65,6 +65,7 @@ class Way:
     seconds: float
     recomputes: bool
     joules: float | None = None
+    pages: bool = False
 
 
 class Table(Candidates):

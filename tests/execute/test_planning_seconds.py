@@ -18,11 +18,14 @@ import torch_odt as odt
 from torch_odt import memory
 from torch_odt.capture.child import ChildFailed, ChildLate
 from torch_odt.capture.device import Device
-from torch_odt.execute import planning_time
+from torch_odt.execute import planning_time, wrap_session
 from torch_odt.execute.candidates import Candidates
+from torch_odt.execute.dry_run import measured
 from torch_odt.planning import registry
+from torch_odt.planning.keep_all import keep_all
 from torch_odt.planning.melon import melon
 from torch_odt.planning.schedule import Schedule
+from torch_odt.planning.simulate import simulate
 
 # Costs that are not measured are the same each time.
 BOARD = Device("a board", flops_per_second=1e9, watts=2.0)
@@ -247,12 +250,16 @@ def test_what_is_no_length_of_time(seconds: float) -> None:
         plan(64, planning_seconds=seconds)
     model = make_model()
     with pytest.raises(ValueError, match="planning_seconds must be"):
+        odt.wrap(model, budget="1GiB", planning_seconds=seconds)
+    with pytest.raises(ValueError, match="planning_seconds must be"):
         odt.TrainStep(model, None, torch.optim.SGD(model.parameters(), lr=0.1), budget="1GiB", planning_seconds=seconds)
 
 
 def test_a_given_plan_is_not_looked_for(tmp_path: Path) -> None:
     model = make_model()
-    with pytest.raises(ValueError, match="those of the plan"):
+    with pytest.raises(ValueError, match=r"leave out .* and planning_seconds="):
+        odt.wrap(model, plan=tmp_path / "plan.json", planning_seconds=1.0)
+    with pytest.raises(ValueError, match=r"leave out .* and planning_seconds="):
         odt.TrainStep(
             model,
             F.cross_entropy,
@@ -260,3 +267,53 @@ def test_a_given_plan_is_not_looked_for(tmp_path: Path) -> None:
             plan=tmp_path / "plan.json",
             planning_seconds=1.0,
         )
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+@pytest.mark.filterwarnings("default", "error::torch_odt.errors.OdtWarning")
+def test_a_wrapped_model_is_planned_longer_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[str, float]] = []
+    original = wrap_session.planned
+
+    def record(name: str, *case: Any) -> Schedule:
+        asked.append((name, case[-1]))
+        return original(name, *case)
+
+    monkeypatch.setattr(wrap_session, "planned", record)
+    budget = odt.Budget("1GiB", of="training")
+    for seconds in (0.2, 0.2, 0.0):
+        torch._dynamo.reset()
+        model = odt.wrap(make_model(), budget=budget, cache=tmp_path, planning_seconds=seconds)
+        for _ in range(3):
+            F.cross_entropy(model(BATCH[0]), BATCH[1]).backward()
+    # The second start finds what the first one has remembered.
+    assert asked == [("auto", 0.2), ("auto", 0.0)]
+
+
+def test_one_graph_is_planned_as_long_as_is_allowed(
+    monkeypatch: pytest.MonkeyPatch, in_this_process: list[float]
+) -> None:
+    graph, costs = measured(make_model(), F.cross_entropy, BATCH, cache=False)
+
+    def takes(schedule: Schedule) -> int:
+        return simulate(graph, costs, schedule).peak_bytes
+
+    def found(name: str, seconds: float, share: float = 0.6) -> Schedule:
+        budget_bytes = int(share * takes(keep_all(graph, costs)))
+        return planning_time.planned(name, graph, costs, budget_bytes, takes, seconds)
+
+    quick = simulate(graph, costs, found("auto", 0.0)).seconds
+    assert simulate(graph, costs, found("melon", 0.0)).seconds >= quick and not in_this_process
+    assert not simulate(graph, costs, found("auto", 0.3, 1.5)).recomputed_ops and not in_this_process
+    assert simulate(graph, costs, found("auto", 0.3)).recomputed_ops and len(in_this_process) == 1
+    limits: list[float] = []
+
+    def patient(graph: Any, costs: Any, budget_bytes: int, *, time_limit_seconds: float = 60.0) -> Schedule:
+        limits.append(time_limit_seconds)
+        return melon(graph, costs, budget_bytes)
+
+    monkeypatch.setitem(registry._PLANNERS, "patient", patient)
+    for seconds, most in ((2.0, 1.0), (0.0, 30.0)):
+        limits.clear()
+        found("patient", seconds)
+        assert most / 2 < max(limits) <= most

@@ -90,6 +90,14 @@ def test_joules_are_saved_where_seconds_are_not_scarce() -> None:
 def test_nothing_is_paged_without_a_folder() -> None:
     made = plan(0.6, objective="joules")
     assert made.schedule is not None and not made.schedule.pages
+    told = "nothing is paged: a slow board has storage; page_to= (--page-to) allows its use"
+    assert told in made.notes
+    assert told not in plan(0.6, page_to="/data").notes
+    assert told not in plan(0.6, device=replace(BOARD, storage=None)).notes
+    assert told not in plan(0.6, planner="rotor").notes
+    assert told not in plan().notes, "there is room for everything"
+    with pytest.raises(odt.InfeasibleBudget, match="page_to=, for the device has storage"):
+        plan(0.05)
 
 
 def test_what_cannot_be_planned() -> None:

@@ -175,7 +175,7 @@ def test_a_second_start_plans_nothing(tmp_path: Any, monkeypatch: pytest.MonkeyP
         torch._dynamo.reset()
         model = wrap(Deep(), budget=training("1GiB"), cache=tmp_path)
         if start:
-            monkeypatch.setattr(wrap_session, "auto", lambda *_, **__: pytest.fail("planned again"))
+            monkeypatch.setattr(wrap_session, "planned", lambda *_, **__: pytest.fail("planned again"))
         for seed in range(3):
             step(model, images(2, 16), seed)
         assert plan_of(model).schedule is not None

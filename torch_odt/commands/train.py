@@ -74,6 +74,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--download", action="store_true", help="fetch the data set to --data-dir if it is not there")
     parser.add_argument("--image-size", type=options.positive_int, help="height and width (default: 96; folders 224)")
     options.add_budget(parser, default="auto", absent='"auto", most of what is available')
+    options.add_planning_seconds(parser)
     parser.add_argument("--epochs", type=options.positive_int, default=1, help="passes through the data (default: 1)")
     parser.add_argument("--steps", type=options.positive_int, help="stop after so many steps")
     parser.add_argument("--batch-size", type=options.positive_int, default=32, help="(default: 32)")
@@ -111,6 +112,7 @@ def run(arguments: argparse.Namespace) -> int:
                 planner=arguments.planner,
                 disable_rewrites=arguments.disable_rewrite,
                 page_to=arguments.page_to,
+                planning_seconds=arguments.planning_seconds,
             )
         report = _train(arguments, step, model, data, budget, gauge, kept)
     if arguments.save is not None:

@@ -1,8 +1,9 @@
 """Plans for the whole batch and for micro-batches of it, and the choice between them.
 
 A smaller micro-batch needs less memory and, with recomputation, trades it for time in another way. Each
-size is captured and planned by itself; the fastest that fits is taken. Sizes are tried from large to small until one
-fits without recomputation: cutting further only costs time.
+size is captured and planned by itself; the fastest that fits is taken. Sizes are tried from large to small until
+cutting further only costs time: the whole batch, where it fits without recomputation or paging, is not cut, and of
+smaller sizes that do, the next one is looked at as long as it is faster: its tensors may fit into a cache.
 """
 
 from __future__ import annotations
@@ -155,7 +156,8 @@ class Candidates:
                 continue
             if best is None or self.rank(candidate) < self.rank(best):
                 best = candidate
-            if not candidate.recomputes:
+            is_free = not candidate.recomputes and not candidate.pages
+            if is_free and (len(sizes) == 1 or best is not candidate):
                 break
         if best is not None and self.goal.objective != "seconds" and best.seconds > self.goal.deadline_seconds:
             # Micro-batches that are in time need not be so together.

@@ -26,8 +26,8 @@ from torch_odt.execute.optimizer_cost import optimizer_cost
 from torch_odt.execute.page_file import OpenPageFile, PageFile, open_page_file, page_file_on
 from torch_odt.execute.prepare import capture_whole, make_plan, profile_graph
 from torch_odt.execute.request import StepRequest
-from torch_odt.execute.step import updates_of
-from torch_odt.execute.step_checks import check_trainable, require_planning_seconds
+from torch_odt.execute.step import updates_of, why_all_gradients
+from torch_odt.execute.step_checks import check_trainable, require_accumulation_steps, require_planning_seconds
 from torch_odt.planning.objective import FASTEST, Goal, Objective
 from torch_odt.planning.plan import Plan
 from torch_odt.planning.registry import get_planner
@@ -51,6 +51,9 @@ def plan(
     objective: Objective = "seconds",
     deadline_seconds: float = math.inf,
     planning_seconds: float = 0.0,
+    accumulation_steps: int = 1,
+    clip_grad_norm: float | None = None,
+    with_outputs: bool = False,
     costs: CostTable | None = None,
     cache: CacheOption = None,
 ) -> Plan:
@@ -71,14 +74,19 @@ def plan(
             power sensor; where there is none, or it shows nonsense, a model takes its place, and the plan says so.
         deadline_seconds: what a step may take at most.
         planning_seconds: how long to look for a better plan than the one that is found at once; a named planner that
-            stops when it is told to takes so long at most, instead of its own limit.
+            stops when it is told to takes so long at most for all that it tries, instead of its own limit.
+        accumulation_steps, clip_grad_norm: what the step will be made with, as for `TrainStep`: both make the optimizer
+            wait for all gradients, and gradients of several calls lie beside the step.
+        with_outputs: plan for `step.with_outputs(...)`, which keeps the model's outputs; plain calls may follow such a
+            plan, too.
         costs: measurements of another machine; by default this machine is measured. With `device`, the allocations of
             these measurements count, which are guessed otherwise.
 
     Raises:
         InfeasibleBudget: no plan fits; it names the smallest budget that does.
         CaptureError: the step cannot be captured, so it cannot be planned without running it.
-        PlanError: the fastest plan takes longer than `deadline_seconds`; there is no such planner or objective.
+        PlanError: the fastest plan takes longer than `deadline_seconds`; there is no such planner or objective, or the
+            planner's solver is not installed, or it does not stop.
         ValueError: there is no such device, or its file describes none, or it has no storage to page to.
         OSError: the device's file cannot be read.
 
@@ -101,12 +109,14 @@ def plan(
         device=Device.of_value(device),
         goal=Goal(objective, deadline_seconds),
         planning_seconds=planning_seconds,
+        accumulation_steps=accumulation_steps,
+        clip_grad_norm=clip_grad_norm,
         costs=costs,
         cache=cache,
     )
     args, kwargs = ((), batch) if isinstance(batch, dict) else (tuple(batch), {})
     try:
-        return make_plan(request, args, kwargs)
+        return make_plan(request, args, kwargs, want_results=with_outputs)
     finally:
         request.release()
 
@@ -176,14 +186,18 @@ def request_for(
     device: Device | None = None,
     goal: Goal = FASTEST,
     planning_seconds: float = 0.0,
+    accumulation_steps: int = 1,
+    clip_grad_norm: float | None = None,
     costs: CostTable | None = None,
     cache: CacheOption = None,
 ) -> StepRequest:
     """What a step that is not run is to be prepared for. For the arguments see `plan`; a device of None is this one."""
     check_trainable(model)
     require_planning_seconds(planning_seconds)
+    require_accumulation_steps(accumulation_steps)
     get_planner(planner)
     disabled_rewrites = switched_off(disable_rewrites, planner)
+    needs_all = why_all_gradients(accumulation_steps, clip_grad_norm)
     power = measure_power() if goal.objective == "joules" and device is None else None
     page_file = _page_file(PageFile.of_value(page_to), device, power)
     memory.install()
@@ -194,11 +208,11 @@ def request_for(
         budget=Budget.of_value(budget),
         level_bytes=memory.process_bytes(),
         optimizer_cost=None if optimizer is None else optimizer_cost(optimizer),
-        updates=None if optimizer is None else updates_of(optimizer, model, loss_fn, disabled_rewrites),
+        updates=None if optimizer is None else updates_of(optimizer, model, loss_fn, disabled_rewrites, needs_all),
         planner=planner,
         disabled_rewrites=disabled_rewrites,
         micro_batch=micro_batch,
-        accumulates=False,
+        accumulates=accumulation_steps > 1,
         cache=Cache.of_value(cache),
         costs=costs,
         page_file=page_file,

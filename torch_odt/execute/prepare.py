@@ -32,7 +32,7 @@ from torch_odt.execute.plan_data import PlannedProgram
 from torch_odt.execute.prepared import Prepared, assemble
 from torch_odt.execute.request import StepRequest
 from torch_odt.execute.requirements import Requirements
-from torch_odt.execute.summary import summarize, summarize_fallback
+from torch_odt.execute.summary import could_page, summarize, summarize_fallback
 from torch_odt.execute.uncaptured import UncapturedStep
 from torch_odt.planning.objective import Goal
 from torch_odt.planning.plan import Plan
@@ -357,6 +357,8 @@ def _hints(candidates: Candidates, request: StepRequest) -> tuple[str, ...]:
     hints = ["a smaller batch"] if candidates.batch > 1 else []
     if any("BatchNorm" in note for note in candidates.notes):
         hints.append("BatchNorm in evaluation mode, so that the batch can be cut into micro-batches")
+    if could_page(request):
+        hints.append("page_to=, for the device has storage")
     if request.planner != "auto":
         hints.append('planner="auto"')
     if request.optimizer_cost is not None and request.optimizer_cost.state_bytes:
@@ -417,13 +419,15 @@ def _measure(request: StepRequest, graph: TrainingGraph, within_budget: bool, pr
     return profile(graph, cache=request.cache, limit_bytes=limit_bytes, progress=progress)
 
 
-def make_plan(request: StepRequest, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
+def make_plan(
+    request: StepRequest, args: tuple[Any, ...], kwargs: dict[str, Any], *, want_results: bool = False
+) -> Plan:
     """The plan that `prepare` would follow, with the smallest feasible budget in it.
 
     Raises:
         InfeasibleBudget, CaptureError
     """
-    session = Session(request, args, kwargs, count_samples(args, kwargs), False)
+    session = Session(request, args, kwargs, count_samples(args, kwargs), want_results)
     makers = session.makers()
     made = _plan(request, *makers)
     require_in_time(request.goal, made.candidate.seconds)

@@ -26,7 +26,13 @@ from torch_odt.execute.page_file import PageFile, open_page_file
 from torch_odt.execute.planned import GivenPlan
 from torch_odt.execute.prepared import Prepared
 from torch_odt.execute.request import StepRequest
-from torch_odt.execute.step_checks import check_batch, check_roles, check_trainable, require_planning_seconds
+from torch_odt.execute.step_checks import (
+    check_batch,
+    check_roles,
+    check_trainable,
+    require_accumulation_steps,
+    require_planning_seconds,
+)
 from torch_odt.planning.plan import Plan
 from torch_odt.runtime.budget import Budget, format_bytes
 
@@ -65,9 +71,10 @@ class TrainStep:
         budget: bytes, as `Budget` takes them ("512MiB", "80%", "auto", an int, or a `Budget`). It must be given, but
             that with `plan` the plan's budget is the default.
         plan: a plan that was made before, or the path of its file (see `Plan.save`); nothing is measured or planned
-            then, and `planner`, `disable_rewrites` and `micro_batch` are the plan's. A plan that carries its graph is
-            the program: neither the model's code nor `loss_fn` is run or compared, and nothing is traced. The model's
-            parameters, buffers and modes and every batch must be as those that the plan was made for.
+            then: `planner`, `disable_rewrites` and `micro_batch` are the plan's, and `planning_seconds` must be 0. A
+            plan that carries its graph is the program: neither the model's code nor `loss_fn` is run or compared, and
+            nothing is traced. The model's parameters, buffers and modes and every batch must be as those that the plan
+            was made for.
         planner: "auto", or the name of one planner.
         disable_rewrites: names of rewrites that are not to be made ("fuse_batch_norm"); the plan names those that are.
         page_to: a folder on a disk, or a `PageFile`, to which tensors may be moved while the step does not need them;
@@ -125,8 +132,7 @@ class TrainStep:
     ) -> None:
         check_trainable(model)
         check_roles(model, loss_fn, optimizer)
-        if accumulation_steps < 1:
-            raise ValueError(f"accumulation_steps must be at least 1, not {accumulation_steps}")
+        require_accumulation_steps(accumulation_steps)
         if micro_batch is not None and micro_batch < 1:
             raise ValueError(f"micro_batch must be at least 1, not {micro_batch}")
         require_planning_seconds(planning_seconds)
@@ -135,7 +141,10 @@ class TrainStep:
         if plan is None:
             disabled_rewrites = _disabled_rewrites(planner, disable_rewrites)
         elif planner != "auto" or micro_batch is not None or tuple(disable_rewrites) or planning_seconds:
-            raise ValueError("with plan= the planner, the micro-batch and the rewrites are those of the plan")
+            raise ValueError(
+                "with plan= the planner, the micro-batch and the rewrites are those of the plan, and nothing is "
+                "planned: leave out planner=, micro_batch=, disable_rewrites= and planning_seconds="
+            )
         page_file = PageFile.of_value(page_to)
         self.model = model
         self.loss_fn = loss_fn
@@ -306,11 +315,7 @@ class TrainStep:
 
     def _updates(self) -> OptimizerUpdates | None:
         """What the optimizer can do before all gradients exist; None if it is not to."""
-        needs_all = ""
-        if self.accumulation_steps > 1:
-            needs_all = f"gradients of {self.accumulation_steps} calls are accumulated"
-        elif self.clip_grad_norm is not None:
-            needs_all = "clipping needs the norm of all gradients"
+        needs_all = why_all_gradients(self.accumulation_steps, self.clip_grad_norm)
         disabled = self._request.disabled_rewrites
         return updates_of(self.optimizer, self.model, self.loss_fn, disabled, needs_all)
 
@@ -444,6 +449,13 @@ def _disabled_rewrites(planner: str, names: Iterable[str]) -> frozenset[str]:
 
 def _nonfinite_text(loss: torch.Tensor) -> str:
     return f"the loss is {loss.item()}; a lower learning rate or clip_grad_norm may help"
+
+
+def why_all_gradients(accumulation_steps: int, clip_grad_norm: float | None) -> str:
+    """Why the optimizer has to wait for all gradients; empty if it need not."""
+    if accumulation_steps > 1:
+        return f"gradients of {accumulation_steps} calls are accumulated"
+    return "" if clip_grad_norm is None else "clipping needs the norm of all gradients"
 
 
 def updates_of(

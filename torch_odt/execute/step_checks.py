@@ -51,6 +51,12 @@ def check_batch(model: nn.Module, loss_fn: Any, args: tuple[Any, ...], kwargs: d
         raise TypeError("there is no target: a step takes the model's inputs and then the target, step(x, y)")
 
 
+def require_accumulation_steps(steps: int) -> None:
+    """Raises ValueError where that is no number of calls."""
+    if steps < 1:
+        raise ValueError(f"accumulation_steps must be at least 1, not {steps}")
+
+
 def require_planning_seconds(seconds: float) -> None:
     """Raises ValueError where that is no length of time."""
     if not 0 <= seconds < math.inf:

@@ -14,6 +14,8 @@ from torch_odt.execute.uncaptured import UncapturedStep
 from torch_odt.planning.plan import Plan, eager_seconds, recomputed_in
 from torch_odt.planning.timeline import timeline_of
 
+_NEVER_PAGE = ("keep-all", "rotor", "poet-remat")
+
 
 def summarize(
     request: StepRequest,
@@ -30,6 +32,7 @@ def summarize(
         *_remarks(request),
         *paging_notes(part.simulation),
         *_why_the_optimizer_waits(request, candidates, passes),
+        *_why_nothing_is_paged(request, candidate),
     )
     return Plan(
         planner=part.schedule.planner,
@@ -78,6 +81,20 @@ def _why_the_optimizer_waits(request: StepRequest, candidates: Candidates, passe
         return (f"the optimizer makes its step after the backward pass: {reason}",)
     kept = request.updates.kept.items()
     return tuple(f"{count} gradients are kept for the optimizer's step: {reason}" for reason, count in kept)
+
+
+def could_page(request: StepRequest) -> bool:
+    """Whether only the folder to page to is missing, of a device that is not at hand."""
+    if request.device is None or request.device.storage is None or request.page_file is not None:
+        return False
+    return request.planner not in _NEVER_PAGE
+
+
+def _why_nothing_is_paged(request: StepRequest, candidate: Candidate) -> tuple[str, ...]:
+    is_scarce = candidate.recomputes or len(candidate.sizes) > 1
+    if not (could_page(request) and is_scarce and request.device is not None):
+        return ()
+    return (f"nothing is paged: {request.device.description} has storage; page_to= (--page-to) allows its use",)
 
 
 def _remarks(request: StepRequest) -> tuple[str, ...]:

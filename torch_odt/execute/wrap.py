@@ -32,6 +32,7 @@ from torch_odt.execute.graph_calls import GraphRunner, boxed
 from torch_odt.execute.module_costs import ModuleCosts, choose
 from torch_odt.execute.optimizer_updates import require_own_parameters
 from torch_odt.execute.page_file import PageFile, open_page_file
+from torch_odt.execute.step_checks import require_planning_seconds
 from torch_odt.execute.wrap_given import GivenSchedule
 from torch_odt.execute.wrap_session import WrapSession
 from torch_odt.planning.plan import Plan
@@ -53,6 +54,7 @@ def wrap(
     planner: str = "auto",
     disable_rewrites: Iterable[str] = (),
     page_to: str | Path | PageFile | None = None,
+    planning_seconds: float = 0.0,
     cache: CacheOption = None,
 ) -> Model:
     """Keep a model's training inside a budget while the loop stays as it is.
@@ -85,6 +87,9 @@ def wrap(
         page_to: a folder on a disk, or a `PageFile`, to which tensors may be moved while the step does not need them;
             None never pages. Parameters are not updated in the backward pass then: a transfer that fails must not leave
             some of them updated. A given `plan` that pages needs it.
+        planning_seconds: how long to look for a faster plan than the one that is found at once, whenever the step is
+            planned: before the second step, and again when much less or more room is left; more never gives a slower
+            one. A named planner that stops when it is told to takes so long at most, instead of its own limit.
         cache: folder for measurements, None for the default one, False for none.
 
     Raises:
@@ -92,7 +97,7 @@ def wrap(
         InfeasibleBudget: at a forward pass, before the first operator that cannot fit.
         RuntimeError: at a second backward pass before `optimizer.step()`, where `optimizer` was given.
         ValueError: a parameter is not on the CPU, or the optimizer holds none of the model's, or there is no rewrite
-            of that name, or an option is given that `plan` decides.
+            of that name, or `planning_seconds` is no length of time, or an option is given that `plan` decides.
         PlanError: there is no planner of that name, or `plan` is none that can be followed; in a step, when it is for
             another graph, and what differs.
         OSError: the file of `plan` cannot be read.
@@ -121,9 +126,13 @@ def wrap(
             raise TypeError(f"the optimizer is a {type(optimizer).__name__}")
         require_own_parameters(optimizer, model.parameters())
     get_planner(planner)
+    require_planning_seconds(planning_seconds)
     disabled = switched_off(disable_rewrites, planner)
-    if plan is not None and (planner != "auto" or tuple(disable_rewrites)):
-        raise ValueError("with plan= the planner and the rewrites are those of the plan")
+    if plan is not None and (planner != "auto" or tuple(disable_rewrites) or planning_seconds):
+        raise ValueError(
+            "with plan= the planner and the rewrites are those of the plan, and nothing is planned: leave out "
+            "planner=, disable_rewrites= and planning_seconds="
+        )
     page_file = PageFile.of_value(page_to)
     opened = None if page_file is None else open_page_file(page_file)
     given = None if plan is None else GivenSchedule.of_value(plan, opened)
@@ -135,7 +144,15 @@ def wrap(
         budget = given.plan.given_budget
     unwrap(model)
     session = WrapSession(
-        model, Budget.of_value(budget), planner, disabled, Cache.of_value(cache), optimizer, opened, given
+        model,
+        Budget.of_value(budget),
+        planner,
+        disabled,
+        Cache.of_value(cache),
+        optimizer,
+        opened,
+        given,
+        planning_seconds,
     )
     model._compiled_call_impl = _WrappedCall(model, session)
     return model

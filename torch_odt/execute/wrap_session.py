@@ -31,14 +31,13 @@ from torch_odt.execute.executor import Executor
 from torch_odt.execute.graph_calls import Calls, GraphRunner, Rules
 from torch_odt.execute.optimizer_reserve import OptimizerReserve
 from torch_odt.execute.page_file import TORN_UPDATES, OpenPageFile
+from torch_odt.execute.planning_time import planned
 from torch_odt.execute.request import departures
 from torch_odt.execute.smallest_plans import remembered_smallest
 from torch_odt.execute.split_schedule import split
 from torch_odt.execute.wrap_given import GivenSchedule, WrapProgram
 from torch_odt.execute.wrap_plan import Ledger, Sequence, StepPlan, footprint, result_bytes, summarize_wrap
 from torch_odt.execute.wrap_updates import WrapUpdates
-from torch_odt.planning.auto import auto
-from torch_odt.planning.calibrate import within
 from torch_odt.planning.plan import Plan
 from torch_odt.planning.pool import Layout, pack
 from torch_odt.planning.registry import get_planner
@@ -72,6 +71,7 @@ class WrapSession:
         optimizer: the one that trains the model; None if it is to be looked for.
         page_file: what may be paged to; None where nothing is.
         given: the plan to follow; None where one is to be made.
+        planning_seconds: how long to look for a better plan than the one that is found at once.
     """
 
     def __init__(
@@ -84,6 +84,7 @@ class WrapSession:
         optimizer: torch.optim.Optimizer | None = None,
         page_file: OpenPageFile | None = None,
         given: GivenSchedule | None = None,
+        planning_seconds: float = 0.0,
     ) -> None:
         memory.install()
         self._page_file = page_file
@@ -97,6 +98,7 @@ class WrapSession:
         self.run_count = 0
         self._level_allocated = memory.stats().allocated_bytes
         self._planner = planner
+        self._planning_seconds = planning_seconds
         self._cache = cache
         self._model = model
         self._given_optimizer = optimizer
@@ -344,14 +346,11 @@ class WrapSession:
 
     def _plan_key(self, graph: TrainingGraph, rounded_bytes: int) -> str:
         transfers = "" if self._page_file is None else self._page_file.costs.name
-        made_by = (rounded_bytes, self._planner, transfers)
+        made_by = (rounded_bytes, self._planner, self._planning_seconds, transfers)
         return plan_key("wrap", graph.fingerprint, machine_name(), settings_name(), *made_by)
 
     def _schedule(self, graph: TrainingGraph, costs: Costs, room: int) -> Schedule:
-        takes = partial(footprint, graph, costs)
-        if self._planner == "auto":
-            return auto(graph, costs, room, footprint=takes)
-        return within(get_planner(self._planner), graph, costs, room, takes)
+        return planned(self._planner, graph, costs, room, partial(footprint, graph, costs), self._planning_seconds)
 
     def _place(self, whole: Concatenation, graphs: list[TrainingGraph], schedule: Schedule, room: int) -> StepPlan:
         """A schedule as executors, with addresses in the arena where there is one."""
