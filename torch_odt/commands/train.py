@@ -86,6 +86,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Train, validate every epoch, save."""
     options.check_folder("--save", arguments.save)
     options.check_planning(arguments)
+    options.check_page_to(arguments)
     budget = options.make_budget(arguments.budget, arguments.budget_of)
     torch.manual_seed(arguments.seed)
     data = load_data(
