@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import os
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,6 +26,7 @@ from torch_odt.commands.optimizers import add_arguments as add_optimizer
 from torch_odt.commands.optimizers import make_optimizer
 from torch_odt.commands.table import bytes_text, format_bytes, render, seconds_text
 from torch_odt.commands.training import Record, beside_loop, laid_out, memory_against, run_steps, validate
+from torch_odt.errors import PagingError
 
 NAME = "train"
 SUMMARY = "train a classifier on images inside a budget"
@@ -96,7 +99,8 @@ def run(arguments: argparse.Namespace) -> int:
         arguments.model, classes=len(data.classes), image_size=data.image_size, channels_last=arguments.channels_last
     )
     optimizer = make_optimizer(arguments.optimizer, model, arguments.lr)
-    with MemoryGauge() as gauge, beside_loop(budget) as step_budget:
+    record = Record()
+    with MemoryGauge() as gauge, beside_loop(budget) as step_budget, _saving_on_failure(arguments.save, model, record):
         with as_user_errors(ValueError):
             step = odt.TrainStep(
                 model,
@@ -107,7 +111,7 @@ def run(arguments: argparse.Namespace) -> int:
                 disable_rewrites=arguments.disable_rewrite,
                 page_to=arguments.page_to,
             )
-        report = _train(arguments, step, model, data, budget, gauge)
+        report = _train(arguments, step, model, data, budget, gauge, record)
     if arguments.save is not None:
         save(model, arguments.save)
         report.saved = str(arguments.save)
@@ -118,6 +122,27 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
+@contextmanager
+def _saving_on_failure(path: Path | None, model: nn.Module, record: Record) -> Iterator[None]:
+    """Inside, a transfer that fails loses no step that was made: model and optimizer are as before the one that failed.
+
+    Raises:
+        PagingError: it has happened; the text says what was saved.
+    """
+    try:
+        yield
+    except PagingError as error:
+        steps = len(record.losses)
+        # What was there before must not give way to weights that have learnt nothing.
+        if path is None or steps == 0:
+            raise
+        try:
+            save(model, path)
+        except UserError as refusal:
+            raise PagingError(f"{error}; the weights after step {steps} are lost: {refusal}", error.fault) from error
+        raise PagingError(f"{error}; the weights after step {steps} are saved in {path}", error.fault) from error
+
+
 def _train(
     arguments: argparse.Namespace,
     step: odt.TrainStep,
@@ -125,6 +150,7 @@ def _train(
     data: ImageData,
     budget: odt.Budget,
     gauge: MemoryGauge,
+    record: Record,
 ) -> Report:
     resolved = budget.resolve(gauge.base_bytes)
     above = gauge.base_bytes if budget.of == "training" else 0
@@ -134,7 +160,6 @@ def _train(
     if not arguments.json:
         print(_introduction(arguments, data, report, len(training)), flush=True)
     remaining = arguments.steps or arguments.epochs * len(training)
-    record = Record()
     for number in range(1, arguments.epochs + 1):
         count = min(len(training), remaining)
         if count == 0:
