@@ -12,6 +12,15 @@ from torch_odt import memory
 from torch_odt.commands.bench import budgets_of
 from torch_odt.commands.errors import UserError
 
+DEEP = """
+from torch import nn
+
+
+def make(num_classes=10):
+    layers = [each for i in range(6) for each in (nn.Conv2d(8 if i else 3, 8, 3, padding=1), nn.Tanh())]
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, num_classes))
+"""
+
 
 @pytest.fixture
 def bench(net: Path) -> tuple[str, ...]:
@@ -44,6 +53,33 @@ def test_more_time_for_planning(terminal: Terminal, bench: tuple[str, ...], monk
     for more in ((), ("--planning-seconds", "2.5")):
         assert terminal(*bench, "--budgets", "80%", "--json", *more).code == 0
     assert given == [0.0, 2.5]
+
+
+def test_joules_and_paging_on_a_device(terminal: Terminal, tmp_path: Path) -> None:
+    path, net = tmp_path / "r.csv", tmp_path / "deep.py"
+    net.write_text(DEEP)
+    words = ("bench", "--model", f"{net}:make", "--input", "8x3x32x32", "--planners", "melon,capuchin")
+    words = (*words, "--budgets", "70%", "--micro-batch", "8", "--device", "cortex-a72", "--objective", "joules")
+    words = (*words, "--optimizer", "adam", "--out", path)
+    alone = terminal(*words)
+    assert alone.code == 0, alone.err
+    assert alone.out.count("capuchin is made for paging and is compared without it") == 1
+    assert "with the state of adam" in alone.out and "Raspberry Pi" in alone.out
+    with path.open(newline="") as file:
+        melon, capuchin = csv.DictReader(file)
+    assert float(melon["energy_joules"]) == pytest.approx(3.0 * float(melon["step_seconds"]), rel=1e-6)
+    assert melon["paged_bytes"] == "0"
+    assert "nothing to page to" in capuchin["notes"] and "nothing to page to" not in melon["notes"]
+    # The folder is the device's.
+    paging = terminal(*words, "--page-to", "/no/folder/of/ours")
+    assert paging.code == 0, paging.err
+    assert "compared without it" not in paging.out and "paged" in paging.out
+    with path.open(newline="") as file:
+        melon, capuchin = csv.DictReader(file)
+    assert int(melon["paged_bytes"]) > 0 and int(melon["peak_bytes"]) <= int(melon["budget_bytes"])
+    late = terminal(*words, "--deadline", "1e-6", "--json")
+    assert [each["feasible"] for each in late.document["comparisons"]] == [False, False]
+    assert "too late" in str(late.document["comparisons"][0]["notes"])
 
 
 def test_shares_are_of_what_keeping_everything_takes(terminal: Terminal, bench: tuple[str, ...]) -> None:
@@ -85,6 +121,10 @@ def test_what_is_no_list_of_budgets_is_refused(text: str) -> None:
         (("--planners", "sage,nonsense"), "nonsense"),
         (("--planners", ","), "--planners"),
         (("--out", "no/r.csv"), "--out"),
+        (("--page-to", "/no/folder/of/ours"), "--page-to"),
+        (("--device", "abacus"), "cortex-a72"),
+        (("--run", "--device", "cortex-a72"), "leave out --device"),
+        (("--run", "--optimizer", "adam"), "leave out --optimizer"),
     ],
 )
 def test_what_cannot_work_is_refused_before_the_work(

@@ -13,11 +13,12 @@ from terminals import Terminal
 from torch import nn
 
 import torch_odt as odt
-from torch_odt import Budget, InfeasibleBudget
+from torch_odt import Budget, InfeasibleBudget, PagingError, TrainStep
 from torch_odt.commands.train import save
 from torch_odt.commands.training import beside_loop, laid_out, validate
 
 FEW = ("--image-size", "16", "--batch-size", "4", "--budget", "64MiB", "--budget-of", "training")
+MAKE_STEP = TrainStep.with_outputs
 
 
 def plain_model(net: Path, classes: int) -> nn.Module:
@@ -91,6 +92,52 @@ def test_same_seed_same_weights(terminal: Terminal, net: Path, image_folder: Pat
         assert terminal(*words, "--seed", "5", "--save", tmp_path / name).code == 0
     first, second = load_file(tmp_path / "first"), load_file(tmp_path / "second")
     assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def fail_after(steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So many steps are made; the transfers of the next one fail."""
+    done = []
+
+    def with_outputs(self: TrainStep, *args: Any) -> Any:
+        if len(done) == steps:
+            raise PagingError("paging out 4096 bytes: no space left on device", "full")
+        done.append(None)
+        return MAKE_STEP(self, *args)
+
+    monkeypatch.setattr(TrainStep, "with_outputs", with_outputs)
+
+
+def test_a_failed_transfer_loses_no_step(
+    terminal: Terminal, net: Path, image_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ("train", "--model", f"{net}:make", "--data", image_folder, *FEW, "--seed", "5")
+    assert terminal(*words, "--steps", "1", "--save", tmp_path / "whole").code == 0
+    fail_after(1, monkeypatch)
+    outcome = terminal(*words, "--steps", "2", "--save", tmp_path / "part")
+    assert outcome.code == 2
+    assert "no space left on device" in outcome.err
+    assert f"the weights after step 1 are saved in {tmp_path / 'part'}" in outcome.err
+    whole, part = load_file(tmp_path / "whole"), load_file(tmp_path / "part")
+    assert whole.keys() == part.keys()
+    assert all(torch.equal(part[name], whole[name]) for name in whole)
+    assert part["1.num_batches_tracked"] == 1
+
+
+def test_a_failed_transfer_where_nothing_can_be_saved(
+    terminal: Terminal, net: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ("train", "--model", f"{net}:make", "--data", "digits", *FEW, "--steps", "2")
+    fail_after(0, monkeypatch)
+    (tmp_path / "older").write_text("weights")
+    outcome = terminal(*words, "--save", tmp_path / "older", "--json")
+    assert outcome.code == 2
+    assert outcome.document["error"] == "PagingError" and "saved" not in outcome.document["message"]
+    assert (tmp_path / "older").read_text() == "weights"
+    fail_after(1, monkeypatch)
+    (tmp_path / "taken").mkdir()
+    outcome = terminal(*words, "--save", tmp_path / "taken")
+    assert outcome.code == 2
+    assert "no space left on device" in outcome.err and "weights after step 1 are lost: --save" in outcome.err
 
 
 def test_shared_and_strided_tensors_are_saved(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from torch_odt.commands import options
 from torch_odt.commands.errors import UserError, as_user_errors
 from torch_odt.commands.models import task_of
+from torch_odt.commands.optimizers import NAMES, make_optimizer
 from torch_odt.commands.plan import read_costs
 from torch_odt.commands.progress import Progress
 from torch_odt.commands.table import ABSENT, bytes_text, render, seconds_text
@@ -20,6 +21,7 @@ from torch_odt.errors import PlanError
 from torch_odt.memory._units import parse_bytes
 
 if TYPE_CHECKING:
+    from torch_odt.capture.device import Device
     from torch_odt.execute.compare import BudgetBytes, Comparison
 
 NAME = "bench"
@@ -54,6 +56,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--run", action="store_true", dest="measured", help=f"execute and measure {MEASURED_STEPS} steps of each plan"
     )
+    parser.add_argument("--optimizer", choices=NAMES, help="count its state as well")
+    options.add_page_to(parser)
+    options.add_goal(parser)
     options.add_planning_seconds(parser)
     parser.add_argument("--costs", type=Path, metavar="FILE", help="from `torch-odt profile`, maybe on another machine")
     options.add_rewrites(parser)
@@ -67,6 +72,8 @@ def run(arguments: argparse.Namespace) -> int:
 
     options.check_folder("--out", arguments.out)
     options.check_rewrites(arguments)
+    device = options.device_of(arguments)
+    _check_measuring(arguments, device)
     planners = [name.strip() for name in arguments.planners.split(",") if name.strip()]
     _check_planners(planners)
     budgets = budgets_of(arguments.budgets)
@@ -74,7 +81,7 @@ def run(arguments: argparse.Namespace) -> int:
     task = task_of(arguments)
     with (
         Progress("planning", len(planners) * len(budgets), quiet=arguments.json) as progress,
-        as_user_errors(ValueError),
+        as_user_errors(ValueError, PlanError),
     ):
         found = compare(
             task.model,
@@ -82,6 +89,11 @@ def run(arguments: argparse.Namespace) -> int:
             task.batch,
             planners=planners,
             budgets=budgets,
+            optimizer=make_optimizer(arguments.optimizer, task.model, None) if arguments.optimizer else None,
+            page_to=arguments.page_to,
+            device=arguments.device if device is None else device,
+            objective=arguments.objective,
+            deadline_seconds=arguments.deadline,
             micro_batch=arguments.micro_batch,
             planning_seconds=arguments.planning_seconds,
             steps=MEASURED_STEPS if arguments.measured else 0,
@@ -94,8 +106,11 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         options.print_json({"model": task.name, "comparisons": [asdict(each) for each in found]})
         return 0
-    print(f"{task.name}, forward and backward pass, without the optimizer:\n")
+    optimizer = f"with the state of {arguments.optimizer}" if arguments.optimizer else "without the optimizer"
+    print(f"{task.name}, forward and backward pass, {optimizer}:\n")
     print(_table(found, measured=arguments.measured))
+    for note in dict.fromkeys(note for each in found for note in each.notes):
+        print(f"note: {note}")
     if arguments.out is not None:
         print(f"\nWritten to {arguments.out}")
     return 0
@@ -149,6 +164,13 @@ def _check_planners(names: list[str]) -> None:
             get_planner(name)
 
 
+def _check_measuring(arguments: argparse.Namespace, device: Device | None) -> None:
+    if arguments.measured and device is not None:
+        raise UserError("--run measures on this machine: leave out --device")
+    if arguments.measured and arguments.optimizer is not None:
+        raise UserError("--run measures steps that train nothing: leave out --optimizer")
+
+
 def write_csv(path: Path, found: list[Comparison]) -> None:
     """One line for each comparison, bytes and seconds as plain numbers; what is not known is empty.
 
@@ -161,7 +183,7 @@ def write_csv(path: Path, found: list[Comparison]) -> None:
         with path.open("w", newline="", encoding="utf-8") as file:
             writer = csv.DictWriter(file, [field.name for field in fields(Comparison)])
             writer.writeheader()
-            writer.writerows(asdict(each) for each in found)
+            writer.writerows(asdict(each) | {"notes": "; ".join(each.notes)} for each in found)
     except OSError as error:
         raise UserError(f"--out {path}: {error.strerror or error}") from error
 
@@ -177,6 +199,12 @@ _COLUMNS: dict[str, Callable[[Comparison], str]] = {
     "recomputed": lambda each: ABSENT if each.recomputed_ops is None else str(each.recomputed_ops),
     "planning": lambda each: seconds_text(each.planning_seconds),
 }
+_JOULES: dict[str, Callable[[Comparison], str]] = {
+    "joules": lambda each: ABSENT if each.energy_joules is None else f"{each.energy_joules:.3g} J",
+}
+_PAGED: dict[str, Callable[[Comparison], str]] = {
+    "paged": lambda each: bytes_text(each.paged_bytes),
+}
 _MEASURED: dict[str, Callable[[Comparison], str]] = {
     "step, measured": lambda each: seconds_text(each.measured_step_seconds),
     "peak, measured": lambda each: bytes_text(each.measured_peak_bytes),
@@ -184,5 +212,7 @@ _MEASURED: dict[str, Callable[[Comparison], str]] = {
 
 
 def _table(found: list[Comparison], *, measured: bool) -> str:
-    columns = _COLUMNS | _MEASURED if measured else _COLUMNS
+    columns = _COLUMNS | (_MEASURED if measured else {})
+    columns |= _JOULES if any(each.energy_joules is not None for each in found) else {}
+    columns |= _PAGED if any(each.paged_bytes for each in found) else {}
     return render([[text(each) for text in columns.values()] for each in found], list(columns))

@@ -8,9 +8,10 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torch_odt.commands.errors import UserError
+from torch_odt.commands.errors import UserError, as_user_errors
 
 if TYPE_CHECKING:
+    from torch_odt.capture.device import Device
     from torch_odt.runtime.budget import Budget
 
 MODEL_HELP = "a torchvision classifier by name, or your own: FILE.py:FUNCTION"
@@ -50,13 +51,44 @@ def add_budget(parser: argparse.ArgumentParser, *, default: str | None, absent: 
         help="count the whole process, or what training adds to it (default: process)",
     )
     parser.add_argument("--planner", default="auto", help="who makes the plan (default: auto)")
+    add_page_to(parser)
+    add_rewrites(parser)
+
+
+def add_page_to(parser: argparse.ArgumentParser) -> None:
+    """What tensors may be moved to."""
     parser.add_argument(
         "--page-to",
         type=Path,
         metavar="FOLDER",
         help="tensors may be moved to a file there while the step does not need them; a disk, not memory (default: no)",
     )
-    add_rewrites(parser)
+
+
+def add_goal(parser: argparse.ArgumentParser) -> None:
+    """What a plan is for, and what it is to spend least of."""
+    from torch_odt.capture.device import device_names
+
+    parser.add_argument(
+        "--device",
+        default="this",
+        metavar="NAME",
+        help=f"plan for another machine: {', '.join(device_names())}, or a .toml file that describes one; nothing is "
+        'measured then (default: "this" machine, measured)',
+    )
+    parser.add_argument(
+        "--objective",
+        choices=("seconds", "joules"),
+        default="seconds",
+        help="what to spend least of (default: seconds)",
+    )
+    parser.add_argument(
+        "--deadline",
+        type=positive_float,
+        default=math.inf,
+        metavar="SECONDS",
+        help="that a step may take at most (default: no limit)",
+    )
 
 
 def add_planning_seconds(parser: argparse.ArgumentParser) -> None:
@@ -125,15 +157,34 @@ def make_budget(text: str, of: str) -> Budget:
         raise UserError(f"--budget: {error}") from None
 
 
-def check_planning(arguments: argparse.Namespace, *, folder_is_here: bool = True) -> None:
-    """Raises UserError unless there are a planner and rewrites of these names, and the folder to page to."""
+def device_of(arguments: argparse.Namespace) -> Device | None:
+    """The device of `--device`; None for this machine.
+
+    Raises:
+        UserError: there is none, or its file describes none; or there is no folder to page to on this machine.
+    """
+    from torch_odt.capture.device import Device
+
+    with as_user_errors(ValueError, OSError):
+        device = Device.of_value(arguments.device)
+    if device is None:
+        check_page_to(arguments)
+    return device
+
+
+def check_page_to(arguments: argparse.Namespace) -> None:
+    """Raises UserError unless there is the folder to page to."""
+    if arguments.page_to is not None and not arguments.page_to.is_dir():
+        raise UserError(f"--page-to {arguments.page_to}: there is no such folder")
+
+
+def check_planning(arguments: argparse.Namespace) -> None:
+    """Raises UserError unless there are a planner and rewrites of these names."""
     from torch_odt.planning.registry import planner_names
 
     names = ("auto", *(known for known in planner_names() if known != "auto"))
     if arguments.planner not in names:
         raise UserError(f"--planner {arguments.planner}: there is no such planner; there are {', '.join(names)}")
-    if folder_is_here and arguments.page_to is not None and not arguments.page_to.is_dir():
-        raise UserError(f"--page-to {arguments.page_to}: there is no such folder")
     check_rewrites(arguments)
 
 

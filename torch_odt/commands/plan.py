@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 import torch_odt as odt
 from torch_odt.capture.cost_table import CostTable, costs_from_json
-from torch_odt.capture.device import Device, device_names
 from torch_odt.commands import options, plan_page
 from torch_odt.commands.errors import UserError, as_user_errors
 from torch_odt.commands.models import Task, task_of
@@ -36,26 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     options.add_input(parser)
     options.add_budget(parser, default=None, absent="show the whole range")
     parser.add_argument("--optimizer", choices=NAMES, help="count its state as well")
-    parser.add_argument(
-        "--device",
-        default="this",
-        metavar="NAME",
-        help=f"plan for another machine: {', '.join(device_names())}, or a .toml file that describes one; nothing is "
-        'measured then (default: "this" machine, measured)',
-    )
-    parser.add_argument(
-        "--objective",
-        choices=("seconds", "joules"),
-        default="seconds",
-        help="what to spend least of (default: seconds)",
-    )
-    parser.add_argument(
-        "--deadline",
-        type=options.positive_float,
-        default=math.inf,
-        metavar="SECONDS",
-        help="that a step may take at most (default: no limit)",
-    )
+    options.add_goal(parser)
     options.add_planning_seconds(parser)
     parser.add_argument("--costs", type=Path, metavar="FILE", help="from `torch-odt profile`, maybe on another machine")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw memory over the step, as PNG, SVG or PDF")
@@ -66,9 +46,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Plan, print, draw."""
-    with as_user_errors(ValueError, OSError):
-        device = Device.of_value(arguments.device)
-    options.check_planning(arguments, folder_is_here=device is None)
+    options.device_of(arguments)
+    options.check_planning(arguments)
     _check_plot(arguments.plot)
     _check_out(arguments)
     plan_page.check(arguments)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import os
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,6 +27,7 @@ from torch_odt.commands.optimizers import add_arguments as add_optimizer
 from torch_odt.commands.optimizers import make_optimizer
 from torch_odt.commands.table import bytes_text, format_bytes, render, seconds_text
 from torch_odt.commands.training import Record, beside_loop, laid_out, memory_against, run_steps, validate
+from torch_odt.errors import PagingError
 
 NAME = "train"
 SUMMARY = "train a classifier on images inside a budget"
@@ -89,6 +92,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Train, validate every epoch, save."""
     options.check_folder("--save", arguments.save)
     options.check_planning(arguments)
+    options.check_page_to(arguments)
     budget = options.make_budget(arguments.budget, arguments.budget_of)
     torch.manual_seed(arguments.seed)
     data = load_data(
@@ -98,10 +102,12 @@ def run(arguments: argparse.Namespace) -> int:
         arguments.model, classes=len(data.classes), image_size=data.image_size, channels_last=arguments.channels_last
     )
     optimizer = make_optimizer(arguments.optimizer, model, arguments.lr)
+    record = Record()
     with (
         Checkpoints(arguments, model, optimizer) as kept,
         MemoryGauge() as gauge,
         beside_loop(budget) as step_budget,
+        _saving_on_failure(arguments.save, model, record),
     ):
         with as_user_errors(ValueError):
             step = odt.TrainStep(
@@ -114,7 +120,7 @@ def run(arguments: argparse.Namespace) -> int:
                 page_to=arguments.page_to,
                 planning_seconds=arguments.planning_seconds,
             )
-        report = _train(arguments, step, model, data, budget, gauge, kept)
+        report = _train(arguments, step, model, data, budget, gauge, record, kept)
     if arguments.save is not None:
         save(model, arguments.save)
         report.saved = str(arguments.save)
@@ -125,6 +131,27 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
+@contextmanager
+def _saving_on_failure(path: Path | None, model: nn.Module, record: Record) -> Iterator[None]:
+    """Inside, a transfer that fails loses no step that was made: model and optimizer are as before the one that failed.
+
+    Raises:
+        PagingError: it has happened; the text says what was saved.
+    """
+    try:
+        yield
+    except PagingError as error:
+        steps = len(record.losses)
+        # What was there before must not give way to weights that have learnt nothing.
+        if path is None or steps == 0:
+            raise
+        try:
+            save(model, path)
+        except UserError as refusal:
+            raise PagingError(f"{error}; the weights after step {steps} are lost: {refusal}", error.fault) from error
+        raise PagingError(f"{error}; the weights after step {steps} are saved in {path}", error.fault) from error
+
+
 def _train(
     arguments: argparse.Namespace,
     step: odt.TrainStep,
@@ -132,6 +159,7 @@ def _train(
     data: ImageData,
     budget: odt.Budget,
     gauge: MemoryGauge,
+    record: Record,
     kept: Checkpoints,
 ) -> Report:
     resolved = budget.resolve(gauge.base_bytes)
@@ -147,7 +175,6 @@ def _train(
         print(f"Resumed after {position.steps} steps, in epoch {position.epoch}.\n", flush=True)
     report.epochs = [Epoch(**seen) for seen in position.epochs]
     remaining = (arguments.steps or arguments.epochs * batches) - position.steps + position.batches
-    record = Record()
 
     def step_done() -> None:
         position.step_done(record.losses[-1], record.accuracies[-1])

@@ -38,6 +38,7 @@ _BUILT_IN = {
     "poet-remat": "torch_odt.planning.poet",
     "auto": "torch_odt.planning.auto",
 }
+_PAGING = frozenset({"capuchin", "pofo", "poet", "poet-paging"})
 _PLANNERS: dict[str, Planner] = {}
 
 
@@ -57,6 +58,11 @@ def planner(name: str) -> Callable[[P], P]:
 def built_in_names() -> tuple[str, ...]:
     """The names of the planners that come along."""
     return tuple(_BUILT_IN)
+
+
+def is_for_paging(name: str) -> bool:
+    """Whether a planner that comes along is another one without anything to page to."""
+    return name in _PAGING
 
 
 def takes_time_limit(planner: Planner) -> bool:
