@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from terminals import Terminal
 
 import torch_odt as odt
+from torch_odt.planning import registry
+from torch_odt.planning.schedule import Schedule
 from torch_odt.runtime.budget import format_bytes
 
 SMALL = ("--input", "4x3x16x16")
@@ -195,6 +198,23 @@ def test_page(terminal: Terminal, model: tuple[str, ...], tmp_path: Path, budget
     for name in ("melon", "chen"):
         assert f'data-text="{name}: ' in text
     assert 'data-text="dtr: ' not in text
+
+
+@pytest.mark.parametrize("names", ["absent,melon", "absent"])
+def test_a_page_survives_a_planner_that_fails(
+    terminal: Terminal, model: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, names: str
+) -> None:
+    def without_solver(*_: Any) -> Schedule:
+        raise odt.PlanError("this planner needs pulp")
+
+    monkeypatch.setitem(registry._PLANNERS, "absent", without_solver)
+    path = tmp_path / "plan.html"
+    words = ("--budget", "64MiB", "--budget-of", "training", "--html", path, "--planners", names)
+    outcome = terminal("plan", *model, *words)
+    assert outcome.code == 0, outcome.err
+    text = path.read_text(encoding="utf-8")
+    assert "this planner needs pulp" in text
+    assert ('data-text="melon: ' in text) == ("melon" in names)
 
 
 def test_page_without_frontiers_says_so(terminal: Terminal, model: tuple[str, ...], tmp_path: Path) -> None:
