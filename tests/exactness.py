@@ -107,10 +107,12 @@ def train_beside_kinks(case: ModelCase) -> tuple[Outcome, Outcome]:
     return runs[0], runs[1]
 
 
-def train_plainly(case: ModelCase, dtype: torch.dtype = torch.float32, autocast: bool = False) -> Outcome:
+def train_plainly(
+    case: ModelCase, dtype: torch.dtype = torch.float32, autocast: bool = False, steps: int = STEPS
+) -> Outcome:
     """Plain PyTorch's run of a case."""
     model = case.model().to(dtype)
-    batches = [to_dtype(batch, dtype) for batch in case.batches(STEPS)]
+    batches = [to_dtype(batch, dtype) for batch in case.batches(steps)]
     optimizer = make_optimizer(model.parameters())
 
     def step(batch: Batch) -> torch.Tensor:

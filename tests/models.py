@@ -81,7 +81,11 @@ class ModelCase:
         return [self.batch(self.batch_size, generator) for _ in range(count)]
 
 
-def _images(size: int, memory_format: torch.memory_format = torch.contiguous_format, channels: int = 3) -> MakeBatch:
+def image_batch(
+    size: int, memory_format: torch.memory_format = torch.contiguous_format, channels: int = 3
+) -> MakeBatch:
+    """Makes batches of square images."""
+
     def make(n: int, generator: torch.Generator) -> Batch:
         images = torch.randn(n, channels, size, size, generator=generator).contiguous(memory_format=memory_format)
         return (images, torch.randint(CLASSES, (n,), generator=generator)), {}
@@ -102,15 +106,15 @@ def _torchvision(name: str, **options: Any) -> Callable[[], nn.Module]:
 
 
 def _image_case(name: str, *, size: int = 64, options: Mapping[str, Any] | None = None, **flags: Any) -> ModelCase:
-    return ModelCase(name, _torchvision(name, **(options or {})), _images(size), **flags)
+    return ModelCase(name, _torchvision(name, **(options or {})), image_batch(size), **flags)
 
 
 def _channels_last(case: ModelCase, size: int = 64) -> ModelCase:
     def make() -> nn.Module:
         return case.make().to(memory_format=torch.channels_last)
 
-    batch = _images(size, torch.channels_last)
-    large = case.large and (case.large[0], _images(96, torch.channels_last))
+    batch = image_batch(size, torch.channels_last)
+    large = case.large and (case.large[0], image_batch(96, torch.channels_last))
     return replace(case, name=f"{case.name}-channels_last", make=make, batch=batch, large=large)
 
 
@@ -191,8 +195,8 @@ def _named_logits_loss(outputs: dict[str, torch.Tensor], target: torch.Tensor) -
 
 
 RESNET18 = _image_case("resnet18")
-MOBILENET_V2 = _image_case("mobilenet_v2", random=True, large=(32, _images(96)))
-SQUEEZENET = _image_case("squeezenet1_1", random=True, micro_batchable=True, large=(96, _images(96)))
+MOBILENET_V2 = _image_case("mobilenet_v2", random=True, large=(32, image_batch(96)))
+SQUEEZENET = _image_case("squeezenet1_1", random=True, micro_batchable=True, large=(96, image_batch(96)))
 VIT = _image_case("vit_b_16", size=32, options={"image_size": 32}, micro_batchable=True)
 
 _GOOGLENET = _image_case("googlenet", options={"aux_logits": False, "init_weights": False}, random=True)
@@ -203,7 +207,7 @@ NETWORKS: tuple[ModelCase, ...] = (
     _image_case("resnet50"),
     MOBILENET_V2,
     _channels_last(MOBILENET_V2),
-    _image_case("mobilenet_v3_small", random=True, large=(16, _images(160))),
+    _image_case("mobilenet_v3_small", random=True, large=(16, image_batch(160))),
     SQUEEZENET,
     _channels_last(SQUEEZENET),
     _GOOGLENET,
@@ -214,12 +218,12 @@ NETWORKS: tuple[ModelCase, ...] = (
         loss_fn=_googlenet_loss,
         large=None,
     ),
-    _image_case("densenet121", large=(8, _images(128))),
+    _image_case("densenet121", large=(8, image_batch(128))),
     _image_case("shufflenet_v2_x0_5"),
-    _image_case("efficientnet_b0", random=True, large=(16, _images(112))),
+    _image_case("efficientnet_b0", random=True, large=(16, image_batch(112))),
     _image_case("convnext_tiny", random=True, micro_batchable=True),
-    ModelCase("vgg11_bn", _narrow("vgg11_bn", (0, 3), 64), _images(32), random=True),
-    ModelCase("alexnet", _narrow("alexnet", (1, 4), 256), _images(64), random=True, micro_batchable=True),
+    ModelCase("vgg11_bn", _narrow("vgg11_bn", (0, 3), 64), image_batch(32), random=True),
+    ModelCase("alexnet", _narrow("alexnet", (1, 4), 256), image_batch(64), random=True, micro_batchable=True),
     VIT,
     ModelCase(
         "bert_small",
@@ -237,8 +241,8 @@ NETWORKS: tuple[ModelCase, ...] = (
 
 AWKWARD: tuple[ModelCase, ...] = (
     ModelCase("dropout", awkward.Dropouts, _vectors(16), random=True, micro_batchable=True, batch_size=8),
-    ModelCase("in_place", awkward.InPlace, _images(8), micro_batchable=True),
-    ModelCase("frozen", awkward.Frozen, _images(16)),
+    ModelCase("in_place", awkward.InPlace, image_batch(8), micro_batchable=True),
+    ModelCase("frozen", awkward.Frozen, image_batch(16)),
     ModelCase("used_twice", awkward.UsedTwice, _vectors(16)),
     ModelCase("several_inputs", awkward.SeveralInputs, _vectors(16, inputs=2), micro_batchable=True),
     ModelCase("dict_outputs", awkward.DictOutputs, _vectors(16), _named_logits_loss, micro_batchable=True),

@@ -33,10 +33,10 @@ class Planned:
 class Door(abc.ABC):
     """A model that is trained from the state, the seed and the data of the plain run, at one budget after the other."""
 
-    def __init__(self, case: ModelCase, autocast: bool = False) -> None:
+    def __init__(self, case: ModelCase, autocast: bool = False, steps: int = exactness.STEPS) -> None:
         self.case = case
         self.model = case.model()
-        self.batches = case.batches(exactness.STEPS)
+        self.batches = case.batches(steps)
         self._autocast = autocast
         self._start = copy.deepcopy(self.model.state_dict())
 
@@ -68,8 +68,16 @@ class Door(abc.ABC):
 class StepDoor(Door):
     """`odt.TrainStep`."""
 
-    def __init__(self, case: ModelCase, budget: odt.Budget, *, autocast: bool = False, **options: Any) -> None:
-        super().__init__(case, autocast)
+    def __init__(
+        self,
+        case: ModelCase,
+        budget: odt.Budget,
+        *,
+        autocast: bool = False,
+        steps: int = exactness.STEPS,
+        **options: Any,
+    ) -> None:
+        super().__init__(case, autocast, steps)
         optimizer = exactness.make_optimizer(self.model.parameters())
         self._step = odt.TrainStep(self.model, case.loss_fn, optimizer, budget=budget, **options)
 
