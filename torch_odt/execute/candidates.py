@@ -139,7 +139,7 @@ class Candidates:
             NotSeparable: `micro_batch` was asked for and the samples of the step influence each other.
         """
         best: Candidate | None = None
-        wanted = 1 + self.cuts if micro_batch is None else 1
+        wanted = 1 + self.cuts if micro_batch is None and self._looks_at_time else 1
         for position, sizes in enumerate(self._splits(micro_batch)):
             # The last part is for the fewest bytes, if nothing fits.
             seconds = self._share_of_named_planner(1 + max(1, wanted - position))
@@ -194,9 +194,11 @@ class Candidates:
 
     def _share_of_named_planner(self, parts: int) -> float | None:
         """One of so many parts of its time, if it looks at it; what `auto` finds at once is improved afterwards."""
-        if self.planner == "auto" or own_time_limit(get_planner(self.planner)) is None:
-            return None
-        return self._time.left_seconds / parts
+        return self._time.left_seconds / parts if self._looks_at_time else None
+
+    @property
+    def _looks_at_time(self) -> bool:
+        return self.planner != "auto" and own_time_limit(get_planner(self.planner)) is not None
 
     def _order(self, limit_bytes: int) -> Callable[[Candidate], tuple[bool, float, float]]:
         """Sorts what fits by what is to be little, behind it the rest by its bytes."""
