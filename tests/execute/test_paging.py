@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import gc
 import os
 import resource
 from collections.abc import Iterator
@@ -339,11 +340,9 @@ def test_a_failed_transfer_leaves_everything_as_it_was(tmp_path: Path, fault: st
     assert_same(model, plain)
 
 
-@pytest.mark.usefixtures("fresh_dynamo")
-@pytest.mark.filterwarnings("default", "error::torch_odt.errors.OdtWarning")
-def test_a_file_that_is_cut_off_between_forward_and_backward(tmp_path: Path) -> None:
-    model, (batch, *_) = Deep(), batches()
-    folder = odt.PageFile(tmp_path)
+def wrapped_to_page(folder: Path, batch: Batch) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """A wrapped model after two steps in the least that does without paging, and its optimizer."""
+    model = Deep()
     probe = odt.wrap(copy.deepcopy(model), budget=training(1 << 20), cache=False, disable_rewrites=WITH_GRADIENTS)
     with pytest.raises(odt.InfeasibleBudget) as refused:
         probe(batch[0])
@@ -353,6 +352,37 @@ def test_a_file_that_is_cut_off_between_forward_and_backward(tmp_path: Path) -> 
     for _ in range(2):
         plain_step(model, optimizer, batch)
     assert paged(odt.plan_of(model))
+    return model, optimizer
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+@pytest.mark.filterwarnings("default", "error::torch_odt.errors.OdtWarning")
+@pytest.mark.parametrize("fault", ["failed", "full"])
+def test_a_failed_transfer_of_a_wrapped_model_updates_nothing(tmp_path: Path, fault: str) -> None:
+    batch = batches()[0]
+    model, optimizer = wrapped_to_page(tmp_path, batch)
+    before = copy.deepcopy(dict(model.named_parameters()))
+    opened = session_of(model)._page_file
+    assert opened is not None
+    descriptor = opened.pager.descriptor
+    ending = {"failed": broken(descriptor), "full": files_at_most(4096)}[fault]
+    with ending, pytest.raises(odt.PagingError, match=r"paging (out|in) .* bytes: ") as failed:
+        plain_step(model, optimizer, batch)
+    assert failed.value.fault == fault
+    assert all(torch.equal(p, before[name]) and p.grad is None for name, p in model.named_parameters())
+    # The error's traceback holds what the step has made until then.
+    del failed
+    gc.collect()
+    assert opened.pager.stats()["pages"] == 0
+    losses = [float(plain_step(model, optimizer, batch)) for _ in range(3)]
+    assert losses[-1] < losses[0]
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+@pytest.mark.filterwarnings("default", "error::torch_odt.errors.OdtWarning")
+def test_a_file_that_is_cut_off_between_forward_and_backward(tmp_path: Path) -> None:
+    batch = batches()[0]
+    model, optimizer = wrapped_to_page(tmp_path, batch)
     before = copy.deepcopy(dict(model.named_parameters()))
     optimizer.zero_grad()
     loss = F.cross_entropy(model(batch[0]), batch[1])
