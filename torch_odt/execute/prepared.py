@@ -41,6 +41,7 @@ class Prepared:
         steps: how many it has begun.
         updates: the optimizer whose step is a part of the program.
         pages: tensors go to a file and come back.
+        outside_limit_bytes: that others may take before the idle arena gives way to them.
     """
 
     plan: Plan
@@ -55,6 +56,7 @@ class Prepared:
     steps: int = 0
     updates: OptimizerUpdates | None = None
     pages: bool = False
+    outside_limit_bytes: int | None = None
 
     def run(
         self,
@@ -105,8 +107,6 @@ def assemble(
         is_foreign: the graphs were not traced here; what operators do not check themselves is checked for them.
     """
     arena = request.place(candidate.arena_bytes)
-    if arena is not None:
-        arena.set_yield_limit(allowance.outside_limit_bytes)
     tables: list[int] = []
     parts = {size: _make_part(request, arena, part, tables, is_foreign) for size, part in candidate.parts.items()}
     separation = candidate.parts[candidate.sizes[0]].separation
@@ -118,6 +118,7 @@ def assemble(
         tables=tables,
         updates=request.updates,
         pages=candidate.pages,
+        outside_limit_bytes=allowance.outside_limit_bytes,
         result_axes={} if separation is None else separation.result_axes,
     )
 

@@ -20,7 +20,7 @@ from torch_odt.execute.optimizer_updates import OptimizerUpdates
 from torch_odt.execute.page_file import OpenPageFile
 from torch_odt.planning.objective import FASTEST, Goal
 from torch_odt.planning.plan import Plan
-from torch_odt.runtime.budget import Budget, ResolvedBudget
+from torch_odt.runtime.budget import Allotment, Budget, ResolvedBudget
 
 if TYPE_CHECKING:
     # A start from a plan does without.
@@ -49,7 +49,7 @@ class StepRequest:
     model: nn.Module
     loss_fn: Any
     compute: Compute
-    budget: Budget
+    budget: Budget | Allotment
     level_bytes: int
     optimizer_cost: OptimizerCost | None
     planner: str
@@ -85,6 +85,17 @@ class StepRequest:
         elif self.arena.reserve_bytes < nbytes:
             self.arena.resize(nbytes)
         return self.arena
+
+    def allot(self, budget: Allotment) -> None:
+        """Follow another budget; the arena's pages are the next plan's."""
+        if budget != self.budget and self.arena is not None:
+            self.arena.release()
+        self.budget = budget
+
+    def let_others_in(self, outside_limit_bytes: int | None) -> None:
+        """The idle arena gives way when what lies outside of it comes to so many bytes."""
+        if self.arena is not None and outside_limit_bytes is not None:
+            self.arena.set_yield_limit(outside_limit_bytes)
 
     @contextmanager
     def scratch(self) -> Iterator[None]:

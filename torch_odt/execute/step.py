@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Container, Hashable, Iterable
@@ -17,6 +18,7 @@ from torch_odt.cache import Cache, CacheOption
 from torch_odt.capture.update_in_backward import update_in_backward
 from torch_odt.errors import NonFiniteLossWarning, OdtWarning
 from torch_odt.execute.accounting import held_by_process, make_room
+from torch_odt.execute.allotted import controller_of, first_budget, prepare_allotted
 from torch_odt.execute.gradients import has_gradient_hooks, run_gradient_hooks
 from torch_odt.execute.loss import make_compute
 from torch_odt.execute.named_tensors import named_buffers, named_parameters
@@ -34,10 +36,11 @@ from torch_odt.execute.step_checks import (
     require_planning_seconds,
 )
 from torch_odt.planning.plan import Plan
-from torch_odt.runtime.budget import Budget, format_bytes
+from torch_odt.runtime.budget import Allotment, Budget, format_bytes
 
 if TYPE_CHECKING:
     from torch_odt.capture.trace import TracedStep
+    from torch_odt.runtime.controller import BudgetValue, Controller
 
 # Batches of so many kinds keep their plans.
 _MOST_PREPARED = 8
@@ -69,7 +72,9 @@ class TrainStep:
             batches, or None to take the outputs' own `loss`.
         optimizer: any `torch.optim.Optimizer` whose `step()` takes no closure.
         budget: bytes, as `Budget` takes them ("512MiB", "80%", "auto", an int, or a `Budget`). It must be given, but
-            that with `plan` the plan's budget is the default.
+            that with `plan` the plan's budget is the default. Or what changes while training runs: a policy of
+            `torch_odt.runtime`, a function from a `Reading` to bytes, or a `Controller`; plans are switched between
+            calls then, and what is less than the smallest plan takes is a warning, not an error.
         plan: a plan that was made before, or the path of its file (see `Plan.save`); nothing is measured or planned
             then: `planner`, `disable_rewrites` and `micro_batch` are the plan's, and `planning_seconds` must be 0. A
             plan that carries its graph is the program: neither the model's code nor `loss_fn` is run or compared, and
@@ -118,7 +123,7 @@ class TrainStep:
         loss_fn: Callable[..., Any] | None,
         optimizer: torch.optim.Optimizer,
         *,
-        budget: int | str | Budget | None = None,
+        budget: BudgetValue | None = None,
         plan: str | Path | Plan | None = None,
         planner: str = "auto",
         disable_rewrites: Iterable[str] = (),
@@ -157,6 +162,9 @@ class TrainStep:
             memory.tag(parameter, "parameter")
         # To look for garbage takes longer than all else that a start from a plan does.
         level_bytes = held_by_process() if plan is None else memory.process_bytes()
+        self._controller = controller_of(budget)
+        if self._controller is not None and plan is not None:
+            raise ValueError("a plan was made for one budget, which cannot change while training runs: give bytes")
         self._given = None if plan is None else GivenPlan.of_value(plan)
         if self._given is not None:
             disabled_rewrites = self._given.program.disabled
@@ -168,7 +176,7 @@ class TrainStep:
             model=model,
             loss_fn=loss_fn,
             compute=make_compute(loss_fn),
-            budget=Budget.of_value(budget),
+            budget=first_budget(budget, self._controller, level_bytes),
             level_bytes=level_bytes,
             optimizer_cost=optimizer_cost(optimizer),
             planner=planner,
@@ -179,7 +187,7 @@ class TrainStep:
             planning_seconds=planning_seconds,
             page_file=None if page_file is None else open_page_file(page_file),
         )
-        self._prepared: OrderedDict[Hashable, Prepared] = OrderedDict()
+        self._prepared: OrderedDict[tuple[Hashable, Hashable], Prepared] = OrderedDict()
         # Of steps whose budget was refused, or has been changed since.
         self._traces: dict[Hashable, dict[int, TracedStep]] = {}
         self._captures = 0
@@ -193,16 +201,22 @@ class TrainStep:
         self._group: set[nn.Parameter] = set()
 
     @property
-    def budget(self) -> Budget:
-        """The budget; setting another one makes the next call plan anew, from what has been captured before."""
+    def budget(self) -> Budget | Allotment:
+        """The budget, or what a controller has decided last; setting another one, or a policy, makes the next call plan
+        anew, from what has been captured before.
+        """
         return self._request.budget
 
     @budget.setter
-    def budget(self, budget: int | str | Budget) -> None:
-        self._request.budget = Budget.of_value(budget)
-        traces = self._traces | {key: prepared.traces for key, prepared in self._prepared.items() if prepared.traces}
-        self.close()
-        self._traces = traces
+    def budget(self, budget: BudgetValue) -> None:
+        self._controller = controller_of(budget)
+        self._request.budget = first_budget(budget, self._controller, self._request.level_bytes)
+        self._forget_plans()
+
+    @property
+    def controller(self) -> Controller | None:
+        """What decides while training runs; None where the budget is fixed."""
+        return self._controller
 
     @property
     def plan(self) -> Plan:
@@ -243,7 +257,7 @@ class TrainStep:
         check_batch(self.model, self.loss_fn, args, kwargs)
         if self._calls_in_group == 0:
             self.optimizer.zero_grad(set_to_none=True)
-        prepared = self._prepare(args, kwargs, want_results)
+        prepared = self._prepare_within(args, kwargs, want_results)
         if prepared.plan.budget is not None:
             make_room(self._request.arena, prepared.plan.budget.total_bytes, prepared.steps)
         prepared.steps += 1
@@ -264,19 +278,33 @@ class TrainStep:
             make_room(self._request.arena, prepared.plan.budget.total_bytes)
         return loss, results
 
+    def _prepare_within(self, args: tuple[Any, ...], kwargs: dict[str, Any], want_results: bool) -> Prepared:
+        """What runs for a batch like this one, in as many bytes as there are now."""
+        prepare = functools.partial(self._prepare, args, kwargs, want_results)
+        if self._controller is None:
+            return prepare()
+        return prepare_allotted(self._controller, self._request, self._current, prepare, self._forget_plans)
+
+    def _forget_plans(self) -> None:
+        """Give back what plans hold, but not what has been captured for them."""
+        traces = self._traces | {key[0]: each.traces for key, each in self._prepared.items() if each.traces}
+        self.close()
+        self._traces = traces
+
     def _prepare_given(
         self, given: GivenPlan, args: tuple[Any, ...], kwargs: dict[str, Any], want_results: bool
     ) -> Prepared:
         """As the given plan says: whatever it is not for is refused."""
         given.require(self.model, self.loss_fn, args, kwargs)
         updates = self._updates() if given.program.makes_updates else None
-        key: Hashable = (want_results, None if updates is None else updates.signature)
+        key = (want_results, None if updates is None else updates.signature)
         if key not in self._prepared:
             self._forget_oldest()
             self._request.renew(optimizer_cost(self.optimizer), updates)
             self._prepared[key] = given.prepare(self._request, args, kwargs, want_results=want_results)
             _warn_if_scarce(self._prepared[key].plan)
         self._current = self._prepared[key]
+        self._request.let_others_in(self._current.outside_limit_bytes)
         return self._current
 
     def _prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any], want_results: bool) -> Prepared:
@@ -291,25 +319,30 @@ class TrainStep:
         signature = None if updates is None else updates.signature
         outline = (want_results, signature, step_outline(self.model, self.loss_fn, args, kwargs))
         values = step_values(self.model, self.loss_fn)
-        key: Hashable = (outline, values)
-        if key not in self._prepared and outline in self._prepared and not self._is_worth_a_try(outline, values):
-            key = outline
+        budget = self._request.budget
+        captured: Hashable = (outline, values)
+        key, refused = (captured, budget), (outline, budget)
+        if key not in self._prepared and refused in self._prepared and not self._is_worth_a_try(outline, values):
+            key = refused
         prepared = self._prepared.get(key)
         if prepared is None:
             self._forget_oldest()
             self._request.renew(optimizer_cost(self.optimizer), updates)
-            traces = self._traces.setdefault(key, {})
+            traces = self._traces.setdefault(captured, {})
             self._captures += not traces
             self._warn_of_many_captures()
             prepared = prepare(self._request, args, kwargs, want_results=want_results, traces=traces)
-            del self._traces[key]
+            if self._controller is None:
+                del self._traces[captured]
             if prepared.plan.captured:
                 _warn_if_scarce(prepared.plan)
             else:
-                key = outline
+                key = refused
                 self._refused[outline] = values
             self._prepared[key] = prepared
         self._prepared.move_to_end(key)
+        if prepared is not self._current:
+            self._request.let_others_in(prepared.outside_limit_bytes)
         self._current = prepared
         return prepared
 

@@ -8,16 +8,25 @@ from typing import TYPE_CHECKING, Any
 from torch_odt.runtime.budget import Budget, ResolvedBudget, format_bytes, parse_bytes
 
 if TYPE_CHECKING:
+    from torch_odt.runtime.controller import Controller, Decision
     from torch_odt.runtime.monitor import Monitor, Reading, read_system
     from torch_odt.runtime.persistence import Checkpointer, Resumed
+    from torch_odt.runtime.policies import ControlGroupHeadroom, Fixed, Policy, ShareOfAvailable, Smallest
 
 __all__ = [
     "Budget",
     "Checkpointer",
+    "ControlGroupHeadroom",
+    "Controller",
+    "Decision",
+    "Fixed",
     "Monitor",
+    "Policy",
     "Reading",
     "ResolvedBudget",
     "Resumed",
+    "ShareOfAvailable",
+    "Smallest",
     "format_bytes",
     "parse_bytes",
     "read_system",
@@ -26,6 +35,13 @@ __all__ = [
 # Loaded when first used: a start from a plan does without.
 _LAZY = {
     "Checkpointer": "torch_odt.runtime.persistence",
+    "Controller": "torch_odt.runtime.controller",
+    "Decision": "torch_odt.runtime.controller",
+    "ControlGroupHeadroom": "torch_odt.runtime.policies",
+    "Fixed": "torch_odt.runtime.policies",
+    "Policy": "torch_odt.runtime.policies",
+    "ShareOfAvailable": "torch_odt.runtime.policies",
+    "Smallest": "torch_odt.runtime.policies",
     "Resumed": "torch_odt.runtime.persistence",
     "Monitor": "torch_odt.runtime.monitor",
     "Reading": "torch_odt.runtime.monitor",

@@ -10,7 +10,7 @@ from typing import Literal
 from torch_odt.memory import available, available_detail, children_bytes
 from torch_odt.memory._units import format_bytes, parse_bytes
 
-__all__ = ["AUTO_SHARE", "Budget", "BudgetOf", "ResolvedBudget", "format_bytes", "parse_bytes"]
+__all__ = ["AUTO_SHARE", "Allotment", "Budget", "BudgetOf", "ResolvedBudget", "format_bytes", "parse_bytes"]
 
 BudgetOf = Literal["process", "training"]
 
@@ -137,6 +137,26 @@ class Budget:
             what = "auto" if "%" not in str(self.amount) else f"{self.amount} of the available memory"
             return f"{what} ({self.of})"
         return f"{format_bytes(parse_bytes(self.amount))} ({self.of})"
+
+
+@dataclass(frozen=True)
+class Allotment:
+    """What this process may hold until a controller decides again; other processes have been taken off already.
+
+    Example:
+        >>> Allotment(3 << 20).resolve(level_bytes=1 << 20).growth_bytes
+        2097152
+    """
+
+    total_bytes: int
+
+    def resolve(self, level_bytes: int) -> ResolvedBudget:
+        """The same in numbers, for a process that holds so much now."""
+        growth_bytes = self.total_bytes - level_bytes
+        return ResolvedBudget(self.total_bytes, level_bytes, growth_bytes, of="process", text=str(self))
+
+    def __str__(self) -> str:
+        return f"{format_bytes(self.total_bytes)} (process)"
 
 
 def _is_group_limited() -> bool:

@@ -1,0 +1,179 @@
+"""Budgets that change while training runs: plans change between calls, and no bit of what is learnt."""
+
+from __future__ import annotations
+
+import copy
+import json
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import torch_odt as odt
+from torch_odt import memory
+from torch_odt.capture.rewrite import inexact_rewrites
+from torch_odt.execute import prepare
+from torch_odt.runtime import Controller, Reading, ShareOfAvailable
+
+MIB = 1 << 20
+BATCH = 16
+pytestmark = pytest.mark.skipif(not memory.install(), reason="torch_odt._memory is not built")
+
+
+class Scripted:
+    """A policy that allows so much above the level, step by step; the last one for ever."""
+
+    def __init__(self, *growth: int) -> None:
+        self.growth = list(growth)
+
+    def allowed_bytes(self, reading: Reading, level_bytes: int) -> int:
+        growth = self.growth.pop(0) if len(self.growth) > 1 else self.growth[0]
+        return level_bytes + growth
+
+
+def make_net() -> nn.Sequential:
+    torch.manual_seed(1)
+    layers: list[nn.Module] = [nn.Conv2d(3, 16, 3, padding=1)]
+    for _ in range(7):
+        layers += [nn.BatchNorm2d(16), nn.Tanh(), nn.Conv2d(16, 16, 3, padding=1)]
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Dropout(0.2), nn.Linear(16, 4))
+
+
+def make_batches(count: int) -> Iterator[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(2)
+    for _ in range(count):
+        yield torch.randn(BATCH, 3, 64, 64, generator=generator), torch.randint(4, (BATCH,), generator=generator)
+
+
+def make_step(model: nn.Module, budget: Any, cache: Path, **options: Any) -> odt.TrainStep:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    exact = {"disable_rewrites": inexact_rewrites(), "micro_batch": BATCH}
+    return odt.TrainStep(model, F.cross_entropy, optimizer, budget=budget, cache=cache, **(exact | options))
+
+
+def train(step: odt.TrainStep, count: int) -> list[float]:
+    torch.manual_seed(3)
+    return [step(*batch).item() for batch in make_batches(count)]
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture(scope="module")
+def sizes(cache: Path) -> tuple[int, int]:
+    """What the smallest plan takes, and what one takes that has plenty, both above the level."""
+    model = make_net()
+    batch = next(make_batches(1))
+    plan = odt.plan(
+        model,
+        F.cross_entropy,
+        batch,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9),
+        budget=odt.Budget("4GiB", of="training"),
+        cache=cache,
+        disable_rewrites=inexact_rewrites(),
+        micro_batch=BATCH,
+    )
+    assert plan.smallest_feasible_bytes is not None
+    return plan.smallest_feasible_bytes, plan.peak_bytes
+
+
+def test_plans_change_and_no_bit_does(cache: Path, sizes: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    smallest, kept = sizes
+    low, high = int(1.15 * smallest), int(1.3 * kept)
+    assert low < 0.8 * kept
+    model = make_net()
+    plain = copy.deepcopy(model)
+    plain_losses = plainly(plain, 9)
+    captures = []
+    capture = prepare.capture_sizes
+    monkeypatch.setattr(prepare, "capture_sizes", lambda *given: captures.append(given[-1]) or capture(*given))
+
+    growth = [high, high, low, low, high, high, low, (low + high) // 2, high, high]
+    step = make_step(model, Controller(Scripted(*growth), grow_after_seconds=0), cache)
+    torch.manual_seed(3)
+    losses, peaks, allowed = [], [], []
+    for batch in make_batches(9):
+        memory.reset_peak()
+        before = memory.stats().allocated_bytes or 0
+        losses.append(step(*batch).item())
+        peaks.append((memory.stats().peak_bytes or 0) - before)
+        allowed.append(step.plan.peak_bytes)
+    assert losses == plain_losses
+    assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), plain.state_dict().values(), strict=True))
+    assert step.controller is not None
+    assert [decision.action for decision in step.controller.decisions][:3] == ["begin", "shrink", "grow"]
+    assert len(set(allowed)) >= 2 and min(allowed) <= low
+    assert all(peak <= limit for peak, limit in zip(peaks, allowed, strict=True))
+    assert sum(len(each) for each in captures if each) <= 1
+
+
+def plainly(model: nn.Module, count: int) -> list[float]:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    torch.manual_seed(3)
+    losses = []
+    for inputs, targets in make_batches(count):
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(inputs), targets)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def test_less_than_the_smallest_plan_is_a_warning(cache: Path, sizes: tuple[int, int], tmp_path: Path) -> None:
+    smallest, kept = sizes
+    log = tmp_path / "decisions.jsonl"
+    policy = Scripted(int(1.3 * kept), int(1.3 * kept), smallest // 4)
+    model = make_net()
+    plain = copy.deepcopy(model)
+    step = make_step(model, Controller(policy, log=log), cache)
+    with pytest.warns(odt.OdtWarning, match="the smallest plan takes") as told:
+        losses = train(step, 4)
+    assert len(told) == 1
+    assert losses == plainly(plain, 4)
+    actions = [json.loads(line)["action"] for line in log.read_text().splitlines()]
+    assert actions == ["begin", "shrink", "scarce"]
+
+
+def test_a_share_of_what_is_available(cache: Path) -> None:
+    model = make_net()
+    plain = copy.deepcopy(model)
+    step = make_step(model, ShareOfAvailable(0.8, reserve="64MiB"), cache)
+    assert train(step, 2) == plainly(plain, 2)
+    assert step.controller is not None and step.controller.current == step.budget
+
+
+def test_a_budget_may_become_a_policy_and_back(cache: Path) -> None:
+    model = make_net()
+    step = make_step(model, "2GiB", cache)
+    train(step, 1)
+    step.budget = lambda reading: reading.process_bytes + (1 << 30)
+    train(step, 1)
+    assert step.controller is not None
+    step.budget = "2GiB"
+    train(step, 1)
+    assert step.controller is None and str(step.budget) == "2.00 GiB (process)"
+
+
+def test_a_given_plan_keeps_its_budget(cache: Path, tmp_path: Path) -> None:
+    step = make_step(make_net(), "2GiB", cache)
+    train(step, 1)
+    path = tmp_path / "plan.json"
+    step.plan.save(path)
+    model = make_net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    with pytest.raises(ValueError, match="made for one budget"):
+        odt.TrainStep(model, F.cross_entropy, optimizer, plan=path, budget=ShareOfAvailable())
+
+
+def test_what_is_no_budget() -> None:
+    with pytest.raises(TypeError, match="a policy, a budget or a function"), warnings.catch_warnings():
+        make_step(make_net(), 3.5, Path("unused"))

@@ -1,0 +1,140 @@
+"""When a controller decides for more, for less, and for nothing new."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from readings import MIB, reading
+
+from torch_odt.runtime.controller import Controller, Decision, Need, _on_ladder
+from torch_odt.runtime.policies import ControlGroupHeadroom
+
+LEVEL = 100 * MIB
+
+
+class World:
+    """What a policy says, and what the clock shows."""
+
+    def __init__(self, allowed: int) -> None:
+        self.allowed = allowed
+        self.seconds = 0.0
+
+    def controller(self, **options: Any) -> Controller:
+        self.following = Controller(
+            lambda _: self.allowed * MIB, read=reading, clock=lambda: self.seconds, grow_after_seconds=5.0, **options
+        )
+        return self.following
+
+    def step(self, allowed: int, need: int = 0, *, is_free: bool = False, seconds: float = 1.0) -> int:
+        """A step later; what is allotted, in MiB."""
+        self.allowed = allowed
+        self.seconds += seconds
+        needed = Need(need * MIB, is_free) if need else None
+        return self.following.before_step(LEVEL, needed).total_bytes // MIB
+
+    @property
+    def actions(self) -> list[str]:
+        return [decision.action for decision in self.following.decisions]
+
+
+@given(growth=st.integers(1, 1 << 45))
+def test_a_rung_is_a_little_below_what_is_allowed(growth: int) -> None:
+    rung = _on_ladder(LEVEL + growth, LEVEL) - LEVEL
+    assert growth / 2 ** (1 / 6) - 1 <= rung <= growth
+    assert _on_ladder(LEVEL + rung, LEVEL) <= LEVEL + rung
+
+
+def test_less_is_followed_at_once_and_more_after_a_while() -> None:
+    world = World(612)
+    assert world.controller().begin(LEVEL).total_bytes == 612 * MIB
+    assert world.step(612, need=600) == 612
+    assert world.step(356, need=600) == 356
+    assert [world.step(612, need=340) for _ in range(5)] == [356] * 5
+    assert world.step(612, need=340) == 612
+    assert world.actions == ["begin", "shrink", "grow"]
+
+
+def test_memory_that_comes_and_goes_moves_nothing() -> None:
+    world = World(356)
+    world.controller().begin(LEVEL)
+    assert {world.step(612 if step % 4 else 356, need=340) for step in range(40)} == {356}
+    assert world.actions == ["begin"]
+
+
+def test_only_what_was_there_all_the_time_is_taken() -> None:
+    world = World(356)
+    world.controller().begin(LEVEL)
+    for allowed in (1124, 612, 1124, 1124, 1124):
+        world.step(allowed, need=340)
+    assert world.step(1124, need=340) == 612
+
+
+def test_a_plan_that_takes_less_than_it_may_stays() -> None:
+    world = World(612)
+    world.controller().begin(LEVEL)
+    assert world.step(450, need=400) == 612
+    assert world.step(399, need=400) < 399
+
+
+def test_a_plan_that_gains_nothing_does_not_grow() -> None:
+    world = World(356)
+    world.controller().begin(LEVEL)
+    assert {world.step(2000, need=300, is_free=True) for _ in range(20)} == {356}
+
+
+def test_after_a_retreat_it_waits() -> None:
+    world = World(612)
+    controller = world.controller()
+    controller.begin(LEVEL)
+    assert controller.out_of_memory(400 * MIB).total_bytes == 400 * MIB
+    assert {world.step(612, need=390) for _ in range(29)} == {400}
+    assert [world.step(612, need=390) for _ in range(8)][-1] == 612
+    assert world.actions == ["begin", "retreat", "grow"]
+
+
+def test_the_smallest_plan_is_followed_until_there_is_more() -> None:
+    world = World(150)
+    controller = world.controller()
+    controller.begin(LEVEL)
+    assert controller.refused(200 * MIB).total_bytes == 200 * MIB
+    assert {world.step(150, need=195) for _ in range(10)} == {200}
+    assert [world.step(612, need=195) for _ in range(7)][-1] == 612
+    assert world.actions == ["begin", "scarce", "grow"]
+
+
+def test_decisions_are_logged_with_their_reasons(tmp_path: Path) -> None:
+    world, seen = World(612), list[Decision]()
+    log = tmp_path / "decisions.jsonl"
+    controller = world.controller(log=log, on_decision=seen.append)
+    controller.begin(LEVEL)
+    world.step(612)
+    world.step(356, need=600)
+    lines = [json.loads(line) for line in log.read_text().splitlines()]
+    assert [line["action"] for line in lines] == ["begin", "shrink"]
+    assert lines[1]["step"] == 1 and lines[1]["allowed_bytes"] == lines[1]["budget_bytes"] == 356 * MIB
+    assert "less is allowed" in lines[1]["reason"]
+    assert lines == [decision.to_dict() for decision in seen]
+
+
+def test_a_policy_that_says_nothing_is_refused() -> None:
+    with pytest.raises(ValueError, match="says nothing of this process"):
+        Controller(ControlGroupHeadroom(), read=reading).begin(LEVEL)
+    with pytest.raises(ValueError, match=r"a whole number of bytes, not 2\.5"):
+        Controller(lambda _: 2.5, read=reading).begin(LEVEL)
+
+
+def test_it_must_begin() -> None:
+    with pytest.raises(RuntimeError, match="nothing has been decided"):
+        Controller("80%", read=reading).before_step(LEVEL, None)
+    with pytest.raises(ValueError, match="must not be negative"):
+        Controller("80%", grow_after_seconds=-1)
+
+
+def test_a_log_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match="No such file"):
+        Controller("80%", log=tmp_path / "missing" / "decisions.jsonl")

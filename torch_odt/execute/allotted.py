@@ -1,0 +1,79 @@
+"""Steps whose budget changes while training runs: what a controller decides, and what is prepared for it."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from torch_odt.errors import InfeasibleBudget, OdtWarning
+from torch_odt.execute.prepared import Prepared
+from torch_odt.execute.request import StepRequest
+from torch_odt.runtime.budget import Allotment, Budget
+
+if TYPE_CHECKING:
+    from torch_odt.runtime.controller import BudgetValue, Controller, Need
+
+
+def controller_of(value: BudgetValue | None) -> Controller | None:
+    """What decides while training runs, if that is what was given; None for a plain budget."""
+    if value is None or isinstance(value, int | str | Budget):
+        return None
+    # A start from a plan does without.
+    from torch_odt.runtime.controller import Controller
+
+    return Controller.of_value(value)
+
+
+def first_budget(value: BudgetValue, controller: Controller | None, level_bytes: int) -> Budget | Allotment:
+    """The budget of the first step."""
+    if controller is not None:
+        return controller.begin(level_bytes)
+    assert isinstance(value, int | str | Budget)
+    return Budget.of_value(value)
+
+
+def prepare_allotted(
+    controller: Controller,
+    request: StepRequest,
+    current: Prepared | None,
+    prepare: Callable[[], Prepared],
+    forget_plans: Callable[[], None],
+) -> Prepared:
+    """What runs in as many bytes as a controller allows now; the smallest plan where that is too little.
+
+    Args:
+        current: what ran last.
+        prepare: makes or finds what runs within the request's budget.
+        forget_plans: gives back what plans for other amounts hold.
+    """
+    request.allot(controller.before_step(request.level_bytes, _need_of(request, current)))
+    with contextlib.suppress(InfeasibleBudget):
+        return prepare()
+    # What other plans hold may be what is missing.
+    forget_plans()
+    try:
+        return prepare()
+    except InfeasibleBudget as error:
+        smallest_bytes = error.smallest_feasible_bytes
+    allowed = controller.current
+    request.allot(controller.refused(smallest_bytes))
+    warnings.warn(
+        f"{allowed} are allowed, and the smallest plan takes {request.budget}: that one is followed until more is "
+        "allowed",
+        OdtWarning,
+        stacklevel=5,
+    )
+    return prepare()
+
+
+def _need_of(request: StepRequest, current: Prepared | None) -> Need | None:
+    """What the plan that ran last takes."""
+    if current is None:
+        return None
+    from torch_odt.runtime.controller import Need
+
+    plan = current.plan
+    is_free = plan.captured and not (plan.recomputed or plan.micro_batch or current.pages)
+    return Need(request.level_bytes + plan.peak_bytes, is_free)

@@ -1,0 +1,264 @@
+"""Follows what the machine has left while training runs: decides before each step what it may hold.
+
+Plans are switched between two batches (Melon, section 4.3). Less memory is given back at once; more is taken only when
+it has been there for a while, so that plans do not flutter. Amounts lie on a ladder of fixed rungs, six to each
+doubling: what comes back to an amount finds the plan that was made for it.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from json import dumps
+from pathlib import Path
+from typing import Any, Literal
+
+from torch_odt.runtime.budget import Allotment, Budget
+from torch_odt.runtime.monitor import Reading, read_system
+from torch_odt.runtime.policies import AnyPolicy, Policy, policy_of
+
+__all__ = ["Action", "Controller", "Decision", "Need"]
+
+Action = Literal["begin", "shrink", "grow", "retreat", "scarce"]
+RUNGS_PER_DOUBLING = 6
+GROW_AFTER_SECONDS = 5.0
+# What a plan was refused or failed at is not tried again so soon.
+_RETREAT_SECONDS = 30.0
+_MOST_REMEMBERED = 1000
+
+
+@dataclass(frozen=True)
+class Need:
+    """What the present plan takes.
+
+    Attributes:
+        total_bytes: that the process holds with it at most.
+        is_free: it costs no time to be so small; more memory would not make it faster.
+    """
+
+    total_bytes: int
+    is_free: bool = False
+
+
+@dataclass(frozen=True)
+class Decision:
+    """A change of what training may hold.
+
+    Attributes:
+        step: how many steps have been begun before it.
+        at_seconds: since the epoch.
+        action: "begin"; "shrink" and "grow" to what the policy allows; "retreat" after a step that was out of memory;
+            "scarce" where the smallest plan takes more than is allowed, and is followed all the same.
+        reason: in words.
+        budget_bytes: what the process may hold from now on.
+        allowed_bytes: what the policy said.
+        process_bytes, available_bytes: of the reading that it was decided by.
+    """
+
+    step: int
+    at_seconds: float
+    action: Action
+    reason: str
+    budget_bytes: int
+    allowed_bytes: int
+    process_bytes: int
+    available_bytes: int
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+class Controller:
+    """Decides between two steps what training may hold, by a policy.
+
+    Choose it where memory comes and goes while training runs: give it, or the policy alone, as the `budget` of a
+    `TrainStep`. One controller follows one step.
+
+    Args:
+        policy: a policy; or what `Budget` takes ("80%"); or a function from a `Reading` to bytes, None for no opinion.
+        grow_after_seconds: how long more memory must have been there before it is used.
+        log: a file; each decision is appended to it as a line of JSON.
+        on_decision: called with each decision, for logs of other kinds.
+        read: what is asked before each step; a test, or a program that knows better, gives a function of its own.
+        clock: seconds that only go forward.
+
+    Raises:
+        TypeError, ValueError: `policy` is none.
+        ValueError: `grow_after_seconds` is negative.
+        OSError: `log` cannot be written.
+
+    Example:
+        >>> controller = Controller("50%")
+        >>> controller.begin(level_bytes=0).total_bytes > 0
+        True
+        >>> [decision.action for decision in controller.decisions]
+        ['begin']
+
+    Attributes:
+        decisions: the last ones.
+    """
+
+    def __init__(
+        self,
+        policy: object,
+        *,
+        grow_after_seconds: float = GROW_AFTER_SECONDS,
+        log: str | Path | None = None,
+        on_decision: Callable[[Decision], object] | None = None,
+        read: Callable[[], Reading] = read_system,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        if not grow_after_seconds >= 0:
+            raise ValueError(f"grow_after_seconds must not be negative: {grow_after_seconds}")
+        self.policy: Policy = policy_of(policy)
+        self.decisions: deque[Decision] = deque(maxlen=_MOST_REMEMBERED)
+        self._grow_after_seconds = grow_after_seconds
+        self._log = None if log is None else Path(log)
+        if self._log is not None:
+            # What cannot be written is to be known before training begins.
+            self._log.open("a").close()
+        self._on_decision = on_decision
+        self._read = read
+        self._clock = clock
+        self._steps = 0
+        self._current: Allotment | None = None
+        self._more_since: float | None = None
+        self._least_more = 0
+        self._ceiling_bytes: float = math.inf
+        self._ceiling_until = 0.0
+
+    @classmethod
+    def of_value(cls, value: object) -> Controller:
+        """A controller from itself or from a policy."""
+        return value if isinstance(value, cls) else cls(value)
+
+    @property
+    def current(self) -> Allotment:
+        """What was decided last.
+
+        Raises:
+            RuntimeError: nothing has been decided yet.
+        """
+        if self._current is None:
+            raise RuntimeError("nothing has been decided before the first step")
+        return self._current
+
+    def begin(self, level_bytes: int) -> Allotment:
+        """What the process may hold in its first step.
+
+        Args:
+            level_bytes: what it held before training.
+
+        Raises:
+            ValueError: the policy says nothing, or what it says is no number of bytes.
+        """
+        reading = self._read()
+        allowed = self._allowed(reading, level_bytes)
+        self._decide("begin", "training begins", _on_ladder(allowed, level_bytes), allowed, reading)
+        return self.current
+
+    def before_step(self, level_bytes: int, need: Need | None) -> Allotment:
+        """What the process may hold during the next step.
+
+        Args:
+            level_bytes: what it held before training.
+            need: what the present plan takes; None where there is none yet.
+
+        Raises:
+            RuntimeError: it has not begun.
+            ValueError: the policy says nothing, or what it says is no number of bytes.
+        """
+        current = self.current
+        reading = self._read()
+        allowed = self._allowed(reading, level_bytes)
+        wanted = _on_ladder(allowed, level_bytes)
+        if self._must_shrink(allowed, need):
+            self._decide("shrink", "less is allowed than the plan takes", wanted, allowed, reading)
+        elif wanted <= current.total_bytes:
+            self._more_since = None
+        elif self._may_grow(wanted, need):
+            seconds = self._clock() - (self._more_since or 0.0)
+            self._decide("grow", f"more has been allowed for {seconds:.1f} s", self._least_more, allowed, reading)
+        self._steps += 1
+        return self.current
+
+    def out_of_memory(self, smaller_bytes: int) -> Allotment:
+        """A step had no room in what was allowed: nothing above this is tried for some time."""
+        reading = self._read()
+        self._ceiling_bytes, self._ceiling_until = smaller_bytes, self._clock() + _RETREAT_SECONDS
+        self._decide("retreat", "a step was out of memory", smaller_bytes, self.current.total_bytes, reading)
+        return self.current
+
+    def refused(self, smallest_bytes: int) -> Allotment:
+        """No plan fits into what was decided: the smallest one is followed until more is allowed."""
+        reason = "the smallest plan takes more than is allowed"
+        self._decide("scarce", reason, smallest_bytes, self.current.total_bytes, self._read())
+        return self.current
+
+    def _allowed(self, reading: Reading, level_bytes: int) -> int:
+        said = self.policy.allowed_bytes(reading, level_bytes)
+        if said is None:
+            raise ValueError(
+                f"{self.policy} says nothing of this process: combine it with one that does, "
+                "such as Smallest(..., ShareOfAvailable())"
+            )
+        if isinstance(said, bool) or not isinstance(said, int):
+            raise ValueError(f"{self.policy} must say a whole number of bytes, not {said!r}")
+        return said
+
+    def _must_shrink(self, allowed: int, need: Need | None) -> bool:
+        """A plan that takes less than it may stays until what it takes is too much."""
+        current = self.current.total_bytes
+        taken = current if need is None else min(need.total_bytes, current)
+        return allowed < taken and self.decisions[-1].action != "scarce"
+
+    def _may_grow(self, wanted: int, need: Need | None) -> bool:
+        """Whether more has been allowed for long enough, and is of use."""
+        now = self._clock()
+        if need is not None and need.is_free:
+            self._more_since = None
+            return False
+        if wanted > self._ceiling_bytes:
+            if now < self._ceiling_until:
+                return False
+            self._ceiling_bytes = math.inf
+        if self._more_since is None:
+            self._more_since, self._least_more = now, wanted
+        self._least_more = min(self._least_more, wanted)
+        return now - self._more_since >= self._grow_after_seconds
+
+    def _decide(self, action: Action, reason: str, total_bytes: int, allowed: int, reading: Reading) -> None:
+        self._current = Allotment(total_bytes)
+        self._more_since = None
+        decision = Decision(
+            step=self._steps,
+            at_seconds=time.time(),
+            action=action,
+            reason=reason,
+            budget_bytes=total_bytes,
+            allowed_bytes=allowed,
+            process_bytes=reading.process_bytes,
+            available_bytes=reading.available_bytes,
+        )
+        self.decisions.append(decision)
+        if self._log is not None:
+            with self._log.open("a", encoding="utf-8") as file:
+                file.write(dumps(decision.to_dict()) + "\n")
+        if self._on_decision is not None:
+            self._on_decision(decision)
+
+
+def _on_ladder(total_bytes: int, level_bytes: int) -> int:
+    """The highest rung above the level that is not above so many bytes."""
+    growth_bytes = total_bytes - level_bytes
+    if growth_bytes <= 0:
+        return total_bytes
+    rung = math.floor(RUNGS_PER_DOUBLING * math.log2(growth_bytes))
+    return level_bytes + min(growth_bytes, math.ceil(2 ** (rung / RUNGS_PER_DOUBLING)))
+
+
+BudgetValue = int | str | Budget | AnyPolicy | Controller
+"""What a `budget=` may be given: bytes, or what changes while training runs."""
