@@ -6,7 +6,9 @@
 Every start is a process of its own. What is counted are the seconds up to the end of the first step without those of
 an ordinary step, and the anonymous bytes that were added when the first operator is about to run: what the step itself
 plans is not among them. The model, a batch and the optimizer are made before the clock starts: each way needs them.
-"Ready" is when that operator is about to run. CPU seconds are those of all threads of the process, without a child's;
+"Ready" is when that operator is about to run; the seconds behind it are those of operators that run for the first
+time, which plain PyTorch has too. The last column is what making the optimizer has added before, to each way alike:
+torch.optim imports torch's tracer. CPU seconds are those of all threads of the process, without a child's;
 on a machine that is not quiet they say more.
 
 | way | what is there already |
@@ -16,7 +18,7 @@ on a machine that is not quiet they say more.
 | traced | the same without the trace, which is made in a child process |
 | plain PyTorch | nothing to prepare: what it takes is what operators do when they run first |
 
-Exits with 1 where a start from a plan file takes more than is promised.
+Exits with 1 where a start from a plan file is ready later, or takes more bytes, than is promised.
 """
 
 from __future__ import annotations
@@ -74,7 +76,7 @@ def run_worker(options: argparse.Namespace, way: str) -> dict[str, float]:
 
 
 def report(found: dict[str, list[dict[str, float]]]) -> int:
-    heads = ("start s", "least", "most", "ready s", "CPU s", "MB", "most MB", "a step s")
+    heads = ("start s", "least", "most", "ready s", "CPU s", "MB", "most MB", "a step s", "optim MB")
     print(f"{'way':15s}" + "".join(f"{head:>10s}" for head in heads))
     for way, runs in found.items():
         seconds = [run["start_seconds"] for run in runs]
@@ -82,14 +84,15 @@ def report(found: dict[str, list[dict[str, float]]]) -> int:
         cells += [statistics.median(run[name] for run in runs) for name in ("ready_seconds", "start_cpu_seconds")]
         cells += [statistics.median(run[name] for run in runs) / 1e6 for name in ("bytes", "most_bytes")]
         cells.append(statistics.median(run["step_seconds"] for run in runs))
+        cells.append(statistics.median(run["optimizer_bytes"] for run in runs) / 1e6)
         print(f"{way:15s}" + "".join(f"{cell:10.2f}" for cell in cells))
     runs = found.get("plan file", [])
     if not runs:
         return 0
-    seconds_kept = statistics.median(run["start_seconds"] for run in runs) <= PROMISED_SECONDS
+    seconds_kept = statistics.median(run["ready_seconds"] for run in runs) <= PROMISED_SECONDS
     bytes_kept = statistics.median(run["bytes"] for run in runs) <= PROMISED_BYTES
     verdict = "kept" if seconds_kept and bytes_kept else "missed"
-    print(f"\npromised from a plan file: {PROMISED_SECONDS} s and {PROMISED_BYTES / 1e6:.0f} MB: {verdict}")
+    print(f"\npromised from a plan file: ready in {PROMISED_SECONDS} s, {PROMISED_BYTES / 1e6:.0f} MB: {verdict}")
     return 0 if seconds_kept and bytes_kept else 1
 
 
@@ -103,6 +106,8 @@ def start(options: argparse.Namespace) -> dict[str, float]:
     images = torch.randn(options.batch_size, 3, options.image_size, options.image_size)
     images = images.to(memory_format=torch.channels_last)
     labels = torch.randint(1000, (options.batch_size,))
+    settle()
+    before_optimizer = anonymous()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
     settle()
     level = anonymous()
@@ -136,6 +141,7 @@ def start(options: argparse.Namespace) -> dict[str, float]:
         "step_seconds": ordinary_seconds,
         "bytes": before_step[1] - level,
         "most_bytes": before_step[2] - level,
+        "optimizer_bytes": level - before_optimizer,
     }
 
 
