@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 from pathlib import Path
 from typing import Any
 
@@ -178,3 +179,19 @@ def test_a_budget_of_training_has_room_for_the_loop() -> None:
     for whole in (Budget("100MiB"), Budget("50%", of="training")):
         with beside_loop(whole) as inside:
             assert inside is whole
+
+
+def test_a_budget_that_follows_what_is_available(terminal: Terminal, net: Path, tmp_path: Path) -> None:
+    log = tmp_path / "decisions.jsonl"
+    words = ("train", "--model", f"{net}:make", "--data", "digits", "--image-size", "16", "--batch-size", "4")
+    outcome = terminal(*words, "--steps", "3", "--adaptive", "--reserve", "32MiB", "--decisions", log)
+    assert outcome.code == 0, outcome.err
+    assert "the budget has not changed" in outcome.out
+    assert "a step" in outcome.err and "plan" in outcome.err
+    assert json.loads(log.read_text())["action"] == "begin"
+
+
+def test_words_that_belong_to_adaptive_budgets(terminal: Terminal, net: Path) -> None:
+    words = ("train", "--model", f"{net}:make", "--data", "digits", *FEW)
+    assert "--reserve belongs to --adaptive" in terminal(*words, "--reserve", "1GiB").err
+    assert "'much' is not a number of bytes" in terminal(*words, "--adaptive", "--reserve", "much").err

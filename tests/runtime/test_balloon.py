@@ -1,4 +1,4 @@
-"""Training beside a process that takes memory and gives it back, in one control group: no kill, no step lost, no bit."""
+"""Training beside a process that takes memory and gives it back, in one control group: no kill, no bit lost."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 import torch_odt as odt
-from torch_odt.commands import checkpoints, options
+from torch_odt.commands import adaptive, checkpoints, options
 from torch_odt.commands.checkpoints import Checkpoints, Order
 from torch_odt.commands.data import NAMES, ImageData, load_data
 from torch_odt.commands.errors import UserError, as_user_errors
@@ -53,6 +53,7 @@ class Report:
         peak_bytes: the most that the process held.
         workers_peak_bytes: the most that its child processes held for themselves.
         step_seconds: of a typical step.
+        decisions: changes of the budget, with --adaptive.
     """
 
     model: str
@@ -67,6 +68,7 @@ class Report:
     saved: str | None = None
     epochs: list[Epoch] = field(default_factory=list)
     plan: dict[str, Any] = field(default_factory=dict)
+    decisions: list[dict[str, Any]] = field(default_factory=list)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -85,6 +87,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--workers", type=int, default=0, help="processes that load data (default: 0)")
     parser.add_argument("--save", type=Path, metavar="FILE", help="write the weights there, as safetensors")
     checkpoints.add_arguments(parser)
+    adaptive.add_arguments(parser)
     options.add_output(parser)
 
 
@@ -93,6 +96,7 @@ def run(arguments: argparse.Namespace) -> int:
     options.check_folder("--save", arguments.save)
     options.check_planning(arguments)
     options.check_page_to(arguments)
+    adaptive.check(arguments)
     budget = options.make_budget(arguments.budget, arguments.budget_of)
     torch.manual_seed(arguments.seed)
     data = load_data(
@@ -109,12 +113,12 @@ def run(arguments: argparse.Namespace) -> int:
         beside_loop(budget) as step_budget,
         _saving_on_failure(arguments.save, model, record),
     ):
-        with as_user_errors(ValueError):
+        with as_user_errors(ValueError, OSError):
             step = odt.TrainStep(
                 model,
                 F.cross_entropy,
                 optimizer,
-                budget=step_budget,
+                budget=adaptive.controller_for(arguments, step_budget) or step_budget,
                 planner=arguments.planner,
                 disable_rewrites=arguments.disable_rewrite,
                 page_to=arguments.page_to,
@@ -176,6 +180,11 @@ def _train(
     report.epochs = [Epoch(**seen) for seen in position.epochs]
     remaining = (arguments.steps or arguments.epochs * batches) - position.steps + position.batches
 
+    def memory_text() -> str:
+        if step.controller is None:
+            return memory_against(gauge, limit, above_bytes=above)
+        return adaptive.live_text(step, gauge, record, above)
+
     def step_done() -> None:
         position.step_done(record.losses[-1], record.accuracies[-1])
         kept.step_done(position)
@@ -189,7 +198,7 @@ def _train(
             laid_out(training, arguments.channels_last),
             steps=count - position.batches,
             record=record,
-            memory_text=lambda: memory_against(gauge, limit, above_bytes=above),
+            memory_text=memory_text,
             label=f"epoch {position.epoch}",
             quiet=arguments.json,
             announce=None if len(record.losses) else lambda: f"\n{step.plan}\n",
@@ -215,6 +224,10 @@ def _train(
     report.peak_bytes, report.workers_peak_bytes = gauge.peak_bytes - above, gauge.children_peak_bytes
     report.step_seconds = record.step_seconds
     report.plan = step.plan.to_dict() if record.losses else {}
+    if step.controller is not None:
+        report.decisions = [decision.to_dict() for decision in step.controller.decisions]
+        if not arguments.json:
+            print(f"\n{adaptive.changes_text(step.controller)}")
     return report
 
 

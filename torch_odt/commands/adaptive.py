@@ -1,0 +1,84 @@
+"""`--adaptive`: a budget that follows what is available while training runs, and what to say of it."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import psutil
+
+import torch_odt as odt
+from torch_odt.commands import options
+from torch_odt.commands.errors import UserError
+from torch_odt.commands.gauge import MemoryGauge
+from torch_odt.commands.table import format_bytes, seconds_text
+from torch_odt.commands.training import Record
+from torch_odt.runtime.controller import Controller
+from torch_odt.runtime.policies import ShareOfAvailable, Smallest
+
+RESERVE = "64MiB"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options that belong to it."""
+    parser.add_argument(
+        "--adaptive", action="store_true", help="follow what is available while training runs; --budget is the most"
+    )
+    parser.add_argument(
+        "--reserve", metavar="BYTES", help=f"with --adaptive: what stays free for others (default: {RESERVE})"
+    )
+    parser.add_argument(
+        "--decisions", type=Path, metavar="FILE", help="with --adaptive: append each change of the budget, as JSON"
+    )
+
+
+def check(arguments: argparse.Namespace) -> None:
+    """Raises UserError for an option that means nothing without --adaptive."""
+    for name in ("reserve", "decisions"):
+        if getattr(arguments, name) is not None and not arguments.adaptive:
+            raise UserError(f"--{name} belongs to --adaptive, which is not given")
+    options.check_folder("--decisions", arguments.decisions)
+
+
+def controller_for(arguments: argparse.Namespace, budget: odt.Budget) -> Controller | None:
+    """What decides while training runs; None where the budget stays as it is.
+
+    Raises:
+        ValueError: --reserve is no number of bytes.
+    """
+    if not arguments.adaptive:
+        return None
+    rest = ShareOfAvailable(1.0, reserve=arguments.reserve or RESERVE)
+    return Controller(Smallest(budget, rest), log=arguments.decisions)
+
+
+def live_text(step: odt.TrainStep, gauge: MemoryGauge, record: Record, above_bytes: int) -> str:
+    """Budget, plan, memory, seconds and temperature, as they are now."""
+    budget = step.plan.budget
+    assert budget is not None
+    words = [
+        f"memory {format_bytes(gauge.now_bytes - above_bytes)} of {format_bytes(budget.total_bytes - above_bytes)}",
+        f"plan {format_bytes(step.plan.peak_bytes)}",
+        f"{seconds_text(record.seconds[-1])} a step",
+    ]
+    degrees = temperature()
+    return ", ".join(words if degrees is None else [*words, f"{degrees:.0f} °C"])
+
+
+def changes_text(controller: Controller) -> str:
+    """How often the budget has changed, and between what."""
+    amounts = [decision.budget_bytes for decision in controller.decisions]
+    if len(amounts) == 1:
+        return "the budget has not changed"
+    return (
+        f"{len(amounts) - 1} changes of the budget, between {format_bytes(min(amounts))} and "
+        f"{format_bytes(max(amounts))}"
+    )
+
+
+def temperature() -> float | None:
+    """Of the hottest sensor, in degrees Celsius; None where there is none."""
+    if not hasattr(psutil, "sensors_temperatures"):
+        return None
+    sensors = psutil.sensors_temperatures()
+    return max((each.current for found in sensors.values() for each in found), default=None)
