@@ -16,14 +16,12 @@ from torch_odt.capture.graph import TrainingGraph
 from torch_odt.errors import PlanError, ScheduleError
 from torch_odt.planning.calibrate import within
 from torch_odt.planning.problem import Gradients
-from torch_odt.planning.registry import Planner, built_in_names, get_planner, limited, takes_time_limit
+from torch_odt.planning.registry import Planner, built_in_names, get_planner, is_for_paging, limited, takes_time_limit
 from torch_odt.planning.schedule import Schedule
 from torch_odt.planning.search import Footprint
 from torch_odt.planning.simulate import simulate
 
 _NOT_TRIED = ("auto", "keep-all", "poet-paging", "poet-remat")
-# Without anything to page to, others do as they do.
-_PAGING = ("capuchin", "poet", "pofo")
 # With less, an integer program is hardly written down.
 _LEAST_SHARE_SECONDS = 2.0
 # The planner aims lower when its schedule takes more than it counts.
@@ -79,7 +77,9 @@ def improve_until(deadline: float, best: Best, search: Callable[[float], Schedul
         best: where to begin.
         search: looks for a schedule for so many seconds.
     """
-    left_out = _NOT_TRIED if best.costs.transfers is not None else (*_NOT_TRIED, *_PAGING)
+    # Without anything to page to, others do as those do that page.
+    in_vain = [] if best.costs.transfers is not None else [n for n in built_in_names() if is_for_paging(n)]
+    left_out = (*_NOT_TRIED, *in_vain)
     names = [name for name in built_in_names() if name not in left_out]
     timed = [name for name in names if takes_time_limit(get_planner(name))]
     _try(best, deadline, [name for name in names if name not in timed])
