@@ -25,6 +25,7 @@ from torch_odt.planning.pool import Layout
 
 if TYPE_CHECKING:
     from torch_odt.capture.trace import TracedStep
+    from torch_odt.execute.retries import Lowered
     from torch_odt.execute.uncaptured import UncapturedStep
 
 
@@ -41,6 +42,7 @@ class Prepared:
         steps: how many it has begun.
         updates: the optimizer whose step is a part of the program.
         pages: tensors go to a file and come back.
+        outside_limit_bytes: the torch-counted bytes at which the idle arena must give way to other allocations.
     """
 
     plan: Plan
@@ -55,6 +57,14 @@ class Prepared:
     steps: int = 0
     updates: OptimizerUpdates | None = None
     pages: bool = False
+    outside_limit_bytes: int = 0
+
+    def enter(self, request: StepRequest, lowered: Lowered | None) -> None:
+        """Before a step, where the one before may have been made with less: what both share is set for this one."""
+        if self.fallback is not None:
+            self.fallback.lower(None if lowered is None else lowered.growth_bytes)
+        elif request.arena is not None:
+            request.arena.set_yield_limit(self.outside_limit_bytes)
 
     def run(
         self,
@@ -118,6 +128,7 @@ def assemble(
         tables=tables,
         updates=request.updates,
         pages=candidate.pages,
+        outside_limit_bytes=allowance.outside_limit_bytes,
         result_axes={} if separation is None else separation.result_axes,
     )
 
