@@ -99,6 +99,7 @@ class TrackingAllocator final : public c10::Allocator {
     }
     const auto bytes = static_cast<int64_t>(size);
     Counters& count = counters();
+    refuse_if_asked(bytes);
     reserve_under_cap(bytes);
 
     ArenaCore* arena = nullptr;
@@ -112,6 +113,7 @@ class TrackingAllocator final : public c10::Allocator {
       }
     } catch (const ArenaFull& full) {
       count.allocated.subtract(bytes);
+      refusals().note();
       TORCH_CHECK_WITH(
           OutOfMemoryError,
           false,
@@ -122,6 +124,7 @@ class TrackingAllocator final : public c10::Allocator {
           " of the arena that are allowed here");
     } catch (...) {
       count.allocated.subtract(bytes);
+      refusals().note();
       c10::profiledCPUMemoryReporter().OutOfMemory(size);
       throw;
     }
@@ -142,12 +145,21 @@ class TrackingAllocator final : public c10::Allocator {
     return address;
   }
 
+  static void refuse_if_asked(int64_t bytes) {
+    if (refusals().refuses_next()) {
+      refusals().note();
+      TORCH_CHECK_WITH(
+          OutOfMemoryError, false, "torch_odt: an allocation of ", in_mib(bytes), " is refused, as was asked for");
+    }
+  }
+
   static void reserve_under_cap(int64_t bytes) {
     Counters& count = counters();
     const int64_t cap = count.cap_bytes.load(std::memory_order_relaxed);
     if (count.allocated.try_reserve(bytes, cap)) {
       return;
     }
+    refusals().note();
     c10::profiledCPUMemoryReporter().OutOfMemory(static_cast<size_t>(bytes));
     TORCH_CHECK_WITH(
         OutOfMemoryError,
@@ -187,6 +199,11 @@ void after_fork() {
 
 Counters& counters() {
   static auto* const instance = new Counters;
+  return *instance;
+}
+
+Refusals& refusals() {
+  static auto* const instance = new Refusals;
   return *instance;
 }
 

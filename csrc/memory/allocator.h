@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "counters.h"
+#include "refusals.h"
 
 namespace torch_odt::memory {
 
@@ -14,6 +15,7 @@ bool uninstall();
 bool is_installed();
 
 Counters& counters();
+Refusals& refusals();
 
 // The category that the calling thread's allocations are counted under; returns the one before.
 int set_category(int category);

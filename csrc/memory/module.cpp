@@ -277,6 +277,12 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.def("set_category", &set_category, py::arg("category"));
   module.def("tag", &tag, py::arg("address"), py::arg("category"));
   module.def("set_cap", &set_cap, py::arg("bytes"));
+  module.def("refusals", [] { return refusals().count(); });
+  module.def(
+      "refuse_after",
+      [](int64_t allocations, bool lasts) { refusals().refuse_after(allocations, lasts); },
+      py::arg("allocations"),
+      py::arg("lasts") = false);
 
   module.def("record_begin", &record_begin);
   module.def("record_end", &recorded_events);

@@ -340,6 +340,46 @@ def test_a_failed_transfer_leaves_everything_as_it_was(tmp_path: Path, fault: st
     assert_same(model, plain)
 
 
+def test_a_failed_transfer_is_made_up_for_by_a_plan_that_does_not_page(tmp_path: Path) -> None:
+    model, data = Deep(), batches()
+    plain = copy.deepcopy(model)
+    step = make_step(model, tmp_path, least_budget(model, data[0], None), transactional=True)
+    torch.manual_seed(5)
+    step(*data[0])
+    assert paged(step.plan)
+    with broken(pager_of(step).descriptor), pytest.warns(odt.OdtWarning, match="by a plan that does not page"):
+        step(*data[1])
+    assert [retry.remedy for retry in step.last_retries] == ["without paging"] and not paged(step.plan)
+    step(*data[2])
+    assert paged(step.plan) and not step.last_retries
+    train_plainly(plain, data)
+    assert_same(model, plain)
+
+
+def test_a_failed_transfer_that_nothing_makes_up_for_undoes_the_step(tmp_path: Path) -> None:
+    model, data = Deep(), batches(2)
+    plain = copy.deepcopy(model)
+    disabled = {"disable_rewrites": WITH_GRADIENTS | {"pack_dropout_masks", "rematerialize_dropout"}}
+    step = make_step(
+        model, tmp_path, least_budget(model, data[0], tmp_path, **disabled), transactional=True, **disabled
+    )
+    torch.manual_seed(5)
+    step(*data[0])
+    assert paged(step.plan)
+    before, random = copy.deepcopy(model.state_dict()), torch.get_rng_state()
+    with (
+        broken(pager_of(step).descriptor),
+        pytest.warns(odt.OdtWarning, match="by a plan that does not page"),
+        pytest.raises(odt.PagingError),
+    ):
+        step(*data[1])
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    assert torch.equal(torch.get_rng_state(), random)
+    step(*data[1])
+    train_plainly(plain, data)
+    assert_same(model, plain)
+
+
 def wrapped_to_page(folder: Path, batch: Batch) -> tuple[nn.Module, torch.optim.Optimizer]:
     """A wrapped model after two steps in the least that does without paging, and its optimizer."""
     model = Deep()

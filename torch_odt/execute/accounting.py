@@ -9,7 +9,7 @@ from typing import Any
 
 from torch_odt import memory
 from torch_odt.capture.graph import TrainingGraph
-from torch_odt.execute.candidate import Candidate
+from torch_odt.execute.candidate import Candidate, gradient_bytes_of, mutated_bytes
 from torch_odt.execute.optimizer_cost import OptimizerCost
 from torch_odt.planning.plan import PlanLine
 from torch_odt.runtime.budget import ResolvedBudget, format_bytes
@@ -30,6 +30,32 @@ _GOOD_ENOUGH = 0.97
 
 
 @dataclass(frozen=True)
+class UndoCost:
+    """What a step takes that is undone when it fails.
+
+    Attributes:
+        buffer_bytes: copies of what the forward pass changes.
+        earlier_gradient_bytes: of an accumulation, untouched beside those of the call, and a sum while it is made.
+    """
+
+    buffer_bytes: int
+    earlier_gradient_bytes: int
+
+    @classmethod
+    def of(cls, graph: TrainingGraph, *, accumulates: bool) -> UndoCost:
+        """What the steps of a graph take."""
+        if not accumulates:
+            return cls(mutated_bytes(graph), 0)
+        targets = {output.target for output in graph.outputs_of("gradient")}
+        largest = max((v.nbytes for v in graph.values if v.kind == "parameter" and v.target in targets), default=0)
+        return cls(mutated_bytes(graph), gradient_bytes_of(graph) + largest)
+
+    @property
+    def total_bytes(self) -> int:
+        return self.buffer_bytes + self.earlier_gradient_bytes
+
+
+@dataclass(frozen=True)
 class Allowance:
     """What a budget leaves for a step.
 
@@ -41,6 +67,7 @@ class Allowance:
         usual_spent_bytes: what capture and measurement of a graph of this size add at most.
         planning_bytes: what looking for a plan adds to that: more with every micro-batch size that may be tried.
         held_bytes: gradients that exist already.
+        undo: what it takes to undo a call; None where nothing is undone.
     """
 
     budget: ResolvedBudget
@@ -50,6 +77,7 @@ class Allowance:
     usual_spent_bytes: int = 0
     planning_bytes: int = 0
     held_bytes: int = 0
+    undo: UndoCost | None = None
 
     @property
     def growth_bytes(self) -> int:
@@ -62,7 +90,12 @@ class Allowance:
     @property
     def step_bytes(self) -> int:
         """For the arena, gradients, losses and results."""
-        return self.growth_bytes - self.spent_bytes - self.reserve_bytes - self.state_bytes
+        return self.growth_bytes - self.spent_bytes - self.reserve_bytes - self.state_bytes - self.undo_bytes
+
+    @property
+    def undo_bytes(self) -> int:
+        """What lies beside a step for as long as it may have to be undone."""
+        return 0 if self.undo is None else self.undo.total_bytes
 
     @property
     def outside_limit_bytes(self) -> int:
@@ -71,10 +104,15 @@ class Allowance:
         return counted + max(0, self.growth_bytes - self.spent_bytes - self.reserve_bytes)
 
     def optimizer_extra_bytes(self, candidate: Candidate) -> int:
-        """What the optimizer's temporaries need beyond the step's own peak: they lie in the idle arena."""
+        """What the optimizer's temporaries, and the copies that undo its step, need beyond the step's own peak.
+
+        They lie in the idle arena.
+        """
         if self.optimizer is None or not candidate.gradient_bytes:
             return 0
-        beyond_arena = max(0, self.optimizer.workspace_bytes - candidate.arena_bytes)
+        # The copies are of all that has a gradient, and of the whole state.
+        copies = 0 if self.undo is None else candidate.gradient_bytes + self.optimizer.state_bytes
+        beyond_arena = max(0, self.optimizer.workspace_bytes + copies - candidate.arena_bytes)
         return max(0, candidate.gradient_bytes + beyond_arena - candidate.outside_bytes - candidate.masks.peak_bytes)
 
     def total_with(self, candidate: Candidate) -> int:
@@ -91,7 +129,9 @@ class Allowance:
             PlanLine("gradients", gradients, ""),
             PlanLine("losses and outputs", candidate.outside_bytes - gradients, ""),
             PlanLine("random masks", candidate.masks.peak_bytes, "drawn for the whole batch"),
-            PlanLine("copies of buffers", candidate.copied_bytes, "to undo a step whose transfer fails"),
+            PlanLine(
+                "copies of buffers", 0 if self.undo else candidate.copied_bytes, "to undo a step whose transfer fails"
+            ),
             PlanLine("optimizer temporaries", self.optimizer_extra_bytes(candidate), "beyond the idle arena"),
             *self.fixed_lines(),
         ]
@@ -100,6 +140,7 @@ class Allowance:
         """What does not depend on the schedule."""
         return [
             PlanLine("optimizer state", self.state_bytes, "made by its first step"),
+            PlanLine("undoing", self.undo_bytes, "buffers and earlier gradients as they were before a call"),
             PlanLine("capture and planning", self.spent_bytes, "counted in the process"),
             PlanLine("reserve", self.reserve_bytes, "compiled kernels and buffers of the math libraries"),
         ]
@@ -118,7 +159,7 @@ class Allowance:
         held, children = format_bytes(self.budget.level_bytes), self.budget.children_bytes
         before = f"the process held {held} before; " if self.budget.of == "process" else ""
         before += f"its child processes hold {format_bytes(children)} under the same limit; " if children else ""
-        fixed = self.spent_bytes + self.reserve_bytes + self.state_bytes
+        fixed = self.spent_bytes + self.reserve_bytes + self.state_bytes + self.undo_bytes
         return f"{before}{format_bytes(fixed)} are taken by optimizer state, capture and reserve"
 
 
@@ -131,6 +172,7 @@ def allow(
     cuts: int = 0,
     library_bytes: int = 0,
     collects: bool = True,
+    undo: UndoCost | None = None,
 ) -> Allowance:
     """Take stock after capture and profiling: what is spent is measured, not guessed.
 
@@ -140,6 +182,7 @@ def allow(
         graph: None for a step without one.
         library_bytes: what math libraries were seen to take for the graph's calls.
         collects: look for garbage first, which takes a fraction of a second; without, what is spent may seem more.
+        undo: what it takes to undo a call; None where nothing is undone.
     """
     held = held_by_process() if collects else memory.process_bytes()
     kinds = 0 if graph is None else len(_calls(graph))
@@ -153,6 +196,7 @@ def allow(
         usual_spent_bytes=entries * _BYTES_PER_ENTRY,
         planning_bytes=entries * _PLANNING_BYTES_PER_ENTRY * (1 + cuts),
         held_bytes=held_bytes,
+        undo=undo,
     )
 
 

@@ -13,6 +13,7 @@ from torch_odt.execute.request import StepRequest
 from torch_odt.runtime.budget import Allotment, Budget
 
 if TYPE_CHECKING:
+    from torch_odt.execute.retries import Lowered
     from torch_odt.runtime.controller import BudgetValue, Controller, Need
 
 
@@ -66,6 +67,12 @@ def prepare_allotted(
         stacklevel=5,
     )
     return prepare()
+
+
+def heed(lowered: Lowered | None, controller: Controller, request: StepRequest) -> None:
+    """What a call could only be made with is what the next ones are allotted for a while."""
+    if lowered is not None and lowered.growth_bytes is not None:
+        request.allot(controller.out_of_memory(request.level_bytes + lowered.growth_bytes))
 
 
 def _need_of(request: StepRequest, current: Prepared | None) -> Need | None:

@@ -105,6 +105,10 @@ class PlainAttributes:
     def _found(module: nn.Module) -> dict[str, Any]:
         return {name: value for name, value in vars(module).items() if name not in _STRUCTURE}
 
+    @property
+    def values(self) -> list[Any]:
+        return [value for _, attributes in self._of_module for value in attributes.values()]
+
     def restore(self) -> None:
         for module, attributes in self._of_module:
             for name in self._found(module).keys() - attributes.keys():

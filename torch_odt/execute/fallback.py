@@ -20,6 +20,7 @@ from torch_odt.errors import InfeasibleBudget
 from torch_odt.execute.checkpointing import PlainAttributes, checkpointed
 from torch_odt.execute.module_costs import ModuleCosts, choose, measure, smallest
 from torch_odt.execute.randomness import RandomState
+from torch_odt.execute.saved_contents import SavedModules
 from torch_odt.planning.plan import PlanLine
 
 # A refusal must name a budget, so measuring may take this much even where the budget is smaller.
@@ -58,6 +59,7 @@ class FallbackStep:
         budget_bytes: bytes that a step may take above the level before it, new gradients included.
         reason: why the step could not be captured.
         state: all that a step changes: the model, and what the loss learns; the model alone when None.
+        thorough: an attempt that does not fit undoes also what code has changed in containers and bound anew.
     """
 
     def __init__(
@@ -68,8 +70,10 @@ class FallbackStep:
         *,
         reason: str = "",
         state: nn.Module | None = None,
+        thorough: bool = False,
     ) -> None:
         self.model = model
+        self._thorough = thorough
         self._state = model if state is None else state
         self.budget_bytes = budget_bytes
         self.reason = reason
@@ -182,7 +186,7 @@ class FallbackStep:
         return gradients + sum(buffer.nbytes for buffer in self._state.buffers())
 
     def _attempt(self, choice: CheckpointChoice, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
-        with undone_on_failure(self._state), _counted(choice), capped(self.budget_bytes):
+        with undone_on_failure(self._state, thorough=self._thorough), _counted(choice), capped(self.budget_bytes):
             with checkpointed(self.model, choice.names), torch.enable_grad():
                 loss = self._compute_loss(*args, **kwargs)
             loss.backward()
@@ -251,16 +255,30 @@ def buffers_undone_on_failure(model: nn.Module, buffers: Iterable[torch.Tensor])
 
 
 @contextlib.contextmanager
-def undone_on_failure(model: nn.Module) -> Iterator[None]:
+def _modules_undone_on_failure(model: nn.Module) -> Iterator[None]:
+    """When the body fails, all that modules hold and random number generators are as if it had not run."""
+    random_before = RandomState.capture()
+    saved = SavedModules(model, None)
+    try:
+        yield
+    except BaseException:
+        saved.restore()
+        random_before.restore()
+        raise
+
+
+@contextlib.contextmanager
+def undone_on_failure(model: nn.Module, *, thorough: bool = False) -> Iterator[None]:
     """When the body fails, gradients, buffers, attributes and random number generators are as if it had not run.
 
-    Gradients that exist already are put aside and added at the end, in the order in which autograd adds them.
+    With `thorough`, so are buffers that were bound anew, and containers and tensors in attributes. Gradients that exist
+    already are put aside and added at the end, in the order in which autograd adds them.
     """
     earlier = {parameter: parameter.grad for parameter in model.parameters() if parameter.requires_grad}
     for parameter in earlier:
         parameter.grad = None
     try:
-        with buffers_undone_on_failure(model, model.buffers()):
+        with _modules_undone_on_failure(model) if thorough else buffers_undone_on_failure(model, model.buffers()):
             yield
     except BaseException:
         for parameter, gradient in earlier.items():

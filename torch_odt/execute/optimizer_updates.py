@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Container, Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,8 +19,9 @@ from torch.optim import optimizer as torch_optimizer
 from torch_odt import memory
 from torch_odt.capture.graph import TrainingGraph
 from torch_odt.capture.parameter_updates import update
-from torch_odt.capture.update_in_backward import UpdateRule, counter_dtype
+from torch_odt.capture.update_in_backward import UpdateRule, counter_dtype, update_in_backward
 from torch_odt.execute.gradients import has_gradient_hooks
+from torch_odt.execute.named_tensors import named_buffers, named_parameters
 
 _FLOATING = (torch.float32, torch.float64, torch.bfloat16)
 
@@ -160,6 +161,30 @@ class OptimizerUpdates:
             if target in self._fresh:
                 self._optimizer.state[member.parameter][key] = self._fresh.pop(target)
         return ()
+
+
+def why_all_gradients(accumulation_steps: int, clip_grad_norm: float | None, *, transactional: bool = False) -> str:
+    """Why the optimizer has to wait for all gradients; empty if it need not."""
+    if accumulation_steps > 1:
+        return f"gradients of {accumulation_steps} calls are accumulated"
+    if clip_grad_norm is not None:
+        return "clipping needs the norm of all gradients"
+    return "a call that fails must leave all parameters as they were (transactional=True)" if transactional else ""
+
+
+def updates_of(
+    optimizer: torch.optim.Optimizer, model: nn.Module, loss_fn: Any, disabled: Container[str], needs_all: str = ""
+) -> OptimizerUpdates | None:
+    """What an optimizer can do in the backward pass; None where that is switched off.
+
+    Args:
+        disabled: names of rewrites that are not to be made.
+        needs_all: why all gradients have to exist before it makes its step; empty if they need not.
+    """
+    if update_in_backward.__name__ in disabled:
+        return None
+    parameters, buffers = named_parameters(model, loss_fn), named_buffers(model, loss_fn)
+    return OptimizerUpdates(optimizer, parameters, buffers.values(), needs_all)
 
 
 def require_own_parameters(optimizer: torch.optim.Optimizer, parameters: Iterable[nn.Parameter]) -> None:

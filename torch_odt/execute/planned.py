@@ -25,7 +25,7 @@ from torch_odt.capture.step_data import with_results
 from torch_odt.capture.trace import TracedStep
 from torch_odt.capture.update_in_backward import UPDATE, UpdateRule
 from torch_odt.errors import InfeasibleBudget, PlanError
-from torch_odt.execute.accounting import Allowance, allow
+from torch_odt.execute.accounting import Allowance, UndoCost, allow
 from torch_odt.execute.candidate import Candidate, LaterPart, PlannedPart
 from torch_odt.execute.operator_guards import needs_guard
 from torch_odt.execute.optimizer_updates import OptimizerUpdates
@@ -127,7 +127,7 @@ def _data_of(program: Program) -> Mapping[str, Any]:
 def _require_same_use(request: StepRequest, program: StoredProgram, want_results: bool) -> None:
     if want_results and program.results is None:
         raise PlanError("the plan was made without the model's outputs: use one of a step whose outputs were asked for")
-    if request.accumulates and not program.accumulates:
+    if request.accumulates and not program.accumulates and not request.transactional:
         raise PlanError("the plan was made for accumulation_steps=1: gradients of several calls have no place in it")
     is_own = any(t.startswith("torch_odt.") for part in program.parts.values() for t in part.first.operators)
     if is_own and program.has_kernels and not _extensions.has_kernels:
@@ -266,6 +266,7 @@ def _take_stock(request: StepRequest, candidate: Candidate) -> Allowance:
             held_bytes=held,
             library_bytes=max(cost.library_bytes for cost in costs),
             collects=collects,
+            undo=UndoCost.of(first.graph, accumulates=request.accumulates) if request.transactional else None,
         )
 
     allowance = take(collects=False)

@@ -25,7 +25,7 @@ from torch_odt.capture.rewrite import for_whole_batch, rewrite, with_updates
 from torch_odt.capture.trace import TracedStep
 from torch_odt.capture.trace_cache import remembered_trace
 from torch_odt.errors import CaptureError, InfeasibleBudget, PlanError
-from torch_odt.execute.accounting import Allowance, allow, held_by_process, nearby, rounded
+from torch_odt.execute.accounting import Allowance, UndoCost, allow, held_by_process, nearby, rounded
 from torch_odt.execute.candidate import Candidate
 from torch_odt.execute.candidates import Candidates, SizedGraph, candidate_to_data
 from torch_odt.execute.plan_data import PlannedProgram
@@ -108,7 +108,12 @@ class Session:
         """What a file needs to execute a candidate."""
         request = self.request
         requirements = Requirements.of(request.model, request.loss_fn, self.args, self.kwargs)
-        return PlannedProgram(candidate, requirements, request.accumulates, request.disabled_rewrites, self.results)
+        return PlannedProgram(candidate, requirements, self.adds, request.disabled_rewrites, self.results)
+
+    @property
+    def adds(self) -> bool:
+        """Whether gradients may be there when a step begins; where calls are undone, they lie aside."""
+        return self.request.accumulates and not self.request.transactional
 
     def candidates(self, *, pages: bool = False) -> Candidates:
         """What makes plans; those that page keep all gradients until the optimizer's step."""
@@ -125,7 +130,7 @@ class Session:
             for_whole_batch=lambda graph: self.for_whole_batch(graph, pages=pages),
             profile=measure,
             planner=request.planner,
-            gradients_exist=request.accumulates,
+            gradients_exist=self.adds,
             # What takes fewest bytes is remembered for this machine.
             cache=request.cache if request.costs is None and request.device is None else Cache(enabled=False),
             goal=request.goal,
@@ -172,7 +177,6 @@ def prepare(
     plan = summarize(request, made.candidate, made.candidates, made.allowance, planning_seconds)
     plan.program = session.program(made.candidate)
     prepared = assemble(request, plan, made.candidate, made.allowance)
-    prepared.traces = session.traced
     prepared.results = session.results
     return prepared
 
@@ -253,14 +257,16 @@ def _take_stock(
     request: StepRequest, budget: ResolvedBudget, candidates: Candidates, held_bytes: int = 0, *, collects: bool = True
 ) -> Allowance:
     """What the budget leaves for the plans of one maker."""
+    graph = candidates.sized(candidates.batch).graph
     return allow(
         budget,
         request.optimizer_cost,
-        candidates.sized(candidates.batch).graph,
+        graph,
         held_bytes=held_bytes,
         cuts=candidates.cuts,
         library_bytes=candidates.library_bytes,
         collects=collects,
+        undo=UndoCost.of(graph, accumulates=request.accumulates) if request.transactional else None,
     )
 
 
@@ -328,7 +334,7 @@ def _plan_key(request: StepRequest, candidates: Candidates, allowance: Allowance
         machine_name(),
         settings_name(),
         rounded_bytes,
-        allowance.state_bytes,
+        allowance.state_bytes + allowance.undo_bytes,
         request.planner,
         # Other planners than auto begin anew with another limit.
         0 if request.planner == "auto" else request.planning_seconds,
@@ -370,9 +376,31 @@ def _prepare_fallback(request: StepRequest, samples: int, reason: str) -> Prepar
     """A step that has no graph runs as plain PyTorch, with measured submodules checkpointed where it must be."""
     # No arena serves such a step, and what malloc kept of freed tensors would stand in its way.
     memory.tune_malloc()
-    allowance = allow(request.resolve_budget(), request.optimizer_cost, None)
-    step = UncapturedStep(request.model, request.loss_fn, request.compute, allowance, reason)
+    undo = _undo_cost(request) if request.transactional else None
+    allowance = allow(request.resolve_budget(), request.optimizer_cost, None, undo=undo)
+    if undo is not None:
+        _require_room_to_commit(request, allowance)
+    step = UncapturedStep(
+        request.model, request.loss_fn, request.compute, allowance, reason, transactional=request.transactional
+    )
     return Prepared(plan=summarize_fallback(request, allowance, samples, step), samples=samples, fallback=step)
+
+
+def _undo_cost(request: StepRequest) -> UndoCost:
+    """What it takes to undo calls of a step without a graph, whose code may change any buffer."""
+    gradients = [p.nbytes for p in request.model.parameters() if p.requires_grad] if request.accumulates else [0]
+    return UndoCost(sum(b.nbytes for b in request.model.buffers()), sum(gradients) + max(gradients))
+
+
+def _require_room_to_commit(request: StepRequest, allowance: Allowance) -> None:
+    """Raises InfeasibleBudget when gradients do not fit beside the copies that undo the optimizer's step."""
+    cost = request.optimizer_cost
+    parameter_bytes = sum(p.nbytes for p in request.model.parameters() if p.requires_grad)
+    needed = 2 * parameter_bytes + (0 if cost is None else cost.state_bytes + cost.workspace_bytes)
+    if needed > allowance.step_bytes:
+        fixed = allowance.growth_bytes - allowance.step_bytes
+        smallest = allowance.smallest_budget(fixed + needed)
+        raise InfeasibleBudget(allowance.budget.text, smallest, detail=allowance.describe())
 
 
 def capture_whole(request: StepRequest, args: tuple[Any, ...], kwargs: dict[str, Any]) -> TrainingGraph:

@@ -25,6 +25,7 @@ from torch_odt.planning.pool import Layout
 
 if TYPE_CHECKING:
     from torch_odt.capture.trace import TracedStep
+    from torch_odt.execute.retries import Lowered
     from torch_odt.execute.uncaptured import UncapturedStep
 
 
@@ -37,11 +38,10 @@ class Prepared:
         samples: the batch size.
         results: how the model's outputs are put together; None where they are not wanted.
         tables: the addresses that it has loaded into the arena.
-        traces: the rewritten step at every batch size that was captured: another budget needs no other capture.
         steps: how many it has begun.
         updates: the optimizer whose step is a part of the program.
         pages: tensors go to a file and come back.
-        outside_limit_bytes: that others may take before the idle arena gives way to them.
+        outside_limit_bytes: the torch-counted bytes at which the idle arena must give way to other allocations.
     """
 
     plan: Plan
@@ -52,11 +52,17 @@ class Prepared:
     shared: frozenset[str] = frozenset()
     fallback: UncapturedStep | None = None
     tables: Sequence[int] = ()
-    traces: dict[int, TracedStep] = field(default_factory=dict)
     steps: int = 0
     updates: OptimizerUpdates | None = None
     pages: bool = False
-    outside_limit_bytes: int | None = None
+    outside_limit_bytes: int = 0
+
+    def enter(self, request: StepRequest, lowered: Lowered | None) -> None:
+        """Before a step, where the one before may have been made with less: what both share is set for this one."""
+        if self.fallback is not None:
+            self.fallback.lower(None if lowered is None else lowered.growth_bytes)
+        elif request.arena is not None:
+            request.arena.set_yield_limit(self.outside_limit_bytes)
 
     def run(
         self,
@@ -107,6 +113,8 @@ def assemble(
         is_foreign: the graphs were not traced here; what operators do not check themselves is checked for them.
     """
     arena = request.place(candidate.arena_bytes)
+    if arena is not None:
+        arena.set_yield_limit(allowance.outside_limit_bytes)
     tables: list[int] = []
     parts = {size: _make_part(request, arena, part, tables, is_foreign) for size, part in candidate.parts.items()}
     separation = candidate.parts[candidate.sizes[0]].separation

@@ -83,6 +83,11 @@ class StepProgram:
     parts: Mapping[int, Part]
     sizes: Sequence[int]
 
+    @property
+    def changed_buffers(self) -> frozenset[str]:
+        """The names of the buffers that a step changes."""
+        return frozenset(str(output.target) for output in self.parts[self.sizes[0]].graph.outputs_of("mutation"))
+
     def run(
         self,
         leaves: Sequence[Any],

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     # A start from a plan does without.
     from torch_odt.capture.device import Device
     from torch_odt.capture.power import Power
+    from torch_odt.execute.retries import Lowered
 
 
 @dataclass
@@ -39,6 +40,7 @@ class StepRequest:
         disabled_rewrites: names of rewrites that are not to be made.
         updates: what of the optimizer's step can be made in the backward pass; None where nothing is to be.
         accumulates: gradients of several calls are summed before an optimizer step.
+        transactional: a call that fails is undone.
         page_file: what may be paged to; None where nothing is.
         device: what is planned for; None for this machine.
         power: what this machine draws; None where joules do not matter.
@@ -57,6 +59,7 @@ class StepRequest:
     micro_batch: int | None
     accumulates: bool
     cache: Cache
+    transactional: bool = False
     updates: OptimizerUpdates | None = None
     costs: CostTable | None = None
     page_file: OpenPageFile | None = None
@@ -68,6 +71,7 @@ class StepRequest:
     scratch_allowed: bool = False
     scratch_misused: bool = False
     _reported: bool = False
+    _copies: int = 0
 
     def resolve_budget(self) -> ResolvedBudget:
         return self.budget.resolve(self.level_bytes)
@@ -92,11 +96,6 @@ class StepRequest:
             self.arena.release()
         self.budget = budget
 
-    def let_others_in(self, outside_limit_bytes: int | None) -> None:
-        """The idle arena gives way when what lies outside of it comes to so many bytes."""
-        if self.arena is not None and outside_limit_bytes is not None:
-            self.arena.set_yield_limit(outside_limit_bytes)
-
     @contextmanager
     def scratch(self) -> Iterator[None]:
         """Inside, allocations lie in the arena, which is idle between two steps.
@@ -116,10 +115,52 @@ class StepRequest:
         finally:
             self.arena.dynamic(False)
 
+    @contextmanager
+    def copies(self) -> Iterator[None]:
+        """Inside, copies are made that are gone before the next step: they lie in the arena.
+
+        Where the optimizer's own temporaries must not lie there, only as many of its pages stay as the copies take.
+        """
+        if self.arena is None:
+            yield
+            return
+        if not self.scratch_allowed:
+            self.arena.release()
+        self.arena.dynamic(True, self.arena.resident_bytes if self.scratch_allowed else -1)
+        try:
+            yield
+        finally:
+            self.arena.dynamic(False)
+        self._copies = self.arena.live_blocks
+
     def check_scratch(self) -> None:
         """After an optimizer step: a hook may have made a tensor in the arena that stays."""
-        if self.arena is not None and self.scratch_allowed and self.arena.live_blocks:
+        copies, self._copies = self._copies, 0
+        if self.arena is not None and self.scratch_allowed and self.arena.live_blocks > copies:
             self.scratch_allowed, self.scratch_misused = False, True
+
+    def leave_arena(self) -> None:
+        """After an exception that may have come between the arena's beginning and the code that ends it.
+
+        The optimizer's next step may have to make its state again, which must not lie there.
+        """
+        self.scratch_allowed = False
+        if self.arena is not None:
+            self.arena.end()
+            self.arena.dynamic(False)
+            self._copies = 0
+
+    @contextmanager
+    def lowered(self, to: Lowered | None) -> Iterator[None]:
+        """Inside, plans are made for what an attempt is to do with; None for the budget as it is."""
+        budget, page_file = self.budget, self.page_file
+        if to is not None:
+            self.budget = budget if to.growth_bytes is None else Budget(to.growth_bytes, of="training")
+            self.page_file = page_file if to.pages else None
+        try:
+            yield
+        finally:
+            self.budget, self.page_file = budget, page_file
 
     def report_misses(self, plan: Plan) -> None:
         """Say once when allocations depart from the plan: the step stays right, but takes more than was planned."""

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import warnings
-from collections import OrderedDict
-from collections.abc import Callable, Container, Hashable, Iterable
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -15,36 +15,37 @@ from torch import nn
 
 from torch_odt import memory
 from torch_odt.cache import Cache, CacheOption
-from torch_odt.capture.update_in_backward import update_in_backward
+from torch_odt.capture.loss_modules import loss_module
 from torch_odt.errors import NonFiniteLossWarning, OdtWarning
 from torch_odt.execute.accounting import held_by_process, make_room
-from torch_odt.execute.allotted import controller_of, first_budget, prepare_allotted
+from torch_odt.execute.accumulation import Accumulation, Shares
+from torch_odt.execute.allotted import controller_of, first_budget, heed, prepare_allotted
 from torch_odt.execute.gradients import has_gradient_hooks, run_gradient_hooks
 from torch_odt.execute.loss import make_compute
 from torch_odt.execute.named_tensors import named_buffers, named_parameters
 from torch_odt.execute.optimizer_cost import optimizer_cost
-from torch_odt.execute.optimizer_updates import OptimizerUpdates
+from torch_odt.execute.optimizer_updates import why_all_gradients
 from torch_odt.execute.page_file import PageFile, open_page_file
 from torch_odt.execute.planned import GivenPlan
 from torch_odt.execute.prepared import Prepared
+from torch_odt.execute.prepared_steps import PreparedSteps
 from torch_odt.execute.request import StepRequest
 from torch_odt.execute.step_checks import (
     check_batch,
     check_roles,
     check_trainable,
+    nonfinite_text,
+    refuse_nonfinite,
     require_accumulation_steps,
     require_planning_seconds,
 )
 from torch_odt.planning.plan import Plan
-from torch_odt.runtime.budget import Allotment, Budget, format_bytes
+from torch_odt.runtime.budget import Allotment, Budget
 
 if TYPE_CHECKING:
-    from torch_odt.capture.trace import TracedStep
+    from torch_odt.execute.retries import Lowered, Retries, Retry
+    from torch_odt.execute.transaction import Transaction
     from torch_odt.runtime.controller import BudgetValue, Controller
-
-# Batches of so many kinds keep their plans.
-_MOST_PREPARED = 8
-_MANY_CAPTURES = 16
 
 NonFinite = Literal["warn", "raise", "ignore"]
 
@@ -64,7 +65,7 @@ class TrainStep:
     with the bits of their own step; the gradient is gone then, and `.grad` is None after a call. What needs all
     gradients (`clip_grad_norm`, accumulation, micro-batches, hooks, other optimizers) makes the optimizer wait, and the
     plan says so; `disable_rewrites=["update_in_backward"]` does, too. An exception that ends a backward pass (an
-    interrupt) leaves some parameters updated and others not.
+    interrupt) leaves some parameters updated and others not, unless the step is `transactional`.
 
     Args:
         model: any `nn.Module` on the CPU. It stays as it is: same parameters, same `state_dict()`.
@@ -94,6 +95,17 @@ class TrainStep:
         cache: folder for plans and measurements, None for the default one, False for none.
         nonfinite: what to do when a loss is NaN or infinite: "warn" and go on as plain PyTorch does, "raise"
             `FloatingPointError` before the optimizer steps, or "ignore".
+        transactional: a call that fails, for want of memory, by an interrupt or by whatever raises, leaves parameters,
+            gradients, the optimizer, buffers, plain attributes of modules and random generators bit for bit as they
+            were before it, and an accumulation goes on as if there had been no such call. For want of memory, or when a
+            transfer fails, it is tried again first: after giving back what can be given back, by smaller plans, without
+            paging; see `last_retries`. The optimizer waits for the backward pass, and `.grad` is None after its step.
+            What it costs is a part of the plan: copies of changed buffers and, during the optimizer's step, of
+            parameters and optimizer state, in the idle arena as far as they fit; while accumulating, gradients twice.
+
+    Attributes:
+        last_retries: what was tried in the last call of a transactional step before it succeeded or failed, a `Retry`
+            for each time; empty where its first attempt succeeded. The next call begins with the ordinary budget.
 
     Raises:
         InfeasibleBudget: at the first call, when no plan fits, or the given one does not; it names the smallest budget
@@ -103,10 +115,11 @@ class TrainStep:
         OSError: the file of `plan` cannot be read.
         CaptureError: at the first call, when `micro_batch` is given and micro-batches would not add up to the step.
         ValueError: the model has nothing to train, or lies on another device, or the optimizer needs a closure, or
-            there is no rewrite of that name, or an option is given that `plan` decides.
+            there is no rewrite of that name, or an option is given that `plan` decides, or `transactional` with a
+            plan that updates parameters in the backward pass.
         TypeError: the model has been compiled by torch.compile, or an argument is none of what it should be.
         PagingError: at a call, when a transfer failed; parameters, buffers and the optimizer are as before it, and an
-            accumulation begins anew.
+            accumulation begins anew unless the step is `transactional`.
 
     Example:
         >>> import torch, torch_odt as odt
@@ -134,6 +147,7 @@ class TrainStep:
         clip_grad_norm: float | None = None,
         cache: CacheOption = None,
         nonfinite: NonFinite = "warn",
+        transactional: bool = False,
     ) -> None:
         check_trainable(model)
         check_roles(model, loss_fn, optimizer)
@@ -156,6 +170,8 @@ class TrainStep:
         self.optimizer = optimizer
         self.clip_grad_norm = clip_grad_norm
         self.accumulation_steps = accumulation_steps
+        self.transactional = transactional
+        self.last_retries: tuple[Retry, ...] = ()
         self._nonfinite = nonfinite
         memory.install()
         for parameter in model.parameters():
@@ -166,6 +182,11 @@ class TrainStep:
         if self._controller is not None and plan is not None:
             raise ValueError("a plan was made for one budget, which cannot change while training runs: give bytes")
         self._given = None if plan is None else GivenPlan.of_value(plan)
+        if self._given is not None and transactional and self._given.program.makes_updates:
+            raise ValueError(
+                "the plan updates parameters in the backward pass, which cannot be undone: make it with "
+                'disable_rewrites=["update_in_backward"], or leave out transactional=True'
+            )
         if self._given is not None:
             disabled_rewrites = self._given.program.disabled
         if budget is None:
@@ -184,21 +205,14 @@ class TrainStep:
             micro_batch=micro_batch,
             accumulates=accumulation_steps > 1,
             cache=Cache.of_value(cache),
+            transactional=transactional,
             planning_seconds=planning_seconds,
             page_file=None if page_file is None else open_page_file(page_file),
         )
-        self._prepared: OrderedDict[tuple[Hashable, Hashable], Prepared] = OrderedDict()
-        # Of steps whose budget was refused, or has been changed since.
-        self._traces: dict[Hashable, dict[int, TracedStep]] = {}
-        self._captures = 0
-        self._has_told = self._has_told_of_captures = False
-        # Of steps that were not captured: the values that their code could read then, and at the last call.
-        self._refused: dict[Hashable, Hashable] = {}
-        self._last_values: Hashable = None
+        self._prepared = PreparedSteps(self._request, optimizer, self._given)
+        self._has_told = self._has_told_of_retries = False
         self._current: Prepared | None = None
-        self._calls_in_group = 0
-        self._samples_in_group = 0
-        self._group: set[nn.Parameter] = set()
+        self._group = Accumulation()
 
     @property
     def budget(self) -> Budget | Allotment:
@@ -243,138 +257,144 @@ class TrainStep:
 
     def flush(self) -> None:
         """Take the optimizer step of an accumulation that the end of an epoch has left incomplete."""
-        if self._calls_in_group:
+        if not self._group.calls:
+            return
+        if not self.transactional:
             self._update()
+            return
+        # What does not act in transactions starts without what does.
+        from torch_odt.runtime.signals import SignalGate
+
+        transaction = self._transaction()
+        with SignalGate(), transaction, transaction:
+            transaction.set_gradients_aside()
+            transaction.add_gradients((), Shares())
+            self._commit(transaction)
+            transaction.complete()
 
     def close(self) -> None:
         """Return the memory that the plans hold. The next call plans anew."""
         self._prepared.clear()
-        self._traces.clear()
         self._current = None
         self._request.release()
 
     def _step(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, want_results: bool) -> tuple[torch.Tensor, Any]:
         check_batch(self.model, self.loss_fn, args, kwargs)
-        if self._calls_in_group == 0:
+        if self.transactional:
+            return self._step_or_nothing(args, kwargs, want_results)
+        if self._group.calls == 0:
             self.optimizer.zero_grad(set_to_none=True)
-        prepared = self._prepare_within(args, kwargs, want_results)
-        if prepared.plan.budget is not None:
-            make_room(self._request.arena, prepared.plan.budget.total_bytes, prepared.steps)
+        prepared = self._prepare(args, kwargs, want_results)
+        self._make_room(prepared, prepared.steps)
         prepared.steps += 1
         try:
             with self._undone_on_failure(prepared):
-                loss, results = self._differentiate(prepared, args, kwargs)
+                share = self._enter_group(prepared.samples)
+                loss, results = self._differentiate(prepared, args, kwargs, share)
             self._tell_of_fallback(prepared.plan)
             self._check_finite(loss)
         except BaseException:
             # The gradients are no longer the mean over the group: the next call begins another one.
-            self._calls_in_group = self._samples_in_group = 0
+            self._group = Accumulation()
             raise
-        self._calls_in_group += 1
-        if self._calls_in_group == self.accumulation_steps:
+        self._group.calls += 1
+        if self._group.calls == self.accumulation_steps:
             self._update()
-        if prepared.plan.budget is not None:
-            # What libraries have freed is kept by malloc: it is not to stand above the budget until the next step.
-            make_room(self._request.arena, prepared.plan.budget.total_bytes)
+        # What libraries have freed is kept by malloc: it is not to stand above the budget until the next step.
+        self._make_room(prepared)
         return loss, results
 
-    def _prepare_within(self, args: tuple[Any, ...], kwargs: dict[str, Any], want_results: bool) -> Prepared:
+    def _step_or_nothing(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], want_results: bool
+    ) -> tuple[torch.Tensor, Any]:
+        """A step that is undone when it fails, and tried again where that may help."""
+        from torch_odt.execute.retries import Retries
+
+        retries = Retries(can_plan=self._given is None)
+        try:
+            while True:
+                try:
+                    return self._transact(args, kwargs, want_results, retries)
+                except (MemoryError, RuntimeError) as error:
+                    retries.note(error, self._request)
+                # Outside the handler: while it ran, the traceback held the tensors of the failed attempt.
+                if not retries.prepare_next(self._request):
+                    raise retries.failure
+                self._tell_of_retry(retries.done[-1])
+        finally:
+            self.last_retries = tuple(retries.done)
+            if self._controller is not None:
+                heed(retries.lowered, self._controller, self._request)
+
+    def _transact(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], want_results: bool, retries: Retries
+    ) -> tuple[torch.Tensor, Any]:
+        """One attempt of a step, as a whole or not at all."""
+        from torch_odt.runtime.signals import SignalGate
+
+        gate, transaction = SignalGate(), self._transaction()
+        with gate, transaction, transaction:
+            gate.open()
+            if self._group.calls == 0:
+                self.optimizer.zero_grad(set_to_none=True)
+            prepared = self._prepare(args, kwargs, want_results, retries.lowered)
+            retries.describe_in(prepared.plan)
+            self._make_room(prepared, prepared.steps)
+            prepared.steps += 1
+            transaction.save_modules(self._modules(), self._changed_buffers(prepared))
+            shares = self._group.enter(prepared.samples, named_parameters(self.model, self.loss_fn).values())
+            transaction.set_gradients_aside()
+            loss, results = self._differentiate(prepared, args, kwargs, shares.new)
+            self._tell_of_fallback(prepared.plan)
+            self._check_finite(loss)
+            gate.close()
+            transaction.add_gradients(self._group.members, shares)
+            self._group.calls += 1
+            if self._group.calls == self.accumulation_steps:
+                self._commit(transaction)
+            self._make_room(prepared)
+            transaction.complete()
+        return loss, results
+
+    def _transaction(self) -> Transaction:
+        from torch_odt.execute.transaction import Transaction
+
+        parameters = named_parameters(self.model, self.loss_fn).values()
+        undo = partial(setattr, self, "_group", replace(self._group))
+        return Transaction(parameters, self.optimizer, self._request, undo)
+
+    def _commit(self, transaction: Transaction) -> None:
+        """The optimizer's step; there are no gradients afterwards, which the next call would have to keep."""
+        transaction.save_update()
+        self._update()
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def _modules(self) -> nn.Module:
+        """All modules that a step may change."""
+        own = loss_module(self.model, self.loss_fn)
+        return self.model if own is None else nn.ModuleList([self.model, own])
+
+    def _make_room(self, prepared: Prepared, step: int | None = None) -> None:
+        if prepared.plan.budget is not None:
+            make_room(self._request.arena, prepared.plan.budget.total_bytes, step)
+
+    def _prepare(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], want_results: bool, lowered: Lowered | None = None
+    ) -> Prepared:
         """What runs for a batch like this one, in as many bytes as there are now."""
-        prepare = functools.partial(self._prepare, args, kwargs, want_results)
-        if self._controller is None:
-            return prepare()
-        return prepare_allotted(self._controller, self._request, self._current, prepare, self._forget_plans)
+        needs_all = why_all_gradients(self.accumulation_steps, self.clip_grad_norm, transactional=self.transactional)
+        find = partial(self._prepared.find, args, kwargs, want_results, needs_all, lowered)
+        if self._controller is None or lowered is not None:
+            self._current = find()
+        else:
+            self._current = prepare_allotted(self._controller, self._request, self._current, find, self._forget_plans)
+        return self._current
 
     def _forget_plans(self) -> None:
         """Give back what plans hold, but not what has been captured for them."""
-        traces = self._traces | {key[0]: each.traces for key, each in self._prepared.items() if each.traces}
-        self.close()
-        self._traces = traces
-
-    def _prepare_given(
-        self, given: GivenPlan, args: tuple[Any, ...], kwargs: dict[str, Any], want_results: bool
-    ) -> Prepared:
-        """As the given plan says: whatever it is not for is refused."""
-        given.require(self.model, self.loss_fn, args, kwargs)
-        updates = self._updates() if given.program.makes_updates else None
-        key = (want_results, None if updates is None else updates.signature)
-        if key not in self._prepared:
-            self._forget_oldest()
-            self._request.renew(optimizer_cost(self.optimizer), updates)
-            self._prepared[key] = given.prepare(self._request, args, kwargs, want_results=want_results)
-            _warn_if_scarce(self._prepared[key].plan)
-        self._current = self._prepared[key]
-        self._request.let_others_in(self._current.outside_limit_bytes)
-        return self._current
-
-    def _prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any], want_results: bool) -> Prepared:
-        """What runs for a batch like this one, made when the first of its kind comes."""
-        if self._given is not None:
-            return self._prepare_given(self._given, args, kwargs, want_results)
-        # What traces, measures and plans; a start from a plan does without.
-        from torch_odt.execute.prepare import prepare
-        from torch_odt.execute.signature import step_outline, step_values
-
-        updates = self._updates()
-        signature = None if updates is None else updates.signature
-        outline = (want_results, signature, step_outline(self.model, self.loss_fn, args, kwargs))
-        values = step_values(self.model, self.loss_fn)
-        budget = self._request.budget
-        captured: Hashable = (outline, values)
-        key, refused = (captured, budget), (outline, budget)
-        if key not in self._prepared and refused in self._prepared and not self._is_worth_a_try(outline, values):
-            key = refused
-        prepared = self._prepared.get(key)
-        if prepared is None:
-            self._forget_oldest()
-            self._request.renew(optimizer_cost(self.optimizer), updates)
-            traces = self._traces.setdefault(captured, {})
-            self._captures += not traces
-            self._warn_of_many_captures()
-            prepared = prepare(self._request, args, kwargs, want_results=want_results, traces=traces)
-            if self._controller is None:
-                del self._traces[captured]
-            if prepared.plan.captured:
-                _warn_if_scarce(prepared.plan)
-            else:
-                key = refused
-                self._refused[outline] = values
-            self._prepared[key] = prepared
-        self._prepared.move_to_end(key)
-        if prepared is not self._current:
-            self._request.let_others_in(prepared.outside_limit_bytes)
-        self._current = prepared
-        return prepared
-
-    def _updates(self) -> OptimizerUpdates | None:
-        """What the optimizer can do before all gradients exist; None if it is not to."""
-        needs_all = why_all_gradients(self.accumulation_steps, self.clip_grad_norm)
-        disabled = self._request.disabled_rewrites
-        return updates_of(self.optimizer, self.model, self.loss_fn, disabled, needs_all)
-
-    def _is_worth_a_try(self, outline: Hashable, values: Hashable) -> bool:
-        """Whether a step that was not captured may be by now: what its first run has set up has settled."""
-        previous, self._last_values = self._last_values, values
-        return values == previous and values != self._refused[outline]
-
-    def _warn_of_many_captures(self) -> None:
-        if self._captures < _MANY_CAPTURES or self._has_told_of_captures:
-            return
-        self._has_told_of_captures = True
-        warnings.warn(
-            f"the step has been captured {self._captures} times: shapes, modes or plain Python values that "
-            "the model or the loss reads keep changing, and each change is captured and planned anew",
-            OdtWarning,
-            stacklevel=5,
-        )
-
-    def _forget_oldest(self) -> None:
-        """Plans of batches that do not come any more must not pile up."""
-        while len(self._prepared) >= _MOST_PREPARED:
-            _, oldest = self._prepared.popitem(last=False)
-            self._request.unload(oldest.tables)
-        while len(self._traces) > _MOST_PREPARED:
-            del self._traces[next(iter(self._traces))]
+        self._prepared.forget_plans()
+        self._current = None
+        self._request.release()
 
     def _undone_on_failure(self, prepared: Prepared) -> contextlib.AbstractContextManager[None]:
         """A step that pages may fail at any time, and is to be called again then."""
@@ -383,17 +403,20 @@ class TrainStep:
         # A start from a plan that does not page does without what undoes steps.
         from torch_odt.execute.fallback import buffers_undone_on_failure
 
-        graph = prepared.program.parts[prepared.program.sizes[0]].graph
-        changed = {str(output.target) for output in graph.outputs_of("mutation")}
-        buffers = named_buffers(self.model, self.loss_fn)
-        return buffers_undone_on_failure(self.model, [tensor for name, tensor in buffers.items() if name in changed])
+        return buffers_undone_on_failure(self.model, self._changed_buffers(prepared) or [])
+
+    def _changed_buffers(self, prepared: Prepared) -> list[torch.Tensor] | None:
+        """The buffers that a step changes; None where that is not known."""
+        if prepared.program is None:
+            return None
+        changed = prepared.program.changed_buffers
+        return [tensor for name, tensor in named_buffers(self.model, self.loss_fn).items() if name in changed]
 
     def _differentiate(
-        self, prepared: Prepared, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, prepared: Prepared, args: tuple[Any, ...], kwargs: dict[str, Any], share: float
     ) -> tuple[torch.Tensor, Any]:
-        """Forward and backward; gradients are in `.grad` afterwards, hooks called."""
+        """Forward and backward; gradients are in `.grad` afterwards, scaled by their share, hooks called."""
         parameters = named_parameters(self.model, self.loss_fn)
-        share = self._enter_group(parameters, prepared.samples)
         earlier = self._set_aside_gradients(parameters)
         exist = any(p.grad is not None for p in parameters.values())
         buffers = named_buffers(self.model, self.loss_fn)
@@ -405,7 +428,7 @@ class TrainStep:
                 buffers,
                 gradients_exist=exist,
                 gradient_scale=share,
-                check_loss=self._refuse_nonfinite if self._nonfinite == "raise" else None,
+                check_loss=refuse_nonfinite if self._nonfinite == "raise" else None,
             )
             if prepared.plan.captured:
                 run_gradient_hooks(parameters)
@@ -415,17 +438,13 @@ class TrainStep:
         self._request.report_misses(prepared.plan)
         return loss, results
 
-    def _enter_group(self, parameters: dict[str, nn.Parameter], samples: int) -> float:
+    def _enter_group(self, samples: int) -> float:
         """Make `.grad` the mean over all samples of the accumulation so far; returns the share of the new ones."""
-        before, self._samples_in_group = self._samples_in_group, self._samples_in_group + samples
-        if before:
-            for parameter in self._group:
-                if parameter.grad is not None:
-                    parameter.grad.mul_(before / self._samples_in_group)
-        else:
-            # What the optimizer does not reset has gradients of its own, which are no part of this mean.
-            self._group = {p for p in parameters.values() if p.grad is None}
-        return samples / self._samples_in_group if samples else 1.0
+        shares = self._group.enter(samples, named_parameters(self.model, self.loss_fn).values())
+        for parameter in self._group.members:
+            if parameter.grad is not None and shares.earlier != 1.0:
+                parameter.grad.mul_(shares.earlier)
+        return shares.new
 
     def _set_aside_gradients(self, parameters: dict[str, nn.Parameter]) -> dict[nn.Parameter, torch.Tensor]:
         """Hooks see the gradient of one backward pass, not the sum of several."""
@@ -437,6 +456,7 @@ class TrainStep:
         return found
 
     def _update(self) -> None:
+        self._group = Accumulation()
         if self.clip_grad_norm is not None:
             trained = dict.fromkeys(named_parameters(self.model, self.loss_fn).values())
             nn.utils.clip_grad_norm_([p for p in trained if p.grad is not None], self.clip_grad_norm)
@@ -447,7 +467,6 @@ class TrainStep:
         else:
             # Everything has been updated in the backward pass; schedulers look whether the optimizer was called.
             self.optimizer.step()
-        self._calls_in_group = self._samples_in_group = 0
 
     def _tell_of_fallback(self, plan: Plan) -> None:
         """Once, and not before a step has worked: what is wrong with a batch is no reason to speak of graphs."""
@@ -460,15 +479,16 @@ class TrainStep:
                 stacklevel=4,
             )
 
+    def _tell_of_retry(self, retry: Retry) -> None:
+        if not self._has_told_of_retries:
+            self._has_told_of_retries = True
+            warnings.warn(f"{retry}: {retry.error}", OdtWarning, stacklevel=5)
+
     def _check_finite(self, loss: torch.Tensor) -> None:
         if self._nonfinite == "raise":
-            self._refuse_nonfinite(loss)
+            refuse_nonfinite(loss)
         elif self._nonfinite == "warn" and not bool(torch.isfinite(loss)):
-            warnings.warn(_nonfinite_text(loss), NonFiniteLossWarning, stacklevel=4)
-
-    def _refuse_nonfinite(self, loss: torch.Tensor) -> None:
-        if not bool(torch.isfinite(loss)):
-            raise FloatingPointError(_nonfinite_text(loss))
+            warnings.warn(nonfinite_text(loss), NonFiniteLossWarning, stacklevel=4)
 
 
 def _disabled_rewrites(planner: str, names: Iterable[str]) -> frozenset[str]:
@@ -478,43 +498,3 @@ def _disabled_rewrites(planner: str, names: Iterable[str]) -> frozenset[str]:
 
     get_planner(planner)
     return switched_off(names, planner)
-
-
-def _nonfinite_text(loss: torch.Tensor) -> str:
-    return f"the loss is {loss.item()}; a lower learning rate or clip_grad_norm may help"
-
-
-def why_all_gradients(accumulation_steps: int, clip_grad_norm: float | None) -> str:
-    """Why the optimizer has to wait for all gradients; empty if it need not."""
-    if accumulation_steps > 1:
-        return f"gradients of {accumulation_steps} calls are accumulated"
-    return "" if clip_grad_norm is None else "clipping needs the norm of all gradients"
-
-
-def updates_of(
-    optimizer: torch.optim.Optimizer, model: nn.Module, loss_fn: Any, disabled: Container[str], needs_all: str = ""
-) -> OptimizerUpdates | None:
-    """What an optimizer can do in the backward pass; None where that is switched off.
-
-    Args:
-        disabled: names of rewrites that are not to be made.
-        needs_all: why all gradients have to exist before it makes its step; empty if they need not.
-    """
-    if update_in_backward.__name__ in disabled:
-        return None
-    parameters, buffers = named_parameters(model, loss_fn), named_buffers(model, loss_fn)
-    return OptimizerUpdates(optimizer, parameters, buffers.values(), needs_all)
-
-
-def _warn_if_scarce(plan: Plan) -> None:
-    """A budget says what a step may take, not that it is there."""
-    assert plan.budget is not None
-    missing_bytes = plan.budget.level_bytes + plan.peak_bytes - memory.process_bytes()
-    available_bytes = memory.available()
-    if missing_bytes > available_bytes:
-        warnings.warn(
-            f"the step takes {format_bytes(missing_bytes)} more, and {format_bytes(available_bytes)} are available: "
-            'the system may end the process. The budget "auto" takes what is available',
-            OdtWarning,
-            stacklevel=5,
-        )

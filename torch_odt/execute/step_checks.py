@@ -61,3 +61,14 @@ def require_planning_seconds(seconds: float) -> None:
     """Raises ValueError where that is no length of time."""
     if not 0 <= seconds < math.inf:
         raise ValueError(f"planning_seconds must be a number that is not below 0, not {seconds!r}")
+
+
+def nonfinite_text(loss: torch.Tensor) -> str:
+    """What to say of a loss that is NaN or infinite."""
+    return f"the loss is {loss.item()}; a lower learning rate or clip_grad_norm may help"
+
+
+def refuse_nonfinite(loss: torch.Tensor) -> None:
+    """Raises FloatingPointError when a loss is NaN or infinite."""
+    if not bool(torch.isfinite(loss)):
+        raise FloatingPointError(nonfinite_text(loss))

@@ -48,7 +48,7 @@ def summarize(
         budget=allowance.budget,
         recomputed=recomputed_in(part.graph, part.costs, part.schedule, passes=passes),
         notes=tuple(dict.fromkeys((*part.graph.notes, *part.costs.notes, *candidates.notes, *remarks))),
-        tensor_peak_bytes=candidate.tensor_peak_bytes + allowance.state_bytes,
+        tensor_peak_bytes=candidate.tensor_peak_bytes + allowance.state_bytes + allowance.undo_bytes,
         planning_seconds=planning_seconds,
         schedule=part.schedule,
         layout=part.first,

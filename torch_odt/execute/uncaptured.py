@@ -19,7 +19,16 @@ from torch_odt.planning.plan import PlanLine
 class UncapturedStep:
     """Runs a step by activation checkpointing and speaks of budgets as the user does."""
 
-    def __init__(self, model: nn.Module, loss_fn: Any, compute: Compute, allowance: Allowance, reason: str) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        loss_fn: Any,
+        compute: Compute,
+        allowance: Allowance,
+        reason: str,
+        *,
+        transactional: bool = False,
+    ) -> None:
         own = loss_module(model, loss_fn)
         state = model if own is None else nn.ModuleList([model, own])
         self._model = model
@@ -27,7 +36,9 @@ class UncapturedStep:
         self._allowance = allowance
         self._scale = 1.0
         self._results: Any = None
-        self.step = FallbackStep(model, self._loss, max(1, allowance.step_bytes), reason=reason, state=state)
+        self.step = FallbackStep(
+            model, self._loss, max(1, allowance.step_bytes), reason=reason, state=state, thorough=transactional
+        )
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any], gradient_scale: float) -> tuple[torch.Tensor, Any]:
         """Forward and backward; returns the loss and the model's outputs.
@@ -46,6 +57,13 @@ class UncapturedStep:
             ) from error
         results, self._results = self._results, None
         return (loss if gradient_scale == 1.0 else loss / gradient_scale), results
+
+    def lower(self, growth_bytes: int | None) -> None:
+        """Do with less growth than was allowed; None for what was."""
+        less = 0 if growth_bytes is None else max(0, self._allowance.growth_bytes - growth_bytes)
+        step_bytes = max(1, self._allowance.step_bytes - less)
+        if step_bytes != self.step.budget_bytes:
+            self.step.set_budget(step_bytes)
 
     @property
     def lines(self) -> tuple[PlanLine, ...]:

@@ -1,0 +1,183 @@
+"""The plans of a step: one for each kind of batch, made when the first of its kind comes."""
+
+from __future__ import annotations
+
+import warnings
+from collections import OrderedDict
+from collections.abc import Hashable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from torch_odt import memory
+from torch_odt.errors import OdtWarning
+from torch_odt.execute.optimizer_cost import optimizer_cost
+from torch_odt.execute.optimizer_updates import OptimizerUpdates, updates_of
+from torch_odt.execute.planned import GivenPlan
+from torch_odt.execute.prepared import Prepared
+from torch_odt.execute.request import StepRequest
+from torch_odt.planning.plan import Plan
+from torch_odt.runtime.budget import Allotment, Budget, format_bytes
+
+if TYPE_CHECKING:
+    from torch_odt.capture.trace import TracedStep
+    from torch_odt.execute.retries import Lowered
+
+# Batches of so many kinds keep their plans.
+_MOST_PREPARED = 8
+_MANY_CAPTURES = 16
+
+
+@dataclass(frozen=True)
+class _Key:
+    """What something ready depends on: what was captured, the budget, and how an attempt was lowered."""
+
+    captured: Hashable
+    budget: Budget | Allotment
+    lowered: Lowered | None = None
+
+
+class PreparedSteps:
+    """What is ready to run, by what it depends on: shapes, modes, what is trained, values that the code reads.
+
+    Args:
+        request: what all of it is prepared for.
+        given: the plan to follow; None where plans are made.
+    """
+
+    def __init__(self, request: StepRequest, optimizer: torch.optim.Optimizer, given: GivenPlan | None) -> None:
+        self._request = request
+        self._optimizer = optimizer
+        self._given = given
+        self._prepared: OrderedDict[_Key, Prepared] = OrderedDict()
+        # Another budget needs no other capture.
+        self._traces: dict[Hashable, dict[int, TracedStep]] = {}
+        self._captures = 0
+        self._has_told_of_captures = False
+        # Of steps that were not captured: the values that their code could read then, and at the last call.
+        self._refused: dict[Hashable, Hashable] = {}
+        self._last_values: Hashable = None
+
+    def __len__(self) -> int:
+        return len(self._prepared)
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self._prepared.clear()
+        self._traces.clear()
+
+    def forget_plans(self) -> None:
+        """What has been captured serves other plans."""
+        self._prepared.clear()
+
+    def find(
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        want_results: bool,
+        needs_all: str = "",
+        lowered: Lowered | None = None,
+    ) -> Prepared:
+        """What runs for a batch like this one, made when the first of its kind comes.
+
+        Args:
+            needs_all: why all gradients have to exist before the optimizer makes its step; empty if they need not.
+            lowered: what an attempt is to do with; None for the ordinary budget.
+        """
+        if self._given is not None:
+            return self._find_given(self._given, args, kwargs, want_results, needs_all)
+        # What traces, measures and plans; a start from a plan does without.
+        from torch_odt.execute.prepare import prepare
+        from torch_odt.execute.signature import step_outline, step_values
+
+        model, loss_fn = self._request.model, self._request.loss_fn
+        updates = self._updates(needs_all)
+        signature = None if updates is None else updates.signature
+        outline = (want_results, signature, step_outline(model, loss_fn, args, kwargs))
+        values = step_values(model, loss_fn)
+        budget = self._request.budget
+        captured: Hashable = (outline, values)
+        key, refused = _Key(captured, budget), _Key(outline, budget)
+        if key not in self._prepared and refused in self._prepared and not self._is_worth_a_try(outline, values):
+            key = refused
+        ordinary = self._prepared.get(key)
+        if lowered is not None and not (ordinary is not None and ordinary.fallback is not None):
+            key = replace(key, lowered=lowered)
+        prepared = self._prepared.get(key)
+        if prepared is None:
+            self._forget_oldest()
+            self._request.renew(optimizer_cost(self._optimizer), updates)
+            traces = self._traces.setdefault(captured, {})
+            self._captures += not traces
+            self._warn_of_many_captures()
+            with self._request.lowered(lowered):
+                prepared = prepare(self._request, args, kwargs, want_results=want_results, traces=traces)
+            if prepared.plan.captured:
+                _warn_if_scarce(prepared.plan)
+            else:
+                self._traces.pop(captured, None)
+                key = replace(refused, lowered=lowered)
+                self._refused[outline] = values
+            self._prepared[key] = prepared
+        self._prepared.move_to_end(key)
+        prepared.enter(self._request, lowered)
+        return prepared
+
+    def _find_given(
+        self, given: GivenPlan, args: tuple[Any, ...], kwargs: dict[str, Any], want_results: bool, needs_all: str
+    ) -> Prepared:
+        """As the given plan says: whatever it is not for is refused."""
+        model, loss_fn = self._request.model, self._request.loss_fn
+        given.require(model, loss_fn, args, kwargs)
+        updates = self._updates(needs_all) if given.program.makes_updates else None
+        key = _Key((want_results, None if updates is None else updates.signature), self._request.budget)
+        if key not in self._prepared:
+            self._forget_oldest()
+            self._request.renew(optimizer_cost(self._optimizer), updates)
+            self._prepared[key] = given.prepare(self._request, args, kwargs, want_results=want_results)
+            _warn_if_scarce(self._prepared[key].plan)
+        return self._prepared[key]
+
+    def _updates(self, needs_all: str) -> OptimizerUpdates | None:
+        """What the optimizer can do before all gradients exist; None if it is not to."""
+        request = self._request
+        return updates_of(self._optimizer, request.model, request.loss_fn, request.disabled_rewrites, needs_all)
+
+    def _is_worth_a_try(self, outline: Hashable, values: Hashable) -> bool:
+        """Whether a step that was not captured may be by now: what its first run has set up has settled."""
+        previous, self._last_values = self._last_values, values
+        return values == previous and values != self._refused[outline]
+
+    def _warn_of_many_captures(self) -> None:
+        if self._captures < _MANY_CAPTURES or self._has_told_of_captures:
+            return
+        self._has_told_of_captures = True
+        warnings.warn(
+            f"the step has been captured {self._captures} times: shapes, modes or plain Python values that "
+            "the model or the loss reads keep changing, and each change is captured and planned anew",
+            OdtWarning,
+            stacklevel=5,
+        )
+
+    def _forget_oldest(self) -> None:
+        """Plans of batches that do not come any more must not pile up."""
+        while len(self._prepared) >= _MOST_PREPARED:
+            _, oldest = self._prepared.popitem(last=False)
+            self._request.unload(oldest.tables)
+        while len(self._traces) > _MOST_PREPARED:
+            del self._traces[next(iter(self._traces))]
+
+
+def _warn_if_scarce(plan: Plan) -> None:
+    """A budget says what a step may take, not that it is there."""
+    assert plan.budget is not None
+    missing_bytes = plan.budget.level_bytes + plan.peak_bytes - memory.process_bytes()
+    available_bytes = memory.available()
+    if missing_bytes > available_bytes:
+        warnings.warn(
+            f"the step takes {format_bytes(missing_bytes)} more, and {format_bytes(available_bytes)} are available: "
+            'the system may end the process. The budget "auto" takes what is available',
+            OdtWarning,
+            stacklevel=5,
+        )

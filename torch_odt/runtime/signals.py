@@ -1,0 +1,76 @@
+"""Signals that arrive while something must not be left half done."""
+
+from __future__ import annotations
+
+import inspect
+import signal
+import threading
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+_HELD = (signal.SIGTERM, signal.SIGINT)
+
+
+class SignalGate:
+    """Decides when the Python handlers of SIGINT and SIGTERM run, inside a `with` block.
+
+    Choose it around work that is to be undone as a whole when a handler raises. A closed gate keeps signals until it is
+    opened, or until the block ends. It begins closed, and a handler that raises closes it: what undoes the work must
+    not be interrupted by a second signal. Outside of the main thread, where no handler runs, it does nothing, nor for
+    signals whose handler is the system's.
+
+    Example:
+        >>> with SignalGate() as gate:
+        ...     gate.open()  # what may be interrupted
+        ...     gate.close()  # what may not
+    """
+
+    def __init__(self) -> None:
+        self._handlers: dict[int, Callable[[int, FrameType | None], Any]] = {}
+        self._kept: list[int] = []
+        self._is_closed = True
+
+    def __enter__(self) -> SignalGate:
+        if threading.current_thread() is not threading.main_thread():
+            return self
+        try:
+            for number in _HELD:
+                handler = signal.getsignal(number)
+                if callable(handler):
+                    self._handlers[number] = handler
+                    signal.signal(number, self._handle)
+        except BaseException:
+            self._restore_handlers()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+        self._restore_handlers()
+        while self._kept:
+            number = self._kept.pop(0)
+            self._handlers[number](number, inspect.currentframe())
+
+    def open(self) -> None:
+        """Let handlers run, those of kept signals at once."""
+        self._is_closed = False
+        while self._kept and not self._is_closed:
+            self._handle(self._kept.pop(0), inspect.currentframe())
+
+    def close(self) -> None:
+        """Keep what arrives from now on."""
+        self._is_closed = True
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self._is_closed:
+            self._kept.append(number)
+            return
+        self._is_closed = True
+        self._handlers[number](number, frame)
+        self.open()
+
+    def _restore_handlers(self) -> None:
+        for number, handler in self._handlers.items():
+            if signal.getsignal(number) == self._handle:
+                signal.signal(number, handler)
