@@ -200,7 +200,7 @@ class TrainStep:
             planning_seconds=planning_seconds,
             page_file=None if page_file is None else open_page_file(page_file),
         )
-        self._prepared = PreparedSteps(self._request, optimizer, self._given)
+        self._prepared = PreparedSteps(self._request, self._given)
         self._has_told = self._has_told_of_retries = False
         self._current: Prepared | None = None
         self._group = Accumulation()
@@ -365,7 +365,9 @@ class TrainStep:
         self, args: tuple[Any, ...], kwargs: dict[str, Any], want_results: bool, lowered: Lowered | None = None
     ) -> Prepared:
         needs_all = why_all_gradients(self.accumulation_steps, self.clip_grad_norm, transactional=self.transactional)
-        self._current = self._prepared.find(args, kwargs, want_results, needs_all, lowered)
+        self._current = self._prepared.find(
+            args, kwargs, self.optimizer, want_results=want_results, needs_all=needs_all, lowered=lowered
+        )
         return self._current
 
     def _undone_on_failure(self, prepared: Prepared) -> contextlib.AbstractContextManager[None]:
