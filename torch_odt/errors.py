@@ -31,7 +31,8 @@ class PagingError(RuntimeError):
     """Memory could not be moved to the file of pages or back.
 
     Nothing that was trained is lost: the step can be made again. An accumulation over several calls begins anew with
-    it, and in a loop of one's own (`wrap`), buffers are as the forward pass has left them.
+    it unless the step is transactional, and in a loop of one's own (`wrap`), buffers are as the forward pass has left
+    them.
 
     Attributes:
         fault: "full" (the device or the limit), "failed" (input or output), "torn" (the file does not hold what was

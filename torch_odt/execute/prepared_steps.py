@@ -46,9 +46,8 @@ class PreparedSteps:
         given: the plan to follow; None where plans are made.
     """
 
-    def __init__(self, request: StepRequest, optimizer: torch.optim.Optimizer, given: GivenPlan | None) -> None:
+    def __init__(self, request: StepRequest, given: GivenPlan | None) -> None:
         self._request = request
-        self._optimizer = optimizer
         self._given = given
         self._prepared: OrderedDict[_Key, Prepared] = OrderedDict()
         # Another budget needs no other capture.
@@ -75,6 +74,8 @@ class PreparedSteps:
         self,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
+        optimizer: torch.optim.Optimizer,
+        *,
         want_results: bool,
         needs_all: str = "",
         lowered: Lowered | None = None,
@@ -82,17 +83,18 @@ class PreparedSteps:
         """What runs for a batch like this one, made when the first of its kind comes.
 
         Args:
+            optimizer: what makes the step's updates.
             needs_all: why all gradients have to exist before the optimizer makes its step; empty if they need not.
             lowered: what an attempt is to do with; None for the ordinary budget.
         """
         if self._given is not None:
-            return self._find_given(self._given, args, kwargs, want_results, needs_all)
+            return self._find_given(self._given, args, kwargs, optimizer, want_results, needs_all)
         # What traces, measures and plans; a start from a plan does without.
         from torch_odt.execute.prepare import prepare
         from torch_odt.execute.signature import step_outline, step_values
 
         model, loss_fn = self._request.model, self._request.loss_fn
-        updates = self._updates(needs_all)
+        updates = self._updates(optimizer, needs_all)
         signature = None if updates is None else updates.signature
         outline = (want_results, signature, step_outline(model, loss_fn, args, kwargs))
         values = step_values(model, loss_fn)
@@ -107,7 +109,7 @@ class PreparedSteps:
         prepared = self._prepared.get(key)
         if prepared is None:
             self._forget_oldest()
-            self._request.renew(optimizer_cost(self._optimizer), updates)
+            self._request.renew(optimizer_cost(optimizer), updates)
             traces = self._traces.setdefault(captured, {})
             self._captures += not traces
             self._warn_of_many_captures()
@@ -125,24 +127,30 @@ class PreparedSteps:
         return prepared
 
     def _find_given(
-        self, given: GivenPlan, args: tuple[Any, ...], kwargs: dict[str, Any], want_results: bool, needs_all: str
+        self,
+        given: GivenPlan,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        optimizer: torch.optim.Optimizer,
+        want_results: bool,
+        needs_all: str,
     ) -> Prepared:
         """As the given plan says: whatever it is not for is refused."""
         model, loss_fn = self._request.model, self._request.loss_fn
         given.require(model, loss_fn, args, kwargs)
-        updates = self._updates(needs_all) if given.program.makes_updates else None
+        updates = self._updates(optimizer, needs_all) if given.program.makes_updates else None
         key = _Key((want_results, None if updates is None else updates.signature), self._request.budget)
         if key not in self._prepared:
             self._forget_oldest()
-            self._request.renew(optimizer_cost(self._optimizer), updates)
+            self._request.renew(optimizer_cost(optimizer), updates)
             self._prepared[key] = given.prepare(self._request, args, kwargs, want_results=want_results)
             _warn_if_scarce(self._prepared[key].plan)
         return self._prepared[key]
 
-    def _updates(self, needs_all: str) -> OptimizerUpdates | None:
+    def _updates(self, optimizer: torch.optim.Optimizer, needs_all: str) -> OptimizerUpdates | None:
         """What the optimizer can do before all gradients exist; None if it is not to."""
         request = self._request
-        return updates_of(self._optimizer, request.model, request.loss_fn, request.disabled_rewrites, needs_all)
+        return updates_of(optimizer, request.model, request.loss_fn, request.disabled_rewrites, needs_all)
 
     def _is_worth_a_try(self, outline: Hashable, values: Hashable) -> bool:
         """Whether a step that was not captured may be by now: what its first run has set up has settled."""

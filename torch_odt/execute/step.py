@@ -209,7 +209,7 @@ class TrainStep:
             planning_seconds=planning_seconds,
             page_file=None if page_file is None else open_page_file(page_file),
         )
-        self._prepared = PreparedSteps(self._request, optimizer, self._given)
+        self._prepared = PreparedSteps(self._request, self._given)
         self._has_told = self._has_told_of_retries = False
         self._current: Prepared | None = None
         self._group = Accumulation()
@@ -383,9 +383,11 @@ class TrainStep:
     ) -> Prepared:
         """What runs for a batch like this one, in as many bytes as there are now."""
         needs_all = why_all_gradients(self.accumulation_steps, self.clip_grad_norm, transactional=self.transactional)
-        find = partial(self._prepared.find, args, kwargs, want_results, needs_all, lowered)
+        find = partial(
+            self._prepared.find, args, kwargs, self.optimizer, want_results=want_results, needs_all=needs_all
+        )
         if self._controller is None or lowered is not None:
-            self._current = find()
+            self._current = find(lowered=lowered)
         else:
             self._current = prepare_allotted(self._controller, self._request, self._current, find, self._forget_plans)
         return self._current
