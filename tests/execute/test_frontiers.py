@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise
@@ -18,6 +19,7 @@ from torch_odt._extensions import memory_module
 from torch_odt.capture.costs import Costs, TransferCosts
 from torch_odt.capture.device import Device
 from torch_odt.capture.graph import TrainingGraph
+from torch_odt.capture.rewrite import inexact_rewrites
 from torch_odt.execute import frontier as frontier_module
 from torch_odt.execute import prepare
 from torch_odt.execute.candidate import Candidate
@@ -140,3 +142,33 @@ def test_frontiers_page_where_a_folder_is_given(tmp_path: Path, monkeypatch: pyt
     assert f"{format_bytes(smallest.timeline.moved_bytes('out'))} paged out" in page(
         smallest, frontiers={"melon": found.plans}
     )
+
+
+def test_each_plan_can_be_followed(tmp_path: Path) -> None:
+    model, loss_fn, batch = step(norm=True)
+    plain = copy.deepcopy(model)
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)
+    for _ in range(2):
+        optimizer.zero_grad()
+        loss_fn(plain(batch[0]), batch[1]).backward()
+        optimizer.step()
+    trained = copy.deepcopy(model)
+    optimizer = torch.optim.SGD(trained.parameters(), lr=0.1, momentum=0.9)
+    exact = {"disable_rewrites": inexact_rewrites(), "micro_batch": 8}
+    found = odt.frontier(trained, loss_fn, batch, optimizer=optimizer, cache=tmp_path, **exact, **OPTIONS)
+    assert len(found) > 1
+    for plan in (found.plans[0], found.plans[-1]):
+        trained = copy.deepcopy(model)
+        optimizer = torch.optim.SGD(trained.parameters(), lr=0.1, momentum=0.9)
+        with pytest.raises(ValueError, match="made for no budget"):
+            odt.TrainStep(trained, loss_fn, optimizer, plan=plan)
+        following = odt.TrainStep(
+            trained, loss_fn, optimizer, plan=plan, budget=odt.Budget("1GiB", of="training"), cache=False
+        )
+        for _ in range(2):
+            following(*batch)
+        assert following.plan.recomputed_ops == plan.recomputed_ops
+        assert all(torch.equal(*pair) for pair in zip(trained.parameters(), plain.parameters(), strict=True))
+    path = tmp_path / "plan.json"
+    found.within(found.plans[-1].peak_bytes).save(path)
+    assert odt.load_plan(path).peak_bytes == found.plans[-1].peak_bytes

@@ -237,7 +237,7 @@ def _find(
         graph = ways[0].sized(session.samples).graph
         library_bytes = max(way.library_bytes for way in ways)
         allowance = allow(request.resolve_budget(), request.optimizer_cost, graph, library_bytes=library_bytes)
-        return {name: _frontier(request, made, allowance, tuple(notes)) for name, made in found.items()}
+        return {name: _frontier(session, made, allowance, tuple(notes)) for name, made in found.items()}
     finally:
         request.release()
 
@@ -261,9 +261,13 @@ def _of_planner(
 
 
 def _frontier(
-    request: StepRequest, found: list[tuple[Candidates, Candidate]], allowance: Allowance, notes: tuple[str, ...]
+    session: Session, found: list[tuple[Candidates, Candidate]], allowance: Allowance, notes: tuple[str, ...]
 ) -> Frontier:
-    plans = [replace(summarize(request, candidate, own, allowance), budget=None) for own, candidate in found]
+    request = session.request
+    plans = []
+    for own, candidate in found:
+        plan = summarize(request, candidate, own, allowance)
+        plans.append(replace(plan, budget=None, program=session.program(candidate)))
     return Frontier(tuple(non_dominated(plans, lambda plan: (plan.peak_bytes, _cost(request.goal, plan)))), notes)
 
 
