@@ -100,6 +100,13 @@ def test_a_call_that_fails_for_good_leaves_everything_as_it_was(step_number: int
     check_every_failure(step, data[0], 12, lasts=True)
 
 
+def test_compiled_operators_may_lose_the_class_of_an_error() -> None:
+    batch = batches()[0]
+    step = make_step(Net(), disable_rewrites=())
+    step(*batch)
+    check_every_failure(step, batch, 60)
+
+
 @pytest.mark.slow
 def test_a_real_network_at_every_place() -> None:
     torchvision = pytest.importorskip("torchvision")
@@ -367,6 +374,19 @@ def test_a_step_without_a_graph_is_made_again() -> None:
     for place in (40, 90, 110):
         # Measuring its submodules runs its code, which appends to a list.
         assert train(place).tensors == expected.tensors
+
+
+@pytest.mark.filterwarnings("ignore:not captured:torch_odt.errors.OdtWarning")
+def test_a_budget_without_room_for_the_copies_is_refused() -> None:
+    model, batch = Restless(), batches()[0]
+    step = make_step(model, budget=odt.Budget("1MiB", of="training"))
+    before = Everything.of(step)
+    with pytest.raises(odt.InfeasibleBudget) as refusal:
+        step(*batch)
+    assert not before.difference(Everything.of(step))
+    step.budget = odt.Budget(refusal.value.smallest_feasible_bytes, of="training")
+    step(*batch)
+    assert not step.plan.captured
 
 
 class Deep(nn.Module):
