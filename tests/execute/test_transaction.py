@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import random
 import signal
 import time
@@ -444,6 +445,21 @@ def saved_plan(model: nn.Module, folder: Path, **options: Any) -> Path:
     plan = odt.plan(model, F.cross_entropy, batches()[0], budget=PLENTY, optimizer=adam(model), cache=False, **options)
     plan.save(file := folder / "plan.json")
     return file
+
+
+def test_an_error_that_nobody_keeps_holds_nothing() -> None:
+    batch = batches()[0]
+    step = make_step(Net())
+    step(*batch)
+    level = memory.stats().allocated_bytes
+    gc.disable()
+    try:
+        with refused(60, lasts=True), pytest.raises(torch.OutOfMemoryError) as failed:
+            step(*batch)
+        del failed
+        assert memory.stats().allocated_bytes == level
+    finally:
+        gc.enable()
 
 
 def test_a_given_plan_is_followed_and_not_replaced(tmp_path: Path) -> None:
