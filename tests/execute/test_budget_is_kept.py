@@ -217,7 +217,7 @@ def test_another_budget_needs_no_other_capture(monkeypatch: pytest.MonkeyPatch) 
         return capture_sizes(request, args, kwargs, samples, wanted)
 
     monkeypatch.setattr(prepare, "capture_sizes", noted)
-    monkeypatch.setattr("torch_odt.execute.step._MANY_CAPTURES", 2)
+    monkeypatch.setattr("torch_odt.execute.prepared_steps._MANY_CAPTURES", 2)
     model, batch = Deep(), images()
     plain = copy.deepcopy(model)
     optimizer = sgd(plain.parameters())

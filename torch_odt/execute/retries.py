@@ -81,7 +81,7 @@ class Retries:
         self._peak_bytes: int | None = None
         self.lowered: Lowered | None = None
         self.done: list[Retry] = []
-        self.failure: BaseException = RuntimeError("nothing has failed")
+        self.failure: BaseException | None = None
 
     def describe_in(self, plan: Plan) -> None:
         """The plan of an attempt tells of those before."""
@@ -109,6 +109,7 @@ class Retries:
         if self._remedy is None:
             return False
         growth_bytes = None if self.lowered is None else self.lowered.growth_bytes
+        assert self.failure is not None
         self.done.append(Retry(first_line(self.failure), self._remedy, growth_bytes))
         _forget_frames(self.failure)
         if request.arena is not None:
@@ -116,6 +117,11 @@ class Retries:
         gc.collect()
         memory.trim()
         return True
+
+    def close(self) -> tuple[Retry, ...]:
+        """Let go of the failure, which would hold its frames, and they this object; returns what has been done."""
+        self.failure = None
+        return tuple(self.done)
 
     @property
     def _lowered(self) -> Lowered:

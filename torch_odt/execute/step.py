@@ -319,10 +319,11 @@ class TrainStep:
                     retries.note(error, self._request)
                 # Outside the handler: while it ran, the traceback held the tensors of the failed attempt.
                 if not retries.prepare_next(self._request):
+                    assert retries.failure is not None
                     raise retries.failure
                 self._tell_of_retry(retries.done[-1])
         finally:
-            self.last_retries = tuple(retries.done)
+            self.last_retries = retries.close()
             if self._controller is not None:
                 heed(retries.lowered, self._controller, self._request)
 
