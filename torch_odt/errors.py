@@ -30,9 +30,8 @@ class ScheduleError(PlanError):
 class PagingError(RuntimeError):
     """Memory could not be moved to the file of pages or back.
 
-    Nothing that was trained is lost: the step can be made again. An accumulation over several calls begins anew with
-    it unless the step is transactional, and in a loop of one's own (`wrap`), buffers are as the forward pass has left
-    them.
+    Nothing that was trained is lost: parameters, buffers and random generators are as before the step, which can be
+    made again. An accumulation over several calls begins anew with it, unless the step is transactional.
 
     Attributes:
         fault: "full" (the device or the limit), "failed" (input or output), "torn" (the file does not hold what was

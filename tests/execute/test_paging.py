@@ -401,7 +401,7 @@ def wrapped_to_page(folder: Path, batch: Batch) -> tuple[nn.Module, torch.optim.
 def test_a_failed_transfer_of_a_wrapped_model_updates_nothing(tmp_path: Path, fault: str) -> None:
     batch = batches()[0]
     model, optimizer = wrapped_to_page(tmp_path, batch)
-    before = copy.deepcopy(dict(model.named_parameters()))
+    before, random = copy.deepcopy(model.state_dict()), torch.get_rng_state()
     opened = session_of(model)._page_file
     assert opened is not None
     descriptor = opened.pager.descriptor
@@ -409,7 +409,9 @@ def test_a_failed_transfer_of_a_wrapped_model_updates_nothing(tmp_path: Path, fa
     with ending, pytest.raises(odt.PagingError, match=r"paging (out|in) .* bytes: ") as failed:
         plain_step(model, optimizer, batch)
     assert failed.value.fault == fault
-    assert all(torch.equal(p, before[name]) and p.grad is None for name, p in model.named_parameters())
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    assert all(p.grad is None for p in model.parameters())
+    assert torch.equal(torch.get_rng_state(), random)
     # The error's traceback holds what the step has made until then.
     del failed
     gc.collect()
@@ -423,7 +425,7 @@ def test_a_failed_transfer_of_a_wrapped_model_updates_nothing(tmp_path: Path, fa
 def test_a_file_that_is_cut_off_between_forward_and_backward(tmp_path: Path) -> None:
     batch = batches()[0]
     model, optimizer = wrapped_to_page(tmp_path, batch)
-    before = copy.deepcopy(dict(model.named_parameters()))
+    before, random = copy.deepcopy(model.state_dict()), torch.get_rng_state()
     optimizer.zero_grad()
     loss = F.cross_entropy(model(batch[0]), batch[1])
     opened = session_of(model)._page_file
@@ -432,6 +434,8 @@ def test_a_file_that_is_cut_off_between_forward_and_backward(tmp_path: Path) -> 
     with pytest.raises(odt.PagingError, match=r"the file has become shorter|does not hold what was written"):
         loss.backward()
     del loss
-    assert all(torch.equal(p, before[name]) and p.grad is None for name, p in model.named_parameters())
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    assert all(p.grad is None for p in model.parameters())
+    assert torch.equal(torch.get_rng_state(), random)
     assert opened.pager.stats()["pages"] == 0
     plain_step(model, optimizer, batch)

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -22,7 +22,9 @@ from torch_odt.capture.graph import Output, TrainingGraph
 from torch_odt.capture.partition import Constant, GraphPiece
 from torch_odt.capture.rewrite import with_updates
 from torch_odt.capture.update_in_backward import UPDATE, UpdateRule
+from torch_odt.errors import PagingError
 from torch_odt.execute.executor import Executor, Table
+from torch_odt.execute.wrap_undo import StepUndo
 from torch_odt.planning.schedule import Deliver, Run
 
 ChooseExecutor = Callable[["GraphRunner", list[Any]], Executor]
@@ -58,8 +60,13 @@ class Call:
 
 @dataclass
 class Calls:
-    """The calls that wait for their backward pass, by token."""
+    """The calls that wait for their backward pass, by token.
 
+    Attributes:
+        undo: puts a step back whose transfers fail; None where nothing is paged.
+    """
+
+    undo: StepUndo | None = None
     waiting: dict[int, Call] = field(default_factory=dict)
     _numbers: itertools.count[int] = field(default_factory=itertools.count)
 
@@ -71,6 +78,18 @@ class Calls:
         # The array lives exactly as long as the token's storage, whatever becomes of the tensor object.
         weakref.finalize(content, self.waiting.pop, number, None).atexit = False
         return torch.from_numpy(content)
+
+    @contextmanager
+    def undone_on_failure(self, *, is_forward: bool) -> Iterator[None]:
+        """Inside, a transfer that fails undoes the step."""
+        if self.undo is not None and is_forward and not self.waiting:
+            self.undo.begin()
+        try:
+            yield
+        except PagingError:
+            if self.undo is not None:
+                self.undo.undo()
+            raise
 
     def find(self, token: torch.Tensor, *, and_drop: bool) -> Call:
         number = int(token)
@@ -130,7 +149,8 @@ class GraphRunner:
     def forward(self, args: list[Any]) -> list[Any]:
         """The forward half: the results and a token."""
         executor = self._choose_executor(self, args)
-        table, results = self._run_forward(executor, args)
+        with self._calls.undone_on_failure(is_forward=True):
+            table, results = self._run_forward(executor, args)
         returned = {id(result) for result in results}
         exposed = [i for i, tensor in enumerate(table) if id(tensor) in returned]
         versions = [
@@ -164,7 +184,8 @@ class GraphRunner:
         running: AbstractContextManager[Executor] = nullcontext(call.executor)
         if self._updates is not None:
             running = self._updates.backward(call, collector, self._calls.waiting.values(), is_kept=is_kept)
-        with running as executor, _disable_current_modes():
+        undone = self._calls.undone_on_failure(is_forward=False)
+        with undone, running as executor, _disable_current_modes():
             executor.run_backward(table, collector)
         for gradient in collector.tensors.values():
             memory.tag(gradient, "gradient")

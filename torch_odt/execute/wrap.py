@@ -93,7 +93,8 @@ def wrap(
         cache: folder for measurements, None for the default one, False for none.
 
     Raises:
-        PagingError: at a forward or backward pass, when a transfer failed; parameters are as they were.
+        PagingError: at a forward or backward pass, when a transfer failed; parameters, buffers and random generators
+            are as before the forward pass.
         InfeasibleBudget: at a forward pass, before the first operator that cannot fit.
         RuntimeError: at a second backward pass before `optimizer.step()`, where `optimizer` was given.
         ValueError: a parameter is not on the CPU, or the optimizer holds none of the model's, or there is no rewrite

@@ -37,6 +37,7 @@ from torch_odt.execute.smallest_plans import remembered_smallest
 from torch_odt.execute.split_schedule import split
 from torch_odt.execute.wrap_given import GivenSchedule, WrapProgram
 from torch_odt.execute.wrap_plan import Ledger, Sequence, StepPlan, footprint, result_bytes, summarize_wrap
+from torch_odt.execute.wrap_undo import StepUndo
 from torch_odt.execute.wrap_updates import WrapUpdates
 from torch_odt.planning.plan import Plan
 from torch_odt.planning.pool import Layout, pack
@@ -88,7 +89,7 @@ class WrapSession:
     ) -> None:
         memory.install()
         self._page_file = page_file
-        self.calls = Calls()
+        self.calls = Calls(None if page_file is None else StepUndo(model))
         self.level_bytes = held_by_process()
         self._asked = budget
         self.budget: ResolvedBudget = budget.resolve(self.level_bytes)
