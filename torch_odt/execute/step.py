@@ -232,6 +232,11 @@ class TrainStep:
         if self._calls_in_group:
             self._update()
 
+    def release(self) -> None:
+        """Give memory back until the next call, as while training waits; the plans stay."""
+        if self._request.arena is not None:
+            self._request.arena.release()
+
     def close(self) -> None:
         """Return the memory that the plans hold. The next call plans anew."""
         self._prepared.clear()

@@ -8,10 +8,14 @@ from typing import TYPE_CHECKING, Any
 from torch_odt.runtime.budget import Budget, ResolvedBudget, format_bytes, parse_bytes
 
 if TYPE_CHECKING:
+    from torch_odt.runtime.background import Background, BackgroundRun
     from torch_odt.runtime.monitor import Monitor, Reading, read_system
     from torch_odt.runtime.persistence import Checkpointer, Resumed
+    from torch_odt.runtime.wait_policy import reexecute_with_wait_policy
 
 __all__ = [
+    "Background",
+    "BackgroundRun",
     "Budget",
     "Checkpointer",
     "Monitor",
@@ -21,15 +25,19 @@ __all__ = [
     "format_bytes",
     "parse_bytes",
     "read_system",
+    "reexecute_with_wait_policy",
 ]
 
 # Loaded when first used: a start from a plan does without.
 _LAZY = {
+    "Background": "torch_odt.runtime.background",
+    "BackgroundRun": "torch_odt.runtime.background",
     "Checkpointer": "torch_odt.runtime.persistence",
     "Resumed": "torch_odt.runtime.persistence",
     "Monitor": "torch_odt.runtime.monitor",
     "Reading": "torch_odt.runtime.monitor",
     "read_system": "torch_odt.runtime.monitor",
+    "reexecute_with_wait_policy": "torch_odt.runtime.wait_policy",
 }
 
 
