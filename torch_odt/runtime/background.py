@@ -1,7 +1,7 @@
 """Training beside other programs: it gives way to them, and is not slowed down more than it must be.
 
-Open `Background` first. What it is made of: [own_threads](own_threads.py) (priority and cores), [choice](choice.py) (how
-many threads), [neighbours](neighbours.py) (who else computes), [pause](pause.py), [wait_policy](wait_policy.py).
+Open `Background` first. What it is made of: own_threads.py (priority and cores), choice.py (how many threads),
+neighbours.py (who else computes), pause.py, wait_policy.py.
 """
 
 from __future__ import annotations
