@@ -42,8 +42,8 @@ def main() -> int:
     if options.way is not None:
         train(options.way)
     found = {"steps": {way: steps_of(way, options.seconds) for way in WAYS}}
+    print(table("seconds of a step", found["steps"], 3), flush=True)
     found["foreground"] = {"alone": foreground(options.seconds)} | {way: beside(way, options.seconds) for way in WAYS}
-    print(table("seconds of a step", found["steps"], 3))
     print(table("in the foreground", found["foreground"], 2))
     report_promises(found["steps"])
     if options.out is not None:
@@ -113,7 +113,9 @@ def training(way: str) -> Iterator[list[float]]:
 @contextmanager
 def busy_cores() -> Iterator[None]:
     """A process for each core that never sleeps."""
-    processes = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in os.sched_getaffinity(0)]
+    # It ends by itself when this process is killed.
+    loop = "import os\nparent = os.getppid()\nwhile os.getppid() == parent: pass"
+    processes = [subprocess.Popen([sys.executable, "-c", loop]) for _ in os.sched_getaffinity(0)]
     try:
         yield
     finally:
