@@ -22,6 +22,7 @@ DONE, UNEXPECTED, USER_ERROR, INTERRUPTED = 0, 1, 2, 130
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit code."""
     arguments = make_parser().parse_args(argv)
+    arguments.owns_process = argv is None
     with warnings.catch_warnings():
         if not arguments.debug:
             _show_only_our_warnings()

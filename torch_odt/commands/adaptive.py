@@ -5,8 +5,6 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-import psutil
-
 import torch_odt as odt
 from torch_odt.commands import options
 from torch_odt.commands.errors import UserError
@@ -14,6 +12,7 @@ from torch_odt.commands.gauge import MemoryGauge
 from torch_odt.commands.table import format_bytes, seconds_text
 from torch_odt.commands.training import Record
 from torch_odt.runtime.controller import Controller
+from torch_odt.runtime.pause import read_celsius
 from torch_odt.runtime.policies import ShareOfAvailable, Smallest
 
 RESERVE = "64MiB"
@@ -61,8 +60,8 @@ def live_text(step: odt.TrainStep, gauge: MemoryGauge, record: Record, above_byt
         f"plan {format_bytes(step.plan.peak_bytes)}",
         f"{seconds_text(record.seconds[-1])} a step",
     ]
-    degrees = temperature()
-    return ", ".join(words if degrees is None else [*words, f"{degrees:.0f} °C"])
+    celsius = read_celsius()
+    return ", ".join(words if celsius is None else [*words, f"{celsius:.0f} °C"])
 
 
 def changes_text(controller: Controller) -> str:
@@ -74,11 +73,3 @@ def changes_text(controller: Controller) -> str:
         f"{len(amounts) - 1} changes of the budget, between {format_bytes(min(amounts))} and "
         f"{format_bytes(max(amounts))}"
     )
-
-
-def temperature() -> float | None:
-    """Of the hottest sensor, in degrees Celsius; None where there is none."""
-    if not hasattr(psutil, "sensors_temperatures"):
-        return None
-    sensors = psutil.sensors_temperatures()
-    return max((each.current for found in sensors.values() for each in found), default=None)

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 import torch_odt as odt
-from torch_odt.commands import adaptive, checkpoints, options
+from torch_odt.commands import adaptive, background, checkpoints, options
 from torch_odt.commands.checkpoints import Checkpoints, Order
 from torch_odt.commands.data import NAMES, ImageData, load_data
 from torch_odt.commands.errors import UserError, as_user_errors
@@ -28,6 +28,7 @@ from torch_odt.commands.optimizers import make_optimizer
 from torch_odt.commands.table import bytes_text, format_bytes, render, seconds_text
 from torch_odt.commands.training import Record, beside_loop, laid_out, memory_against, run_steps, validate
 from torch_odt.errors import PagingError
+from torch_odt.runtime.background import BackgroundRun
 
 NAME = "train"
 SUMMARY = "train a classifier on images inside a budget"
@@ -88,11 +89,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--save", type=Path, metavar="FILE", help="write the weights there, as safetensors")
     checkpoints.add_arguments(parser)
     adaptive.add_arguments(parser)
+    background.add_arguments(parser)
     options.add_output(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Train, validate every epoch, save."""
+    background.begin(arguments)
     options.check_folder("--save", arguments.save)
     options.check_planning(arguments)
     options.check_page_to(arguments)
@@ -124,7 +127,8 @@ def run(arguments: argparse.Namespace) -> int:
                 page_to=arguments.page_to,
                 planning_seconds=arguments.planning_seconds,
             )
-        report = _train(arguments, step, model, data, budget, gauge, record, kept)
+        with background.in_background(arguments, step) as beside:
+            report = _train(arguments, step, model, data, budget, gauge, record, kept, beside)
     if arguments.save is not None:
         save(model, arguments.save)
         report.saved = str(arguments.save)
@@ -165,6 +169,7 @@ def _train(
     gauge: MemoryGauge,
     record: Record,
     kept: Checkpoints,
+    beside: BackgroundRun | None,
 ) -> Report:
     resolved = budget.resolve(gauge.base_bytes)
     above = gauge.base_bytes if budget.of == "training" else 0
@@ -186,6 +191,8 @@ def _train(
         return adaptive.live_text(step, gauge, record, above)
 
     def step_done() -> None:
+        if beside is not None:
+            beside.after_step(record.seconds[-1])
         position.step_done(record.losses[-1], record.accuracies[-1])
         kept.step_done(position)
 
@@ -202,6 +209,7 @@ def _train(
             label=f"epoch {position.epoch}",
             quiet=arguments.json,
             announce=None if len(record.losses) else lambda: f"\n{step.plan}\n",
+            before_step=None if beside is None else beside.before_step,
             step_done=step_done,
         )
         held_out = laid_out(validation, arguments.channels_last)

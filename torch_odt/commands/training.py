@@ -99,6 +99,7 @@ def run_steps(
     label: str,
     quiet: bool = False,
     announce: Callable[[], str] | None = None,
+    before_step: Callable[[], None] | None = None,
     step_done: Callable[[], None] | None = None,
 ) -> None:
     """Train on at most `steps` batches; every step adds to `record` and moves the progress display on.
@@ -106,11 +107,14 @@ def run_steps(
     Args:
         memory_text: says how the memory stands.
         announce: what to say after the first step.
+        before_step: called before each step.
         step_done: called after each step.
     """
     smooth_loss = smooth_accuracy = None
     with Progress(label, steps, quiet=quiet) as progress:
         for images, labels in islice(batches, steps):
+            if before_step is not None:
+                before_step()
             begin = time.perf_counter()
             loss, scores = step.with_outputs(images, labels)
             record.seconds.append(time.perf_counter() - begin)

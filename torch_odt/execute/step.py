@@ -34,6 +34,7 @@ from torch_odt.execute.step_checks import (
     check_batch,
     check_roles,
     check_trainable,
+    disabled_rewrites_of,
     nonfinite_text,
     refuse_nonfinite,
     require_accumulation_steps,
@@ -158,7 +159,7 @@ class TrainStep:
         if nonfinite not in ("warn", "raise", "ignore"):
             raise ValueError(f'nonfinite is "warn", "raise" or "ignore", not {nonfinite!r}')
         if plan is None:
-            disabled_rewrites = _disabled_rewrites(planner, disable_rewrites)
+            disabled_rewrites = disabled_rewrites_of(planner, disable_rewrites)
         elif planner != "auto" or micro_batch is not None or tuple(disable_rewrites) or planning_seconds:
             raise ValueError(
                 "with plan= the planner, the micro-batch and the rewrites are those of the plan, and nothing is "
@@ -271,6 +272,11 @@ class TrainStep:
             transaction.add_gradients((), Shares())
             self._commit(transaction)
             transaction.complete()
+
+    def release(self) -> None:
+        """Give memory back until the next call, as while training waits; the plans stay."""
+        if self._request.arena is not None:
+            self._request.arena.release()
 
     def close(self) -> None:
         """Return the memory that the plans hold. The next call plans anew."""
@@ -492,12 +498,3 @@ class TrainStep:
             refuse_nonfinite(loss)
         elif self._nonfinite == "warn" and not bool(torch.isfinite(loss)):
             warnings.warn(nonfinite_text(loss), NonFiniteLossWarning, stacklevel=4)
-
-
-def _disabled_rewrites(planner: str, names: Iterable[str]) -> frozenset[str]:
-    """What a plan is to be made without; raises where there is no such planner or rewrite."""
-    from torch_odt.capture.rewrite import switched_off
-    from torch_odt.planning.registry import get_planner
-
-    get_planner(planner)
-    return switched_off(names, planner)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -72,3 +73,12 @@ def refuse_nonfinite(loss: torch.Tensor) -> None:
     """Raises FloatingPointError when a loss is NaN or infinite."""
     if not bool(torch.isfinite(loss)):
         raise FloatingPointError(nonfinite_text(loss))
+
+
+def disabled_rewrites_of(planner: str, names: Iterable[str]) -> frozenset[str]:
+    """What a plan is to be made without; raises where there is no such planner or rewrite."""
+    from torch_odt.capture.rewrite import switched_off
+    from torch_odt.planning.registry import get_planner
+
+    get_planner(planner)
+    return switched_off(names, planner)

@@ -8,12 +8,16 @@ from typing import TYPE_CHECKING, Any
 from torch_odt.runtime.budget import Budget, ResolvedBudget, format_bytes, parse_bytes
 
 if TYPE_CHECKING:
+    from torch_odt.runtime.background import Background, BackgroundRun
     from torch_odt.runtime.controller import Controller, Decision
     from torch_odt.runtime.monitor import Monitor, Reading, read_system
     from torch_odt.runtime.persistence import Checkpointer, Resumed
     from torch_odt.runtime.policies import ControlGroupHeadroom, Fixed, Policy, ShareOfAvailable, Smallest
+    from torch_odt.runtime.wait_policy import reexecute_with_wait_policy
 
 __all__ = [
+    "Background",
+    "BackgroundRun",
     "Budget",
     "Checkpointer",
     "ControlGroupHeadroom",
@@ -30,10 +34,13 @@ __all__ = [
     "format_bytes",
     "parse_bytes",
     "read_system",
+    "reexecute_with_wait_policy",
 ]
 
 # Loaded when first used: a start from a plan does without.
 _LAZY = {
+    "Background": "torch_odt.runtime.background",
+    "BackgroundRun": "torch_odt.runtime.background",
     "Checkpointer": "torch_odt.runtime.persistence",
     "Controller": "torch_odt.runtime.controller",
     "Decision": "torch_odt.runtime.controller",
@@ -46,6 +53,7 @@ _LAZY = {
     "Monitor": "torch_odt.runtime.monitor",
     "Reading": "torch_odt.runtime.monitor",
     "read_system": "torch_odt.runtime.monitor",
+    "reexecute_with_wait_policy": "torch_odt.runtime.wait_policy",
 }
 
 

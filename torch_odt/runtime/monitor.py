@@ -18,7 +18,7 @@ from torch_odt.memory._control_group import ControlGroupLevel, control_groups
 from torch_odt.memory._files import SYSTEM_ROOT, read_text
 from torch_odt.memory._process import available_detail, process_bytes
 
-__all__ = ["ControlGroupReading", "Monitor", "Pressure", "Reading", "read_system"]
+__all__ = ["ControlGroupReading", "Monitor", "Pressure", "Reading", "read_pressure", "read_system"]
 
 INTERVAL_SECONDS = 1.0
 _KINDS = ("memory", "cpu", "io")
@@ -103,8 +103,21 @@ def read_system(*, root: Path = SYSTEM_ROOT) -> Reading:
         total_bytes=psutil.virtual_memory().total,
         swap_used_bytes=swap.used if swap.total else None,
         control_group=_tightest_group(root),
-        pressure=_pressures(root / "proc/pressure", "{}"),
+        pressure=read_pressure(root=root),
     )
+
+
+def read_pressure(*, root: Path = SYSTEM_ROOT) -> dict[str, Pressure]:
+    """Pressure of the whole machine, by kind: "memory", "cpu", "io". Absent kinds are not known.
+
+    Args:
+        root: where `proc` lies, for tests.
+
+    Example:
+        >>> set(read_pressure()) <= {"memory", "cpu", "io"}
+        True
+    """
+    return _pressures(root / "proc/pressure", "{}")
 
 
 class Monitor:

@@ -1,0 +1,149 @@
+"""Training in the background: what the kernel says of a real process, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from torch_odt import Budget, OdtWarning, TrainStep
+from torch_odt.runtime import Background
+from torch_odt.runtime.own_threads import OwnThreads
+
+WORKER = Path(__file__).with_name("background_worker.py")
+
+
+def answer(process: subprocess.Popen[str]) -> dict[str, Any]:
+    assert process.stdout is not None
+    found: dict[str, Any] = json.loads(process.stdout.readline())
+    return found
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+def test_a_real_process() -> None:
+    environment = os.environ | {"PYTHONPATH": ":".join(sys.path)}
+    words = [sys.executable, str(WORKER)]
+    with subprocess.Popen(words, stdin=-1, stdout=-1, text=True, env=environment) as process:
+        assert process.stdin is not None
+        told = answer(process)
+        usual = told["before"][0]
+        nice = max(usual["nice"], 10)
+        expected = {"nice": nice, "policy": os.SCHED_BATCH, "cores": [told["core"]], "io": 3}
+        assert len(told["inside"]) >= 2 and all(thread == expected for thread in told["inside"]), told
+        assert told["torch_threads"] == 1 and told["notes"] == []
+        process.send_signal(signal.SIGUSR1)
+        process.stdin.write("\n")
+        process.stdin.flush()
+        assert answer(process) == {"paused": True}
+        process.send_signal(signal.SIGUSR2)
+        waited = answer(process)
+        assert waited["released"] == 1 and waited["paused_seconds"] > 0
+        after = answer(process)
+        for thread in after["after"]:
+            assert (thread["cores"], thread["policy"]) == (usual["cores"], usual["policy"])
+            assert thread["nice"] in (usual["nice"], nice)
+        assert after["usual"]
+    assert process.returncode == 0
+
+
+def test_what_the_system_refuses_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*parts: object) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    for name in ("setpriority", "sched_setscheduler", "sched_setaffinity"):
+        monkeypatch.setattr(os, name, refuse)
+    own = OwnThreads()
+    own.set_nice(19)
+    own.set_scheduling("idle")
+    own.set_cores({0})
+    refused = ["nice 19", 'scheduling "idle"', "cores [0]"]
+    assert own.notes == [f"{what}: Operation not permitted" for what in refused]
+    own.restore()
+    assert len(own.notes) == 3, "what was not done needs no undoing"
+
+
+def test_what_the_system_does_not_have_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("setpriority", "sched_setscheduler", "sched_setaffinity"):
+        monkeypatch.delattr(os, name)
+    own = OwnThreads()
+    own.set_nice(19)
+    own.set_scheduling("batch")
+    own.set_cores({0})
+    assert [note.split(":")[0] for note in own.notes] == ["nice 19", 'scheduling "batch"', "cores [0]"]
+
+
+def test_threads_are_as_before_afterwards() -> None:
+    before = torch.get_num_threads()
+    quiet = Background(nice=0, scheduling="normal", idle_storage=False, threads=before + 1)
+    with quiet.applied() as background:
+        for _ in range(2):
+            background.before_step()
+            background.after_step()
+        assert torch.get_num_threads() == before + 1 and background.setting is not None
+    assert torch.get_num_threads() == before
+
+
+def test_without_a_wait_policy_it_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    monkeypatch.delenv("GOMP_SPINCOUNT", raising=False)
+    with (
+        pytest.warns(OdtWarning, match="GOMP_SPINCOUNT"),
+        Background(nice=0, scheduling="normal", idle_storage=False).applied(),
+    ):
+        pass
+
+
+def test_joules_without_a_sensor(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch_odt.runtime.background.find_sensors", lambda: [])
+    quiet = Background(nice=0, scheduling="normal", idle_storage=False, threads=1, least="joules")
+    with quiet.applied() as background:
+        assert background.notes == ("no power sensor can be read: settings are chosen by seconds",)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"nice": 20}, "0 to 19"),
+        ({"nice": -1}, "0 to 19"),
+        ({"scheduling": "fifo"}, "fifo"),
+        ({"threads": 0}, "at least 1"),
+        ({"cores": "medium"}, "medium"),
+        ({"cores": frozenset()}, "names none"),
+        ({"least": "watts"}, "watts"),
+        ({"pause_signals": (10, 10)}, "two different"),
+        ({"pause_below_battery_percent": 120.0}, "at most 100"),
+    ],
+)
+def test_bad_options(options: dict[str, Any], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        Background(**options)
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="cores are not bound here")
+def test_cores_that_are_not_there() -> None:
+    with (
+        pytest.raises(ValueError, match="none of the cores"),
+        Background(cores=frozenset({10**6}), threads=1).applied(),
+    ):
+        pass
+
+
+def test_a_step_gives_its_memory_back_and_goes_on() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(8, 64), torch.nn.ReLU(), torch.nn.Linear(64, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    budget = Budget("64MiB", of="training")
+    step = TrainStep(model, torch.nn.functional.cross_entropy, optimizer, budget=budget, cache=False)
+    step.release()
+    batch = torch.ones(256, 8), torch.zeros(256, dtype=torch.long)
+    first = step(*batch)
+    plan = step.plan
+    step.release()
+    assert step(*batch) < first
+    assert step.plan is plan

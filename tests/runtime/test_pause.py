@@ -1,0 +1,95 @@
+"""Pauses, with sensors and clocks that are made up."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+
+from torch_odt.runtime.pause import Battery, Pauses
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def __call__(self) -> float:
+        return self.seconds
+
+    def sleep(self, seconds: float) -> None:
+        self.seconds += seconds
+
+
+def test_a_condition_of_the_caller() -> None:
+    clock, answers, told = Clock(), [True, True, True, False], list[str]()
+    pauses = Pauses(when=lambda: answers.pop(0), clock=clock, sleep=clock.sleep)
+    pauses.wait(told.append)
+    assert answers == [] and told == ["the caller's condition"]
+    assert pauses.paused_seconds == clock.seconds > 0
+
+
+def test_a_hot_processor_must_cool_down() -> None:
+    clock, heat = Clock(), [70.0, 81.0, 78.0, 75.0]
+    pauses = Pauses(above_celsius=80.0, celsius=lambda: heat[0], clock=clock, sleep=clock.sleep)
+    reasons = []
+    while heat:
+        reasons.append(pauses.reason())
+        heat.pop(0)
+        clock.seconds += 10
+    hot = "a temperature above 80.0 degrees Celsius"
+    assert reasons == [None, hot, hot, None]
+
+
+def test_sensors_are_not_asked_at_every_step() -> None:
+    asked = []
+    clock = Clock()
+    pauses = Pauses(above_celsius=80.0, celsius=lambda: asked.append(1) or 20.0, clock=clock)
+    asked.clear()
+    for _ in range(100):
+        assert pauses.reason() is None
+        clock.seconds += 0.1
+    assert len(asked) == 2
+
+
+def test_a_battery_that_is_not_charged() -> None:
+    clock = Clock()
+    state = [Battery(19.0, True)]
+    pauses = Pauses(below_battery_percent=20.0, battery=lambda: state[0], clock=clock, sleep=clock.sleep)
+    reasons = []
+    for battery in (Battery(19.0, True), Battery(19.0, False), Battery(19.0, None), Battery(30.0, False)):
+        state[0] = battery
+        reasons.append(pauses.reason())
+        clock.seconds += 10
+    low = "a battery below 20.0 percent"
+    assert reasons == [None, low, low, None]
+
+
+def test_absent_sensors_are_named() -> None:
+    pauses = Pauses(above_celsius=80.0, below_battery_percent=20.0, celsius=lambda: None, battery=lambda: None)
+    assert [note.split(" can")[0] for note in pauses.notes] == ["no temperature", "no battery"]
+    assert pauses.reason() is None
+
+
+def test_signals_and_the_handlers_before_them() -> None:
+    seen: list[int] = []
+    before = signal.signal(signal.SIGUSR1, lambda number, frame: seen.append(number))
+    try:
+        pauses = Pauses()
+        pauses.listen(signal.SIGUSR1, signal.SIGUSR2)
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert pauses.reason() == "a signal"
+        os.kill(os.getpid(), signal.SIGUSR2)
+        assert pauses.reason() is None and seen == []
+        pauses.ignore()
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert seen == [signal.SIGUSR1] and signal.getsignal(signal.SIGUSR2) == signal.SIG_DFL
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
+def test_signals_belong_to_the_main_thread() -> None:
+    pauses = Pauses()
+    thread = threading.Thread(target=pauses.listen, args=(signal.SIGUSR1, signal.SIGUSR2))
+    thread.start()
+    thread.join()
+    assert pauses.notes == ["signals reach the main thread alone: pausing by signal is off"]

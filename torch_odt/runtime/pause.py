@@ -1,0 +1,146 @@
+"""Reasons to wait between two steps: a signal, a predicate, a hot processor, an empty battery."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import Any
+
+import psutil
+
+_LOOK_SECONDS = 5.0
+_WAIT_SECONDS = 0.2
+# Where training goes on at the very limit, it stops again at once.
+_COOLER_CELSIUS = 5.0
+
+
+@dataclass(frozen=True)
+class Battery:
+    """A battery's state.
+
+    Attributes:
+        percent: of a full charge.
+        plugged: the supply carries the machine; None where that is not known.
+    """
+
+    percent: float
+    plugged: bool | None
+
+
+def read_celsius() -> float | None:
+    """The hottest of the machine's sensors; None where there is none."""
+    # Absent on some systems.
+    read = getattr(psutil, "sensors_temperatures", None)
+    found = [entry.current for entries in (read() if read else {}).values() for entry in entries]
+    return max((celsius for celsius in found if celsius is not None), default=None)
+
+
+def read_battery() -> Battery | None:
+    """The battery; None where there is none."""
+    read = getattr(psutil, "sensors_battery", None)
+    found = read() if read else None
+    return None if found is None else Battery(found.percent, found.power_plugged)
+
+
+@dataclass
+class Pauses:
+    """When to wait, and the waiting.
+
+    Args:
+        when: True while training is to wait.
+        above_celsius: wait above this, until it is five degrees less.
+        below_battery_percent: wait below this, unless the machine is plugged in.
+        celsius, battery: the sensors; a test gives its own.
+        clock, sleep: a test gives its own.
+
+    Attributes:
+        notes: limits that cannot be watched here.
+        paused_seconds: how long training has waited in all.
+    """
+
+    when: Callable[[], bool] | None = None
+    above_celsius: float | None = None
+    below_battery_percent: float | None = None
+    celsius: Callable[[], float | None] = read_celsius
+    battery: Callable[[], Battery | None] = read_battery
+    clock: Callable[[], float] = time.monotonic
+    sleep: Callable[[float], object] = time.sleep
+    notes: list[str] = field(default_factory=list)
+    paused_seconds: float = 0.0
+    _by_signal: bool = False
+    _is_hot: bool = False
+    _is_empty: bool = False
+    _looked_seconds: float | None = None
+    _previous_handlers: dict[int, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.above_celsius is not None and self.celsius() is None:
+            self.notes.append("no temperature can be read here: its limit is not watched")
+        if self.below_battery_percent is not None and self.battery() is None:
+            self.notes.append("no battery can be read here: its limit is not watched")
+
+    def listen(self, pause: int, resume: int) -> None:
+        """Wait from one signal to the other; what handled them before does so again after `ignore`."""
+        if threading.current_thread() is not threading.main_thread():
+            self.notes.append("signals reach the main thread alone: pausing by signal is off")
+            return
+        for number, handler in ((pause, self._pause), (resume, self._resume)):
+            self._previous_handlers[number] = signal.signal(number, handler)
+
+    def ignore(self) -> None:
+        """Give the signals back."""
+        for number, handler in self._previous_handlers.items():
+            # None stands for a handler that was not made in Python, and cannot be put back.
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+        self._previous_handlers.clear()
+
+    def reason(self) -> str | None:
+        """Why training is to wait now; None where it is not."""
+        if self._by_signal:
+            return "a signal"
+        if self.when is not None and self.when():
+            return "the caller's condition"
+        self._look()
+        if self._is_hot:
+            return f"a temperature above {self.above_celsius} degrees Celsius"
+        return f"a battery below {self.below_battery_percent} percent" if self._is_empty else None
+
+    def wait(self, on_pause: Callable[[str], object]) -> None:
+        """Return when nothing speaks against the next step; sleeps until then.
+
+        Args:
+            on_pause: called with the reason before a wait begins.
+        """
+        reason = self.reason()
+        if reason is None:
+            return
+        began_seconds = self.clock()
+        on_pause(reason)
+        while self.reason() is not None:
+            self.sleep(_WAIT_SECONDS)
+        self.paused_seconds += self.clock() - began_seconds
+
+    def _look(self) -> None:
+        now = self.clock()
+        if self._looked_seconds is not None and now - self._looked_seconds < _LOOK_SECONDS:
+            return
+        self._looked_seconds = now
+        if self.above_celsius is not None:
+            celsius = self.celsius()
+            limit = self.above_celsius - (_COOLER_CELSIUS if self._is_hot else 0.0)
+            self._is_hot = celsius is not None and celsius > limit
+        if self.below_battery_percent is not None:
+            battery = self.battery()
+            self._is_empty = (
+                battery is not None and not battery.plugged and battery.percent < self.below_battery_percent
+            )
+
+    def _pause(self, number: int, frame: FrameType | None) -> None:
+        self._by_signal = True
+
+    def _resume(self, number: int, frame: FrameType | None) -> None:
+        self._by_signal = False
