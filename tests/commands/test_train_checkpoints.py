@@ -76,6 +76,28 @@ def test_a_finished_run_can_be_given_more_epochs(terminal: Terminal, words: tupl
     assert all(map(torch.equal, weights(tmp_path / "whole"), weights(tmp_path / "resumed")))
 
 
+def test_a_run_that_was_cut_short_can_be_given_more_steps(
+    terminal: Terminal, words: tuple[Any, ...], tmp_path: Path
+) -> None:
+    kept = ("--checkpoint-dir", tmp_path / "kept", "--resume", "--epochs", "2")
+    assert terminal(*words, *kept, "--steps", "2").code == 0
+    again = terminal(*words, *kept, "--steps", "2")
+    assert again.code == 0 and "Nothing is left to train: 2 steps are made" in again.out
+    more = terminal(*words, *kept, "--steps", "5", "--save", tmp_path / "resumed")
+    assert more.code == 0 and "Resumed after 2 steps, in epoch 1" in more.out
+    assert terminal(*words, "--epochs", "2", "--steps", "5", "--save", tmp_path / "whole").code == 0
+    assert all(map(torch.equal, weights(tmp_path / "whole"), weights(tmp_path / "resumed")))
+
+
+def test_batches_of_another_size_are_not_the_same_run(
+    terminal: Terminal, words: tuple[Any, ...], tmp_path: Path
+) -> None:
+    kept = ("--checkpoint-dir", tmp_path / "kept", "--resume")
+    assert terminal(*words, *kept, "--steps", "1").code == 0
+    other = terminal(*words, *kept, "--batch-size", "300", "--steps", "2")
+    assert other.code == 2 and "batches of 300: the run that is to go on has batches of 450" in other.err
+
+
 def test_an_earlier_run_is_not_overwritten(terminal: Terminal, words: tuple[Any, ...], tmp_path: Path) -> None:
     kept = ("--checkpoint-dir", tmp_path / "kept")
     assert terminal(*words, *kept, "--steps", "1").code == 0

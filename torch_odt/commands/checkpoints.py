@@ -47,6 +47,7 @@ class Position:
         batches: of the current epoch that are done.
         losses, accuracies: of those.
         epochs: what was seen of each earlier epoch.
+        batch_size: samples to a batch.
     """
 
     steps: int = 0
@@ -55,6 +56,7 @@ class Position:
     losses: list[float] = field(default_factory=list)
     accuracies: list[float] = field(default_factory=list)
     epochs: list[dict[str, Any]] = field(default_factory=list)
+    batch_size: int = 0
 
     def step_done(self, loss: float, accuracy: float) -> None:
         """One more batch of the epoch."""
@@ -98,13 +100,22 @@ class Checkpoints:
         if self._checkpointer is not None:
             self._checkpointer.__exit__(kind, error, trace)
 
-    def resume(self) -> Position:
-        """Where to begin; everything that has a state is as it was there."""
+    def resume(self, batch_size: int) -> Position:
+        """Where to begin; everything that has a state is as it was there.
+
+        Raises:
+            UserError: no checkpoint can be read, or the run had batches of another size.
+        """
         if self._checkpointer is None or not self._resumes:
-            return Position()
+            return Position(batch_size=batch_size)
         with as_user_errors(CheckpointError, RuntimeError, ValueError):
             resumed = self._checkpointer.resume()
-        return Position() if resumed is None else Position(**resumed.values)
+        if resumed is None:
+            return Position(batch_size=batch_size)
+        position = Position(**resumed.values)
+        if position.batch_size not in (0, batch_size):
+            raise UserError(f"batches of {batch_size}: the run that is to go on has batches of {position.batch_size}")
+        return position
 
     def step_done(self, position: Position) -> None:
         """Save if it is time.
@@ -122,8 +133,8 @@ class Checkpoints:
             print(f"\nStopped after {position.steps} steps; --resume goes on from {folder}", file=sys.stderr)
             raise
 
-    def epoch_done(self, position: Position) -> None:
-        """Save: a finished run can be given more epochs."""
+    def save(self, position: Position) -> None:
+        """Save in any case: a finished run can be given more steps, or epochs."""
         if self._checkpointer is not None:
             with as_user_errors(OSError):
                 self._checkpointer.save(position.steps, **vars(position))

@@ -179,7 +179,7 @@ def _train(
     batches = len(training)
     if not arguments.json:
         print(_introduction(arguments, data, report, batches), flush=True)
-    position = kept.resume()
+    position = kept.resume(batch_size=training.batch_size or 1)
     if position.steps and not arguments.json:
         print(f"Resumed after {position.steps} steps, in epoch {position.epoch}.\n", flush=True)
     report.epochs = [Epoch(**seen) for seen in position.epochs]
@@ -196,7 +196,7 @@ def _train(
         position.step_done(record.losses[-1], record.accuracies[-1])
         kept.step_done(position)
 
-    while position.epoch <= arguments.epochs and (count := min(batches, remaining)) > 0:
+    while position.epoch <= arguments.epochs and (count := min(batches, remaining)) >= max(1, position.batches):
         begin = time.monotonic()
         order.epoch, order.first = position.epoch, position.batches * (training.batch_size or 1)
         model.train()
@@ -212,6 +212,10 @@ def _train(
             before_step=None if beside is None else beside.before_step,
             step_done=step_done,
         )
+        is_cut_short = position.batches < batches
+        if is_cut_short:
+            # With more steps it goes on from here: validation draws random numbers.
+            kept.save(position)
         held_out = laid_out(validation, arguments.channels_last)
         loss, accuracy = validate(model, held_out, count=len(validation), quiet=arguments.json)
         report.epochs.append(
@@ -226,9 +230,12 @@ def _train(
         )
         if not arguments.json:
             print(f"  validation: loss {loss:.3f}, accuracy {accuracy:.1%}", flush=True)
-        position.epoch_done(asdict(report.epochs[-1]))
-        kept.epoch_done(position)
+        if not is_cut_short:
+            position.epoch_done(asdict(report.epochs[-1]))
+            kept.save(position)
         remaining -= count
+    if not record.losses and not arguments.json:
+        print(f"Nothing is left to train: {position.steps} steps are made. Give more --steps, or --epochs.", flush=True)
     report.peak_bytes, report.workers_peak_bytes = gauge.peak_bytes - above, gauge.children_peak_bytes
     report.step_seconds = record.step_seconds
     report.plan = step.plan.to_dict() if record.losses else {}

@@ -89,7 +89,10 @@ class GivenSchedule:
         plan = Plan.of_value(value)
         data: Mapping[str, Any] = {} if plan.program is None else plan.program.to_data(carry_graph=False)
         if data.get("door") != DOOR:
-            raise PlanError("the plan is not one of a wrapped model after its second step: no other can be followed")
+            raise PlanError(
+                "the plan is not one of a wrapped model after its second step: no other can be followed by wrap. Make "
+                "one there, with odt.plan_of(model).save(...)"
+            )
         try:
             part = data["parts"][0]
             stored = on_device(graph_from_stored(str(data["machine"]), part["first"]), page_file)

@@ -88,7 +88,8 @@ class Budget:
             try:
                 parse_bytes(self.amount)
             except ValueError as error:
-                raise ValueError(f'{error}; or "80%" of what is available; or "auto"') from None
+                link = " Or" if str(error).endswith("?") else "; or"
+                raise ValueError(f'{error}{link} "80%" of what is available, or "auto"') from None
 
     @classmethod
     def of_value(cls, value: int | str | Budget) -> Budget:
