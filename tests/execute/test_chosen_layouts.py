@@ -66,8 +66,16 @@ def check(case: ModelCase, door: str, cache: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("door", ["step", "wrap"])
-@pytest.mark.parametrize("name", ["resnet18", "googlenet-auxiliary", "densenet121", "shufflenet_v2_x0_5"])
+@pytest.mark.parametrize(
+    "name, door",
+    [
+        ("resnet18", "step"),
+        ("resnet18", "wrap"),
+        ("googlenet-auxiliary", "step"),
+        ("densenet121", "step"),
+        ("shufflenet_v2_x0_5", "step"),
+    ],
+)
 def test_large_models_compute_what_plain_pytorch_does(name: str, door: str, tmp_path: Path) -> None:
     check(in_float64(case_named(name)), door, tmp_path)
 
