@@ -8,8 +8,9 @@ Nothing is trained: each operator is measured once (and remembered). Batches are
 one graph; budgets are shares of what keeping everything takes there. The bound is that of `checkmate`'s integer
 program, for a graph that may be condensed: a planner that works on the whole graph can be below it. It holds without
 paging: a planner that has a file to page to stands in a column of its own, without a gap, and `auto` is not measured by
-it. A planner takes `--planning-seconds` at each budget at most, and checkmate and poet all of them. Exits with 1 where
-`auto` is more than 3 % slower than the best planner of a cell, or finds nothing where another planner does.
+it. A planner takes `--planning-seconds` at each budget at most; checkmate and poet look for a first schedule in
+four fifths of them, for it may have to be made smaller. Exits with 1
+where `auto` is more than 3 % slower than the best planner of a cell, or finds nothing where another planner does.
 """
 
 from __future__ import annotations

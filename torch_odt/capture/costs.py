@@ -67,6 +67,7 @@ class TransferCosts:
         limit_bytes: the most that the file may hold at once.
         overlaps: transfers run beside ops; otherwise ops wait for them.
         watts: what the storage draws while it transfers.
+        waiting_watts: what the device draws while ops wait for a transfer.
     """
 
     write_latency_seconds: float
@@ -76,6 +77,7 @@ class TransferCosts:
     limit_bytes: int
     overlaps: bool = True
     watts: float = 0.0
+    waiting_watts: float = 0.0
 
     @staticmethod
     def file_bytes(nbytes: int) -> int:

@@ -109,6 +109,7 @@ class Candidates:
         planning_seconds: how long to look for something better than what is found at once; a named planner that
             stops when it is told to takes so long at most for all its plans, and where this is 0, its own limit.
         time_share: how much of its own limit a named planner may take for these plans.
+        reserves_time: a named planner's time is kept in part for planning again, as for the fewest bytes.
     """
 
     batch: int
@@ -122,6 +123,7 @@ class Candidates:
     goal: Goal = FASTEST
     planning_seconds: float = 0.0
     time_share: float = 1.0
+    reserves_time: bool = True
     notes: list[str] = field(default_factory=list)
     _limited: bool = True
     _time: PlanningTime = field(init=False)
@@ -142,7 +144,7 @@ class Candidates:
         wanted = 1 + self.cuts if micro_batch is None and self._looks_at_time else 1
         for position, sizes in enumerate(self._splits(micro_batch)):
             # The last part is for the fewest bytes, if nothing fits.
-            seconds = self._share_of_named_planner(1 + max(1, wanted - position))
+            seconds = self._share_of_named_planner(int(self.reserves_time) + max(1, wanted - position))
             if best is not None and seconds is not None and seconds < _LEAST_SECONDS:
                 break
             try:

@@ -230,6 +230,11 @@ class _Field:
         request = self.request
         return Allowance(request.resolve_budget(), request.optimizer_cost, spent_bytes=0, reserve_bytes=0)
 
+    @property
+    def _may_plan_again(self) -> bool:
+        """For the optimizer's temporaries, or for a deadline; nothing is refused here, so not for the fewest bytes."""
+        return self.request.optimizer_cost is not None or self.request.goal.deadline_seconds < math.inf
+
     def plan(self, name: str, budget_bytes: int) -> _Made:
         """One planner at one budget: without paging, or with it where that is better."""
         begin = time.perf_counter()
@@ -238,7 +243,7 @@ class _Field:
         for way in self.ways:
             if best is not None and not best.recomputes:
                 break
-            candidates = replace(way, planner=name)
+            candidates = replace(way, planner=name, reserves_time=self._may_plan_again)
             candidate = self._fastest(candidates, budget_bytes)
             if candidate is not None and (best is None or way.rank(candidate) < way.rank(best)):
                 best, made_by = candidate, candidates

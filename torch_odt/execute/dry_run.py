@@ -230,4 +230,4 @@ def _page_file(page_file: PageFile | None, device: Device | None, power: Power |
     if device is not None:
         return page_file_on(page_file, device)
     opened = open_page_file(page_file)
-    return opened if power is None else replace(opened, costs=replace(opened.costs, watts=power.idle_watts))
+    return opened if power is None else replace(opened, costs=replace(opened.costs, waiting_watts=power.idle_watts))

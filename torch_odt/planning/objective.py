@@ -128,7 +128,9 @@ def priced(costs: Costs, watts: float) -> Costs:
     own = costs.watts + watts
     ops = {index: replace(cost, seconds=cost.seconds * own) for index, cost in costs.ops.items()}
     transfers = costs.transfers
-    return replace(costs, ops=ops, transfers=None if transfers is None else _scaled(transfers, transfers.watts + watts))
+    if transfers is not None:
+        transfers = _scaled(transfers, transfers.watts + transfers.waiting_watts + watts)
+    return replace(costs, ops=ops, transfers=transfers)
 
 
 def _scaled(transfers: TransferCosts, factor: float) -> TransferCosts:

@@ -77,7 +77,9 @@ class PagingModel(Model):
         if self.goal.objective == "joules":
             transfers = self.reduced.problem.transfers
             terms = [(variable, self.goal.watts * seconds) for variable, seconds in self._recomputing()]
-            terms += [(v, transfers.watts * seconds) for v, seconds in self._transferring() if transfers is not None]
+            if transfers is not None:
+                terms += [(v, transfers.watts * seconds) for v, seconds in self._transferring()]
+                terms += [(v, transfers.waiting_watts * seconds) for v, seconds in self._waiting()]
         else:
             terms = self._extra_seconds()
         scaled = [(variable, factor * self._per_cost) for variable, factor in terms]
@@ -89,8 +91,10 @@ class PagingModel(Model):
 
     def _extra_seconds(self) -> list[tuple[Any, float]]:
         """What a step takes longer than the program."""
-        waiting = self._transferring() if self._wait is None else [(self._wait, 1.0)]
-        return self._recomputing() + waiting
+        return self._recomputing() + self._waiting()
+
+    def _waiting(self) -> list[tuple[Any, float]]:
+        return self._transferring() if self._wait is None else [(self._wait, 1.0)]
 
     def _recomputing(self) -> list[tuple[Any, float]]:
         return [(variable, self.reduced.actions[key[1]].seconds) for key, variable in self.runs.items()]

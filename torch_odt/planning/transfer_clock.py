@@ -22,7 +22,7 @@ class TransferClock:
         seconds: now.
         op_seconds: of ops so far.
         wait_seconds: that ops have waited for transfers so far.
-        transfer_joules: that transfers have taken so far.
+        transfer_joules: that transfers, and waiting for them, have taken so far.
     """
 
     def __init__(self, costs: TransferCosts | None) -> None:
@@ -57,7 +57,9 @@ class TransferClock:
         """Until nothing is under way for a storage."""
         end = self._ends.pop(storage, 0.0)
         if end > self.seconds:
+            assert self._costs is not None
             self.wait_seconds += end - self.seconds
+            self.transfer_joules += (end - self.seconds) * self._costs.waiting_watts
             self.seconds = end
 
     def _transfer(self, storage: int, seconds: float) -> Interval:
