@@ -240,8 +240,8 @@ def test_a_batch_that_cannot_be_cut_leaves_no_time_to_sizes_that_are_not_tried(
 
     monkeypatch.setitem(registry._PLANNERS, "patient", patient)
     plan_normalised(planner="patient", planning_seconds=400.0)
-    # Half of it is left for another attempt, and a planner gets half of what there is, to be called again.
-    assert limits[0] == pytest.approx(100.0, abs=10.0)
+    # Half of it is left for another attempt, and a planner gets most of what there is, but may be called again.
+    assert limits[0] == pytest.approx(160.0, abs=10.0)
 
 
 @pytest.mark.parametrize("seconds", [-1.0, float("nan"), float("inf")])
@@ -313,7 +313,7 @@ def test_one_graph_is_planned_as_long_as_is_allowed(
         return melon(graph, costs, budget_bytes)
 
     monkeypatch.setitem(registry._PLANNERS, "patient", patient)
-    for seconds, most in ((2.0, 1.0), (0.0, 30.0)):
+    for seconds, most in ((2.0, 1.6), (0.0, 48.0)):
         limits.clear()
         found("patient", seconds)
         assert most / 2 < max(limits) <= most

@@ -171,7 +171,8 @@ def _device_from(text: str, name: str) -> Device:
 def _storage_from(data: Any, name: str) -> TransferCosts:
     if not isinstance(data, dict):
         raise ValueError(f"{name}: storage is a table")
-    known = {field.name for field in fields(TransferCosts)}
+    # Storage draws while it works; what waiting draws is this machine's own affair.
+    known = {field.name for field in fields(TransferCosts)} - {"waiting_watts"}
     optional = {"limit_bytes", "overlaps"}
     _check_names(f"{name}: storage", data, known - optional, known)
     _check_numbers(f"{name}: storage", data, (known - {"overlaps"}) & data.keys())

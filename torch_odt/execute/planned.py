@@ -100,8 +100,8 @@ class GivenPlan:
         with _as_plan_errors():
             parts = {size: _planned_part(graphs[size], part, request) for size, part in program.parts.items()}
             for part in parts.values():
-                _require_known(part, program.requirements)
                 for graph in (part.graph, *([part.later.graph] if part.later else [])):
+                    _require_known(graph, part, program.requirements)
                     _require_updates(graph, request.updates)
             candidate = Candidate.of(program.sizes, parts, self.plan.step_seconds, self.plan.step_joules)
         allowance = _take_stock(request, candidate)
@@ -210,9 +210,8 @@ def _planned_part(graphs: _Graphs, part: StoredPart, request: StepRequest) -> Pl
     )
 
 
-def _require_known(part: PlannedPart, requirements: Requirements) -> None:
-    """What the graph takes and gives is what the step has, by name and form."""
-    graph = part.graph if part.later is None else part.later.graph
+def _require_known(graph: TrainingGraph, part: PlannedPart, requirements: Requirements) -> None:
+    """What a graph of a part takes and gives is what the step has, by name and form."""
     forms = {"parameter": requirements.parameters, "buffer": requirements.buffers, "gradient": requirements.parameters}
     drawn = {draw.value for draw in part.draws}
     arguments = range(len(requirements.batch))

@@ -12,6 +12,7 @@ from torch import nn
 
 from torch_odt.capture.graph import TrainingGraph
 from torch_odt.capture.update_in_backward import UPDATE
+from torch_odt.errors import PlanError
 from torch_odt.execute.accounting import Allowance
 from torch_odt.execute.candidate import Candidate, PlannedPart
 from torch_odt.execute.executor import Executor
@@ -41,6 +42,7 @@ class Prepared:
         steps: how many it has begun.
         updates: the optimizer whose step is a part of the program.
         pages: tensors go to a file and come back.
+        is_foreign: the graphs were not traced here.
         outside_limit_bytes: the torch-counted bytes at which the idle arena must give way to other allocations.
     """
 
@@ -55,6 +57,7 @@ class Prepared:
     steps: int = 0
     updates: OptimizerUpdates | None = None
     pages: bool = False
+    is_foreign: bool = False
     outside_limit_bytes: int = 0
 
     def enter(self, request: StepRequest, lowered: Lowered | None) -> None:
@@ -91,7 +94,13 @@ class Prepared:
         tensors = {name: p.detach() for name, p in parameters.items()} | dict(buffers)
         if self.updates is not None:
             tensors |= self.updates.state(self.program.parts[self.program.sizes[0]].graph)
-        self.program.run(leaves, tensors, receiver, gradients_exist=gradients_exist, gradient_scale=gradient_scale)
+        try:
+            self.program.run(leaves, tensors, receiver, gradients_exist=gradients_exist, gradient_scale=gradient_scale)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            # Operators refuse a bad batch by other errors.
+            if not self.is_foreign:
+                raise
+            raise PlanError(f"the plan contradicts itself: {error!r}") from error
         assert receiver.loss is not None
         results = [self._join(position, pieces) for position, pieces in sorted(receiver.results.items())]
         return receiver.loss, None if self.results is None else self.results.rebuild_results(results)
@@ -126,6 +135,7 @@ def assemble(
         tables=tables,
         updates=request.updates,
         pages=candidate.pages,
+        is_foreign=is_foreign,
         outside_limit_bytes=allowance.outside_limit_bytes,
         result_axes={} if separation is None else separation.result_axes,
     )
