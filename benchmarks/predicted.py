@@ -45,6 +45,9 @@ def main() -> int:
             worst = worst if ratio is None else max(worst, abs(ratio - 1))
             print_row(row)
         (options.out / "predicted.json").write_text(json.dumps(result, indent=1))
+    if not any(row["ratio"] is not None for row in result["rows"]):
+        print("\nno plan fits anywhere: nothing was measured")
+        return 1
     is_kept = worst <= PROMISED_ERROR
     print(f"\nat most {worst:.0%} off; promised are {PROMISED_ERROR:.0%}: {'kept' if is_kept else 'missed'}")
     return 0 if is_kept else 1
