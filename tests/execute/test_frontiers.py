@@ -29,6 +29,7 @@ from torch_odt.execute.page_file import PageFile
 from torch_odt.planning import registry
 from torch_odt.planning.melon import melon
 from torch_odt.planning.page.document import page
+from torch_odt.planning.plan_text import format_joules
 from torch_odt.planning.schedule import Schedule
 from torch_odt.runtime.budget import format_bytes
 
@@ -124,7 +125,7 @@ def test_joules_are_those_of_seconds_where_nothing_is_paged(tmp_path: Path, monk
     assert {plan.micro_batch is None for plan in found} == {False, True}
     for plan in found:
         assert plan.step_joules == pytest.approx(WATTS * plan.step_seconds)
-        assert f"{plan.step_joules * 1e3:.3g} mJ" in str(plan)
+        assert format_joules(plan.step_joules) in str(plan)
     assert odt.Plan.from_state(found.plans[0].to_state()).step_joules == found.plans[0].step_joules
     assert 'value="joules"' in page(found.plans[0], frontiers={"melon": found.plans})
 

@@ -23,7 +23,8 @@ def least_cost(problem: Problem, budget_bytes: int, goal: PricedGoal | None = No
     goal = goal or PricedGoal()
     joules = goal.objective == "joules"
     op_price = goal.watts if joules else 1.0
-    transfer_price = problem.transfers.watts if joules and problem.transfers is not None else 1.0
+    transfers = problem.transfers
+    transfer_price = transfers.watts + transfers.waiting_watts if joules and transfers is not None else 1.0
     spare_seconds = goal.deadline_seconds - problem.program_seconds + 1e-9
     makes: dict[int, set[int]] = {}
     for storage in problem.storages():

@@ -66,11 +66,12 @@ def check(case: Case, schedule: Schedule) -> None:
     objective=st.sampled_from(("seconds", "joules")),
     means=st.sampled_from(("both", "paging", "rematerialization")),
     slack=st.sampled_from((float("inf"), 0.5, 0.2)),
+    waiting_watts=st.sampled_from((0.0, 0.4)),
 )
 def test_small_graphs_get_the_best_schedule(
-    case: Case, share: float, objective: Objective, means: Means, slack: float
+    case: Case, share: float, objective: Objective, means: Means, slack: float, waiting_watts: float
 ) -> None:
-    case = paging(case, SMALL)
+    case = paging(case, replace(SMALL, waiting_watts=waiting_watts))
     budget, problem = between(case, share), allowed(case, means)
     deadline = problem.program_seconds + slack * max(problem.program_seconds, 1.0)
     goal = PricedGoal(objective, deadline, 1.0)

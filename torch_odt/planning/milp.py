@@ -187,11 +187,14 @@ class Model:
         return size * self._per_byte
 
     def _at_most(self, terms: list[tuple[Any, float]], bound: float) -> None:
-        # An action that is itself the only reader of what it reads stands in its row twice, and pulp takes the last.
+        self.program.addConstraint(self._sum(terms) <= bound)
+
+    def _sum(self, terms: list[tuple[Any, float]]) -> Any:
+        # A variable may stand in its row twice, and pulp takes the last.
         factors: dict[Any, float] = {}
         for variable, factor in terms:
             factors[variable] = factors.get(variable, 0.0) + factor
-        self.program.addConstraint(self._pulp.LpAffineExpression(factors) <= bound)
+        return self._pulp.LpAffineExpression(factors)
 
     def _add_choices(self) -> None:
         """Variables besides `kept` and `runs`; here there are none."""
@@ -199,13 +202,13 @@ class Model:
     def _minimize(self) -> None:
         actions = self.reduced.actions
         terms = [(variable, actions[key[1]].seconds * self._per_second) for key, variable in self.runs.items()]
-        self.program.setObjective(self._pulp.LpAffineExpression(terms))
+        self.program.setObjective(self._sum(terms))
 
     def _add_dependencies(self) -> None:
         """What a step or an action reads is in memory."""
         for stage, units in enumerate(self.reduced.used):
             for unit in units:
-                self.program.addConstraint(self._pulp.LpAffineExpression(self.present(stage, unit)) == 1)
+                self.program.addConstraint(self._sum(self.present(stage, unit)) == 1)
         for (stage, action), runs in self.runs.items():
             for unit in self.reduced.actions[action].reads:
                 sources = [(variable, -1.0) for variable, _ in self.present(stage, unit)]

@@ -82,8 +82,7 @@ class PagingModel(Model):
                 terms += [(v, transfers.waiting_watts * seconds) for v, seconds in self._waiting()]
         else:
             terms = self._extra_seconds()
-        scaled = [(variable, factor * self._per_cost) for variable, factor in terms]
-        self.program.setObjective(self._pulp.LpAffineExpression(scaled))
+        self.program.setObjective(self._sum([(variable, factor * self._per_cost) for variable, factor in terms]))
         if self.goal.deadline_seconds < math.inf:
             left = self.goal.deadline_seconds - self.reduced.problem.program_seconds
             scale = self._per_second

@@ -110,11 +110,11 @@ def _bar(share: float) -> str:
 
 def format_seconds(seconds: float) -> str:
     """Seconds for people, in the unit that suits."""
-    if seconds >= 1:
+    if seconds >= 0.9995:
         return f"{seconds:.2f} s"
-    return f"{seconds * 1e3:.3g} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.3g} µs"
+    return f"{seconds * 1e3:.3g} ms" if seconds >= 0.9995e-3 else f"{seconds * 1e6:.3g} µs"
 
 
 def format_joules(joules: float) -> str:
     """Joules for people, in the unit that suits."""
-    return f"{joules:.2f} J" if joules >= 1 else f"{joules * 1e3:.3g} mJ"
+    return f"{joules:.2f} J" if joules >= 0.9995 else f"{joules * 1e3:.3g} mJ"

@@ -9,8 +9,8 @@
   }
 
   function secondsText(seconds) {
-    if (seconds >= 1) return `${seconds.toFixed(2)} s`;
-    const [scale, unit] = seconds >= 1e-3 ? [1e3, "ms"] : [1e6, "µs"];
+    if (seconds >= 0.9995) return `${seconds.toFixed(2)} s`;
+    const [scale, unit] = seconds >= 0.9995e-3 ? [1e3, "ms"] : [1e6, "µs"];
     return `${Number((seconds * scale).toPrecision(3))} ${unit}`;
   }
 
