@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from torch_odt.capture.graph import TrainingGraph
 from torch_odt.errors import PlanError
 from torch_odt.planning.problem import BOUNDARY, Problem, is_alias, maker_of
 from torch_odt.planning.schedule import Deliver, Free, Instruction, PageIn, PageOut, Run, Schedule
@@ -23,8 +24,9 @@ def runs_of(problem: Problem, schedule: Schedule) -> list[int]:
     """The steps of a schedule that somebody made of the same graph."""
     runs: list[int] = []
     leaving: set[int] = set()
+    boundary = _boundary_position(problem.graph, schedule)
     for position, instruction in enumerate(schedule.instructions):
-        if position == schedule.boundary:
+        if position == boundary:
             runs.append(BOUNDARY)
         if isinstance(instruction, Run) and not is_alias(problem.graph, problem.graph.ops[instruction.op]):
             runs.append(instruction.op)
@@ -36,9 +38,37 @@ def runs_of(problem: Problem, schedule: Schedule) -> list[int]:
             leaving.discard(instruction.value)
         elif isinstance(instruction, PageIn):
             runs.append(problem.paging[instruction.value].back)
-    if schedule.boundary == len(schedule.instructions):
+    if boundary == len(schedule.instructions):
         runs.append(BOUNDARY)
     return runs
+
+
+def _boundary_position(graph: TrainingGraph, schedule: Schedule) -> int:
+    """Where the forward pass ends, less what is delivered and freed because it does."""
+    _, at_boundary, _ = _delivery_times(graph)
+    for position, instruction in enumerate(schedule.instructions[: schedule.boundary]):
+        if isinstance(instruction, Deliver) and instruction.output in at_boundary:
+            return position
+    return schedule.boundary
+
+
+def _delivery_times(graph: TrainingGraph) -> tuple[dict[int, list[int]], list[int], list[int]]:
+    """Which outputs are delivered after which op, and which at the boundary and at the end."""
+    after_run: dict[int, list[int]] = {}
+    at_boundary: list[int] = []
+    at_end: list[int] = []
+    for index, output in enumerate(graph.outputs):
+        maker = maker_of(graph, output.value)
+        if output.kind == "gradient" and (maker is None or graph.ops[maker].phase == "backward"):
+            if maker is None:
+                at_end.append(index)
+            else:
+                after_run.setdefault(maker, []).append(index)
+        elif output.kind in ("loss", "result") and maker is not None:
+            after_run.setdefault(maker, []).append(index)
+        else:
+            at_boundary.append(index)
+    return after_run, at_boundary, at_end
 
 
 class _Lowering:
@@ -53,7 +83,7 @@ class _Lowering:
         self.frees: dict[int, list[int]] = {}
         self.done: set[int] = set()
         self.boundary = -1
-        self._after_run, self._at_boundary, self._at_end = self._delivery_times()
+        self._after_run, self._at_boundary, self._at_end = _delivery_times(problem.graph)
 
     def lower(self, runs: Sequence[int]) -> Schedule:
         for index in runs:
@@ -72,25 +102,6 @@ class _Lowering:
         for value, position in self.last_touch.items():
             self.frees.setdefault(position, []).append(value)
         return self._with_frees()
-
-    def _delivery_times(self) -> tuple[dict[int, list[int]], list[int], list[int]]:
-        """Which outputs are delivered after which op, and which at the boundary and at the end."""
-        graph = self.graph
-        after_run: dict[int, list[int]] = {}
-        at_boundary: list[int] = []
-        at_end: list[int] = []
-        for index, output in enumerate(graph.outputs):
-            maker = maker_of(graph, output.value)
-            if output.kind == "gradient" and (maker is None or graph.ops[maker].phase == "backward"):
-                if maker is None:
-                    at_end.append(index)
-                else:
-                    after_run.setdefault(maker, []).append(index)
-            elif output.kind in ("loss", "result") and maker is not None:
-                after_run.setdefault(maker, []).append(index)
-            else:
-                at_boundary.append(index)
-        return after_run, at_boundary, at_end
 
     def _run(self, index: int) -> None:
         op = self.graph.ops[index]
