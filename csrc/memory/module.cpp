@@ -174,46 +174,113 @@ py::dict as_dict(const PagerStats& stats) {
   return result;
 }
 
-// A pager and the file that it owns.
+// A pager and the file that it owns. Python's lock guards the rest.
 class FilePager {
  public:
   FilePager(const std::string& folder, int64_t limit_bytes, int threads, bool packs, double patience_seconds)
       : FilePager(std::make_unique<BackingFile>(folder), limit_bytes, threads, packs, patience_seconds) {}
+  ~FilePager() {
+    // It waits for what is under way.
+    const py::gil_scoped_release released;
+    pager.reset();
+  }
+  FilePager(const FilePager&) = delete;
+  FilePager& operator=(const FilePager&) = delete;
+
+  // For a page that cannot be dropped yet: what owns its block lives on until it can.
+  void abandon(int64_t id, py::object owner) {
+    abandoned_.push_back({id, std::move(owner)});
+  }
+  // Drops what was abandoned. Throws PagingError when the device still does not answer.
+  void settle() {
+    while (!abandoned_.empty()) {
+      Abandoned page = std::move(abandoned_.back());
+      abandoned_.pop_back();
+      try {
+        wait_and_drop(page.id);
+      } catch (const PagingError&) {
+        abandoned_.push_back(std::move(page));
+        throw;
+      }
+    }
+  }
 
   const BackingFile* const file;
-  Pager pager;
+  std::unique_ptr<Pager> pager;
 
  private:
+  struct Abandoned {
+    int64_t id;
+    py::object owner;
+  };
+
   FilePager(
       std::unique_ptr<BackingFile> backing, int64_t limit_bytes, int threads, bool packs, double patience_seconds)
-      : file(backing.get()), pager(std::move(backing), limit_bytes, threads, packs, patience_seconds) {}
+      : file(backing.get()),
+        pager(std::make_unique<Pager>(std::move(backing), limit_bytes, threads, packs, patience_seconds)) {}
+
+  void wait_and_drop(int64_t id) {
+    const py::gil_scoped_release released;
+    try {
+      pager->wait(id);
+    } catch (const PagingError& error) {
+      // How it ended does not matter.
+      if (error.fault == PagingFault::slow || error.fault == PagingFault::forked) {
+        throw;
+      }
+    }
+    pager->drop(id);
+  }
+
+  std::vector<Abandoned> abandoned_;
 };
 
 // What Python holds of a page. Made together with the page, so that an interrupt in between loses none: the end of this
-// object is the end of every transfer of its page.
+// object is the end of its page, or hands it and what owns its block to the pager.
 class HeldPage {
  public:
-  HeldPage(std::shared_ptr<FilePager> owner, int64_t id) : owner_(std::move(owner)), id_(id) {}
+  HeldPage(std::shared_ptr<FilePager> pager, uintptr_t address, int64_t bytes, py::object owner)
+      : pager_(std::move(pager)), owner_(std::move(owner)) {
+    const py::gil_scoped_release released;
+    id_ = pager_->pager->page_out(reinterpret_cast<const void*>(address), bytes);
+  }
   ~HeldPage() {
-    owner_->pager.drop(id_);
+    bool is_gone = false;
+    {
+      const py::gil_scoped_release released;
+      is_gone = pager_->pager->drop(id_);
+    }
+    if (!is_gone) {
+      pager_->abandon(id_, std::move(owner_));
+    }
   }
   HeldPage(const HeldPage&) = delete;
   HeldPage& operator=(const HeldPage&) = delete;
 
-  void page_in(uintptr_t address) {
-    owner_->pager.page_in(id_, reinterpret_cast<void*>(address));
+  void page_in(uintptr_t address, py::object owner) {
+    {
+      const py::gil_scoped_release released;
+      pager_->pager->page_in(id_, reinterpret_cast<void*>(address));
+    }
+    owner_ = std::move(owner);
   }
   void wait() {
-    owner_->pager.wait(id_);
+    {
+      const py::gil_scoped_release released;
+      pager_->pager->wait(id_);
+    }
+    owner_ = py::object();
   }
 
  private:
-  const std::shared_ptr<FilePager> owner_;
-  const int64_t id_;
+  const std::shared_ptr<FilePager> pager_;
+  py::object owner_;
+  int64_t id_ = 0;
 };
 
-std::unique_ptr<HeldPage> page_out(const std::shared_ptr<FilePager>& self, uintptr_t address, int64_t bytes) {
-  return std::make_unique<HeldPage>(self, self->pager.page_out(reinterpret_cast<const void*>(address), bytes));
+std::unique_ptr<HeldPage> page_out(
+    const std::shared_ptr<FilePager>& self, uintptr_t address, int64_t bytes, py::object owner) {
+  return std::make_unique<HeldPage>(self, address, bytes, std::move(owner));
 }
 
 const char* fault_name(PagingFault fault) {
@@ -242,10 +309,9 @@ void bind_pager(py::module_& module) {
       PyErr_SetObject(type.ptr(), type(paging.what(), fault_name(paging.fault)).ptr());
     }
   });
-  using Released = py::call_guard<py::gil_scoped_release>;
   py::class_<HeldPage>(module, "HeldPage")
-      .def("page_in", &HeldPage::page_in, py::arg("address"), Released())
-      .def("wait", &HeldPage::wait, Released());
+      .def("page_in", &HeldPage::page_in, py::arg("address"), py::arg("owner"))
+      .def("wait", &HeldPage::wait);
   py::class_<FilePager, std::shared_ptr<FilePager>>(module, "Pager")
       .def(
           py::init<const std::string&, int64_t, int, bool, double>(),
@@ -254,8 +320,9 @@ void bind_pager(py::module_& module) {
           py::arg("threads"),
           py::arg("packs"),
           py::arg("patience_seconds"))
-      .def("page_out", &page_out, py::arg("address"), py::arg("bytes"), Released())
-      .def("stats", [](const FilePager& self) { return as_dict(self.pager.stats()); })
+      .def("page_out", &page_out, py::arg("address"), py::arg("bytes"), py::arg("owner"))
+      .def("settle", &FilePager::settle)
+      .def("stats", [](const FilePager& self) { return as_dict(self.pager->stats()); })
       .def_property_readonly("descriptor", [](const FilePager& self) { return self.file->descriptor(); })
       .def_property_readonly("is_direct", [](const FilePager& self) { return self.file->is_direct(); });
 }

@@ -149,16 +149,23 @@ void Pager::wait(int64_t id) {
   }
 }
 
-void Pager::drop(int64_t id) {
+bool Pager::drop(int64_t id) {
   if (getpid() != process_) {
-    return;
+    return true;
   }
   std::unique_lock<std::mutex> lock(mutex_);
-  const Page& page = find(id);
-  while (!settle(lock, page)) {
+  Page& page = find(id);
+  if (page.is_moving) {
+    if (is_stuck_ || !settle(lock, page)) {
+      return false;
+    }
+  } else {
+    std::erase(reads_, &page);
+    std::erase(writes_, &page);
   }
   space_.give_back(page.extent);
   pages_.erase(id);
+  return true;
 }
 
 PagerStats Pager::stats() const {
@@ -199,6 +206,7 @@ bool Pager::settle(std::unique_lock<std::mutex>& lock, const Page& page) {
   const Clock::time_point start = Clock::now();
   const bool is_done = is_done_->wait_for(lock, std::chrono::duration<double>(patience_seconds_), is_settled);
   stats_.wait_seconds += seconds_since(start);
+  is_stuck_ = !is_done;
   return is_done;
 }
 
@@ -213,6 +221,7 @@ void Pager::work(char* buffer) {
     Page& page = *queue.front();
     queue.pop_front();
     const bool is_read = page.state == State::reading;
+    page.is_moving = true;
     lock.unlock();
     const Clock::time_point start = Clock::now();
     page.fault = PagingFault::none;
@@ -237,6 +246,8 @@ void Pager::work(char* buffer) {
 void Pager::finish(Page& page, bool is_read, double seconds) {
   const bool is_in_file = is_read || page.fault == PagingFault::none;
   page.state = is_in_file ? State::stored : State::unwritten;
+  page.is_moving = false;
+  is_stuck_ = false;
   page.source = nullptr;
   page.target = nullptr;
   stats_.retries += page.retries;

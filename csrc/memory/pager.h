@@ -61,8 +61,9 @@ class Pager {
   // Returns when nothing is under way for a page. Throws PagingError for the transfer that failed, each time until the
   // page is dropped or read again, and when it takes too long; then it is still under way.
   void wait(int64_t page);
-  // Forgets a page, after what is under way for it, however long that takes.
-  void drop(int64_t page);
+  // Forgets a page; what is under way for it ends first. Returns false when that takes too long, and at once when it has
+  // taken too long before: the page stays then, and its block must.
+  bool drop(int64_t page);
 
   PagerStats stats() const;
 
@@ -71,6 +72,8 @@ class Pager {
 
   struct Page {
     State state = State::writing;
+    // A thread has it: before that, it can be taken back.
+    bool is_moving = false;
     int64_t bytes = 0;
     Extent extent;
     // Of each piece: bytes in the file, and the checksum of its contents.
@@ -110,6 +113,8 @@ class Pager {
   int64_t reserved_bytes_ = 0;
   int64_t next_page_ = 0;
   bool is_ending_ = false;
+  // Somebody has lost patience, and nothing has moved since.
+  bool is_stuck_ = false;
   PagerStats stats_;
   std::vector<std::unique_ptr<Mapping>> buffers_;
   std::vector<std::thread> threads_;

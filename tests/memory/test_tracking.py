@@ -248,6 +248,7 @@ for _ in range(20):
         os._exit(0 if memory.stats().allocated_bytes == level else 3)
     assert os.waitpid(child, 0)[1] == 0
 stop.set()
+for thread in threads: thread.join()
 """
     script = script.replace("import os,", "import warnings; warnings.simplefilter('ignore')\nimport os,")
     result = run_python(script)

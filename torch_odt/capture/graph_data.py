@@ -92,9 +92,12 @@ def op_from_data(index: int, data: Mapping[str, Any]) -> Op:
     reads = tuple(data["reads"]) if "reads" in data else _reads(args, kwargs, shape_reads)
     flags = {name: name in data.get("is", ()) for name in _FLAGS}
     writes, overwrites = tuple(data.get("writes", ())), data.get("overwrites")
+    target = data["target"]
+    if not isinstance(target, str):
+        raise TypeError(f"op {index} runs {target!r}, which is no operator's name")
     return Op(
         index,
-        data["target"],
+        target,
         args,
         kwargs,
         reads,

@@ -64,8 +64,7 @@ class Executor:
         self._arena = arena
         self._arena_table = arena_table
         calls: dict[int, Callable[[Table], None]] = {}
-        pages = PageCode(graph, schedule, pager)
-        self._page_count = pages.count
+        self._pages = pages = PageCode(graph, schedule, pager)
         self._code: list[tuple[Callable[[Table], None] | None, int, Output | None]] = []
         for position, instruction in enumerate(schedule.instructions):
             match instruction:
@@ -85,7 +84,7 @@ class Executor:
 
     def new_table(self) -> Table:
         """An empty table with the graph's constants in it."""
-        table: Table = [None] * (len(self.graph.values) + self._page_count)
+        table: Table = [None] * (len(self.graph.values) + self._pages.count)
         for value, tensor in self.graph.constants.items():
             table[value] = tensor
         return table
@@ -101,6 +100,8 @@ class Executor:
         self._run(table, receiver, 0, len(self._code))
 
     def _run(self, table: Table, receiver: Receiver, start: int, stop: int) -> None:
+        if start == 0:
+            self._pages.begin()
         with torch.no_grad(), _PlainDispatch(), memory.category("workspace"):
             if self._arena is None:
                 for call, value, output in self._code[start:stop]:

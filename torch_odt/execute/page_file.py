@@ -142,10 +142,10 @@ def _measure(pager: Any, limit_bytes: int) -> TransferCosts:
         writes, reads = [], []
         for _ in range(_PROBES):
             start = time.perf_counter()
-            page = pager.page_out(block.data_ptr(), nbytes)
+            page = pager.page_out(block.data_ptr(), nbytes, block)
             page.wait()
             written = time.perf_counter()
-            page.page_in(target.data_ptr())
+            page.page_in(target.data_ptr(), target)
             page.wait()
             reads.append(time.perf_counter() - written)
             writes.append(written - start)

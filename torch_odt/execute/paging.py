@@ -16,16 +16,17 @@ Call = Callable[[list[Any]], None]
 
 
 class HeldPage(Protocol):
-    """A page in the file; its end waits for what is under way."""
+    """A page in the file. What is being read or written is kept by it, and by the pager where the device hangs."""
 
-    def page_in(self, address: int) -> None: ...
+    def page_in(self, address: int, owner: object) -> None: ...
     def wait(self) -> None: ...
 
 
 class Pager(Protocol):
     """The part of the compiled pager that a step needs."""
 
-    def page_out(self, address: int, bytes: int) -> HeldPage: ...
+    def page_out(self, address: int, bytes: int, owner: object) -> HeldPage: ...
+    def settle(self) -> None: ...
 
 
 class Page:
@@ -36,13 +37,7 @@ class Page:
         self._geometry = (tensor.storage_offset(), tensor.shape, tensor.stride())
         self._dtype = tensor.dtype
         self._nbytes = storage.nbytes()
-        # What is being read or written must not be freed meanwhile.
-        self._in_transfer: torch.UntypedStorage | None = storage
-        self._page = pager.page_out(storage.data_ptr(), self._nbytes) if self._nbytes else None
-
-    def __del__(self) -> None:
-        # The transfer ends before the storage does.
-        self._page = None
+        self._page = pager.page_out(storage.data_ptr(), self._nbytes, storage) if self._nbytes else None
 
     def wait(self) -> None:
         """Until nothing is under way.
@@ -51,14 +46,12 @@ class Page:
             PagingError: the transfer failed.
         """
         try:
-            if self._in_transfer is not None and self._page is not None:
+            if self._page is not None:
                 self._page.wait()
         except BaseException:
             # Whoever keeps the exception keeps this, but is not to keep its memory.
             self._page = None
             raise
-        finally:
-            self._in_transfer = None
 
     def bring_back(self) -> torch.Tensor:
         """A new tensor, which must not be touched before `wait`."""
@@ -66,8 +59,7 @@ class Page:
         tensor = torch.empty(0, dtype=self._dtype).set_(storage, *self._geometry)
         memory.tag(tensor, "activation")
         if self._page is not None:
-            self._in_transfer = storage
-            self._page.page_in(storage.data_ptr())
+            self._page.page_in(storage.data_ptr(), storage)
         return tensor
 
 
@@ -89,6 +81,15 @@ class PageCode:
     @property
     def count(self) -> int:
         return len(self._slots)
+
+    def begin(self) -> None:
+        """Before the first instruction: an earlier step's transfers end, whose memory is needed now.
+
+        Raises:
+            PagingError: the device did not answer then, and does not now.
+        """
+        if self._slots and self._pager is not None:
+            self._pager.settle()
 
     def paging_out(self, value: int) -> Call:
         pager, slot = self._pager, self._slots[value]

@@ -333,6 +333,25 @@ TEST(a_slow_device_is_an_error_and_not_a_loss) {
   CHECK(target == block);
 }
 
+TEST(pages_of_a_device_that_hangs_are_dropped_when_it_answers) {
+  Rig rig(false, 1, kLimit, kLittlePatience);
+  rig.storage->write_milliseconds = 3000;
+  const Bytes block = random_bytes(5000, 21);
+  const int64_t moving = rig.pager->page_out(block.data(), 5000);
+  const int64_t queued = rig.pager->page_out(block.data(), 5000);
+  CHECK(fault_of([&] { rig.pager->wait(moving); }) == PagingFault::slow);
+  const auto start = std::chrono::steady_clock::now();
+  CHECK(!rig.pager->drop(moving));
+  // Nobody has begun it.
+  CHECK(rig.pager->drop(queued));
+  CHECK(std::chrono::steady_clock::now() - start < std::chrono::milliseconds(400));
+  CHECK_EQUAL(rig.pager->stats().pages, 1);
+  std::this_thread::sleep_for(std::chrono::seconds(3));
+  CHECK(rig.pager->drop(moving));
+  CHECK_EQUAL(rig.storage->writes.load(), 1);
+  CHECK_EQUAL(rig.pager->stats().file_bytes, 0);
+}
+
 TEST(a_fork_is_told_that_it_cannot_page) {
   Rig rig;
   const Bytes block = random_bytes(5000, 20);
