@@ -257,10 +257,10 @@ class HeldPage {
   HeldPage(const HeldPage&) = delete;
   HeldPage& operator=(const HeldPage&) = delete;
 
-  void page_in(uintptr_t address, py::object owner) {
+  void page_in(uintptr_t address, py::object owner, bool is_last) {
     {
       const py::gil_scoped_release released;
-      pager_->pager->page_in(id_, reinterpret_cast<void*>(address));
+      pager_->pager->page_in(id_, reinterpret_cast<void*>(address), is_last);
     }
     owner_ = std::move(owner);
   }
@@ -310,7 +310,7 @@ void bind_pager(py::module_& module) {
     }
   });
   py::class_<HeldPage>(module, "HeldPage")
-      .def("page_in", &HeldPage::page_in, py::arg("address"), py::arg("owner"))
+      .def("page_in", &HeldPage::page_in, py::arg("address"), py::arg("owner"), py::arg("is_last") = false)
       .def("wait", &HeldPage::wait);
   py::class_<FilePager, std::shared_ptr<FilePager>>(module, "Pager")
       .def(

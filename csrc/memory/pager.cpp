@@ -98,7 +98,10 @@ int64_t Pager::page_out(const void* data, int64_t bytes) {
   }
   require_own_process();
   std::unique_lock<std::mutex> lock(mutex_);
-  const std::optional<Extent> extent = space_.take(round_up(bytes, kBlockBytes));
+  const std::optional<Extent> extent = take(lock, round_up(bytes, kBlockBytes));
+  if (!extent && leaving_ > 0) {
+    throw slow_error(bytes);
+  }
   if (!extent) {
     throw PagingError(
         PagingFault::full,
@@ -125,7 +128,20 @@ int64_t Pager::page_out(const void* data, int64_t bytes) {
   return id;
 }
 
-void Pager::page_in(int64_t id, void* data) {
+// Room in the file, as soon as it is there.
+std::optional<Extent> Pager::take(std::unique_lock<std::mutex>& lock, int64_t bytes) {
+  const Clock::time_point start = Clock::now();
+  const Clock::time_point end = start + std::chrono::duration_cast<Clock::duration>(
+                                            std::chrono::duration<double>(patience_seconds_));
+  std::optional<Extent> extent = space_.take(bytes);
+  while (!extent && leaving_ > 0 && is_done_->wait_until(lock, end) == std::cv_status::no_timeout) {
+    extent = space_.take(bytes);
+  }
+  stats_.wait_seconds += seconds_since(start);
+  return extent;
+}
+
+void Pager::page_in(int64_t id, void* data, bool is_last) {
   require_own_process();
   std::unique_lock<std::mutex> lock(mutex_);
   Page& page = find(id);
@@ -133,6 +149,11 @@ void Pager::page_in(int64_t id, void* data) {
   if (page.state == State::unwritten) {
     throw PagingError(page.fault, page.error);
   }
+  if (page.extent.bytes == 0) {
+    throw std::invalid_argument("page " + std::to_string(id) + " has been read for the last time");
+  }
+  page.is_last = is_last;
+  leaving_ += is_last;
   page.state = State::reading;
   page.target = static_cast<char*>(data);
   reads_.push_back(&page);
@@ -160,7 +181,7 @@ bool Pager::drop(int64_t id) {
       return false;
     }
   } else {
-    std::erase(reads_, &page);
+    leaving_ -= static_cast<int>(std::erase(reads_, &page)) * page.is_last;
     std::erase(writes_, &page);
   }
   space_.give_back(page.extent);
@@ -190,11 +211,15 @@ const Pager::Page& Pager::find(int64_t id) const {
 
 void Pager::require_settled(std::unique_lock<std::mutex>& lock, const Page& page) {
   if (!settle(lock, page)) {
-    throw PagingError(
-        PagingFault::slow,
-        "moving " + std::to_string(page.bytes) + " bytes takes longer than " +
-            std::to_string(static_cast<int64_t>(patience_seconds_)) + " seconds");
+    throw slow_error(page.bytes);
   }
+}
+
+PagingError Pager::slow_error(int64_t bytes) const {
+  return {
+      PagingFault::slow,
+      "moving " + std::to_string(bytes) + " bytes takes longer than " +
+          std::to_string(static_cast<int64_t>(patience_seconds_)) + " seconds"};
 }
 
 // Waits until nothing is under way for a page; returns false when that takes too long.
@@ -257,6 +282,13 @@ void Pager::finish(Page& page, bool is_read, double seconds) {
     bytes += round_up(piece, kBlockBytes);
   }
   if (is_read) {
+    if (page.is_last) {
+      --leaving_;
+      if (page.fault == PagingFault::none) {
+        space_.give_back(page.extent);
+        page.extent.bytes = 0;
+      }
+    }
     stats_.read_seconds += seconds;
     stats_.read_bytes += bytes;
     ++stats_.read_pages;

@@ -10,6 +10,7 @@
 #include <deque>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <stdexcept>
 #include <string>
 #include <thread>
@@ -56,8 +57,9 @@ class Pager {
   // Begins to write a block, which must stay as it is until `wait` returns. Throws PagingError when the file may not or
   // cannot grow so far; the block is untouched then.
   int64_t page_out(const void* data, int64_t bytes);
-  // Begins to fill a block with a page, whose bytes it must have; it must stay until `wait` returns.
-  void page_in(int64_t page, void* data);
+  // Begins to fill a block with a page, whose bytes it must have; it must stay until `wait` returns. `is_last`: the page
+  // is not read again, and its place in the file is free once it has been; `page_out` waits for that if it has to.
+  void page_in(int64_t page, void* data, bool is_last = false);
   // Returns when nothing is under way for a page. Throws PagingError for the transfer that failed, each time until the
   // page is dropped or read again, and when it takes too long; then it is still under way.
   void wait(int64_t page);
@@ -74,6 +76,7 @@ class Pager {
     State state = State::writing;
     // A thread has it: before that, it can be taken back.
     bool is_moving = false;
+    bool is_last = false;
     int64_t bytes = 0;
     Extent extent;
     // Of each piece: bytes in the file, and the checksum of its contents.
@@ -91,6 +94,8 @@ class Pager {
   bool settle(std::unique_lock<std::mutex>& lock, const Page& page);
   void require_settled(std::unique_lock<std::mutex>& lock, const Page& page);
   void require_own_process() const;
+  PagingError slow_error(int64_t bytes) const;
+  std::optional<Extent> take(std::unique_lock<std::mutex>& lock, int64_t bytes);
   void work(char* buffer);
   void end();
   void finish(Page& page, bool is_read, double seconds);
@@ -109,6 +114,8 @@ class Pager {
   // Reads come first: somebody waits for them sooner.
   std::deque<Page*> reads_;
   std::deque<Page*> writes_;
+  // Pages whose last reading is under way.
+  int leaving_ = 0;
   FileSpace space_;
   int64_t reserved_bytes_ = 0;
   int64_t next_page_ = 0;

@@ -83,9 +83,9 @@ def kill_at(transfer: int, seconds_later: float) -> None:
     begun = 0
 
     def counting(begin: Callable[..., Any]) -> Callable[..., Any]:
-        def begin_and_count(*args: Any) -> Any:
+        def begin_and_count(*args: Any, **options: Any) -> Any:
             nonlocal begun
-            result = begin(*args)
+            result = begin(*args, **options)
             begun += 1
             if begun == transfer:
                 time.sleep(seconds_later)

@@ -304,9 +304,9 @@ def cut_off(descriptor: int) -> Iterator[None]:
     """The file loses what it holds before anything comes back."""
     bring_back = Page.bring_back
 
-    def cut_and_bring_back(page: Page) -> Tensor:
+    def cut_and_bring_back(page: Page, **options: bool) -> Tensor:
         os.ftruncate(descriptor, 0)
-        return bring_back(page)
+        return bring_back(page, **options)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Page, "bring_back", cut_and_bring_back)

@@ -80,7 +80,7 @@ class Executor:
                 case PageOut(value):
                     self._code.append((pages.paging_out(value), -1, None))
                 case PageIn(value):
-                    self._code.append((pages.paging_in(value), -1, None))
+                    self._code.append((pages.paging_in(position, value), -1, None))
 
     def new_table(self) -> Table:
         """An empty table with the graph's constants in it."""

@@ -18,7 +18,7 @@ Call = Callable[[list[Any]], None]
 class HeldPage(Protocol):
     """A page in the file. What is being read or written is kept by it, and by the pager where the device hangs."""
 
-    def page_in(self, address: int, owner: object) -> None: ...
+    def page_in(self, address: int, owner: object, is_last: bool) -> None: ...
     def wait(self) -> None: ...
 
 
@@ -53,13 +53,13 @@ class Page:
             self._page = None
             raise
 
-    def bring_back(self) -> torch.Tensor:
-        """A new tensor, which must not be touched before `wait`."""
+    def bring_back(self, *, is_last: bool) -> torch.Tensor:
+        """A new tensor, which must not be touched before `wait`; `is_last`: its place in the file is free then."""
         storage = torch.empty(self._nbytes, dtype=torch.uint8).untyped_storage()
         tensor = torch.empty(0, dtype=self._dtype).set_(storage, *self._geometry)
         memory.tag(tensor, "activation")
         if self._page is not None:
-            self._page.page_in(storage.data_ptr(), storage)
+            self._page.page_in(storage.data_ptr(), storage, is_last)
         return tensor
 
 
@@ -76,6 +76,7 @@ class PageCode:
         if paged and pager is None:
             raise ValueError("the schedule pages, and there is no pager")
         self._pager = pager
+        self._last_page_in = {i.value: at for at, i in enumerate(schedule.instructions) if isinstance(i, PageIn)}
         self._waits = _waits(graph, schedule)
 
     @property
@@ -100,11 +101,11 @@ class PageCode:
 
         return page_out
 
-    def paging_in(self, value: int) -> Call:
-        slot = self._slots[value]
+    def paging_in(self, position: int, value: int) -> Call:
+        slot, is_last = self._slots[value], self._last_page_in[value] == position
 
         def page_in(table: list[Any]) -> None:
-            table[value] = table[slot].bring_back()
+            table[value] = table[slot].bring_back(is_last=is_last)
 
         return page_in
 

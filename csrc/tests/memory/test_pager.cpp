@@ -52,6 +52,7 @@ class FaultyStorage final : public Storage {
     return number;
   }
   int read(char* data, int64_t bytes, int64_t offset) override {
+    std::this_thread::sleep_for(std::chrono::milliseconds(read_milliseconds.load()));
     const int number = fault_of(reads++, read_fault);
     if (number == 0) {
       std::memcpy(data, contents.data() + offset, static_cast<size_t>(bytes));
@@ -75,6 +76,7 @@ class FaultyStorage final : public Storage {
   Bytes contents;
   int64_t largest = kLimit;
   std::atomic<int> write_milliseconds{0};
+  std::atomic<int> read_milliseconds{0};
   Fault write_fault;
   Fault read_fault;
   std::atomic<int> writes{0};
@@ -350,6 +352,36 @@ TEST(pages_of_a_device_that_hangs_are_dropped_when_it_answers) {
   CHECK(rig.pager->drop(moving));
   CHECK_EQUAL(rig.storage->writes.load(), 1);
   CHECK_EQUAL(rig.pager->stats().file_bytes, 0);
+}
+
+TEST(room_of_what_is_read_for_the_last_time_is_waited_for) {
+  // Room for one page.
+  Rig rig(false, 1, 2 * 4096);
+  rig.storage->read_milliseconds = 300;
+  const Bytes block = random_bytes(5000, 22);
+  const int64_t first = rig.pager->page_out(block.data(), 5000);
+  rig.pager->wait(first);
+  CHECK(fault_of([&] { rig.pager->page_out(block.data(), 5000); }) == PagingFault::full);
+  Bytes target(5000);
+  rig.pager->page_in(first, target.data(), true);
+  const int64_t second = rig.pager->page_out(block.data(), 5000);
+  rig.pager->wait(first);
+  CHECK(target == block);
+  CHECK_THROWS(std::invalid_argument, rig.pager->page_in(first, target.data(), true));
+  rig.pager->drop(first);
+  rig.pager->drop(second);
+  CHECK_EQUAL(rig.pager->stats().file_bytes, 0);
+
+  // What fails keeps its place: the error comes from who waits for it.
+  const int64_t third = rig.pager->page_out(block.data(), 5000);
+  rig.pager->wait(third);
+  rig.storage->read_fault = {rig.storage->reads, 2, EIO};
+  rig.pager->page_in(third, target.data(), true);
+  CHECK(fault_of([&] { rig.pager->page_out(block.data(), 5000); }) == PagingFault::full);
+  CHECK(fault_of([&] { rig.pager->wait(third); }) == PagingFault::failed);
+  rig.pager->page_in(third, target.data(), true);
+  rig.pager->drop(third);
+  rig.pager->drop(rig.pager->page_out(block.data(), 5000));
 }
 
 TEST(a_fork_is_told_that_it_cannot_page) {
