@@ -3,11 +3,11 @@
     python benchmarks/optimality.py                      # all models; up to half an hour
     python benchmarks/optimality.py --models resnet18 --out results
 
-Nothing is trained: each operator is measured once (and remembered), then the integer program is solved at shares of what
-the step takes without recomputation, a minute each, on two threads. Its bound is that of the condensed graph; the schedule
-is counted operator by operator. SGD with momentum updates the parameters in the backward pass. Promised are gaps of 1 % at
-50 nodes and 3 % at 100, for budgets of at least 1.5 times the widest operator; below that they are only reported. Exits with
-1 where a gap is larger.
+Nothing is trained: each operator is measured once (and remembered), then the integer program is solved at shares of
+what the step takes without recomputation, a minute each, on two threads. Its bound is that of the condensed graph; the
+schedule is counted operator by operator. SGD with momentum updates the parameters in the backward pass. Promised are
+gaps of 1 % at 50 nodes and 3 % at 100, for budgets of at least 1.5 times the widest operator; below that they are only
+reported. Exits with 1 where a gap is larger.
 """
 
 from __future__ import annotations
