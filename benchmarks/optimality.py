@@ -97,9 +97,8 @@ def main() -> int:
             if options.out is not None:
                 write(proofs, options)
     misses = [proof for proof in proofs if not proof.is_kept]
-    print(
-        f"\n{sum(proof.is_promised for proof in proofs)} gaps of at most 1 % and 3 % are promised, {len(misses)} are larger"
-    )
+    promised = sum(proof.is_promised for proof in proofs)
+    print(f"\n{promised} gaps of at most 1 % and 3 % are promised, {len(misses)} are larger")
     return 1 if misses else 0
 
 
