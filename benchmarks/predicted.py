@@ -62,6 +62,7 @@ def measure(model: str, options: argparse.Namespace) -> list[Comparison]:
         batch,
         planners=options.planners,
         budgets=budgets_of(",".join(options.budgets)),
+        page_to=options.page_to,
         planning_seconds=options.planning_seconds,
         steps=options.steps,
         cache=options.cache,
@@ -103,6 +104,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--budgets", nargs="+", default=list(BUDGETS), metavar="SHARE", help=" ".join(BUDGETS))
     parser.add_argument("--steps", type=int, default=7, help="measured for each plan (7)")
     parser.add_argument("--planning-seconds", type=float, default=10.0, help="for each planner that can use them (10)")
+    parser.add_argument("--page-to", type=Path, metavar="FOLDER", help="planners may page to there, too")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--batch-size", type=int, default=16)
     parser.add_argument("--image-size", type=int, default=224)

@@ -11,6 +11,8 @@ from terminals import Terminal
 from torch_odt import memory
 from torch_odt.commands.bench import budgets_of
 from torch_odt.commands.errors import UserError
+from torch_odt.commands.options import planners_of
+from torch_odt.planning.registry import planner_names
 
 DEEP = """
 from torch import nn
@@ -107,6 +109,13 @@ def test_a_range_has_both_ends_and_steps_between() -> None:
 
 def test_budgets_may_be_bytes() -> None:
     assert [budget_of(1000) for budget_of in budgets_of("3kB, 70%")] == [3000, 700]
+
+
+def test_planners_are_named_or_all() -> None:
+    assert planners_of(" sage,, melon") == ["sage", "melon"]
+    assert planners_of("all") == list(planner_names())
+    with pytest.raises(UserError, match="everyone"):
+        planners_of("sage,everyone")
 
 
 @pytest.mark.parametrize("text", ["", "20%..", "1MiB..2MiB", "1%..2%..3%", "nonsense", "0%"])

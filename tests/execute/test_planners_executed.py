@@ -112,6 +112,7 @@ def test_a_planner_trains_as_plain_pytorch_does_inside_its_budgets(runs: Runs, p
     # What pages keeps all gradients until the step: alone it saves less than they take, where images are small.
     is_vain = planner == "poet-paging" and runs.case.name == "resnet50"
     assert smallest < runs.kept_bytes + (NOISE_BYTES if is_vain else 0)
+    pages = False
     for share in SHARES:
         budget_bytes = int(smallest + share * (runs.kept_bytes - smallest))
         outcome, planned = door.train(odt.Budget(budget_bytes, of="training"))
@@ -119,6 +120,8 @@ def test_a_planner_trains_as_plain_pytorch_does_inside_its_budgets(runs: Runs, p
         assert planned.peak_bytes <= budget_bytes
         assert max(outcome.step_peaks) <= budget_bytes
         assert not planned.departures, planned.departures
+        pages |= any("are paged out" in note for note in planned.notes)
+    assert pages == (planner in PAGING)
     assert not list(tmp_path.iterdir())
 
 

@@ -38,7 +38,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     options.add_model(parser, default=None)
     options.add_input(parser)
     parser.add_argument(
-        "--planners", default=PLANNERS, metavar="NAMES", help=f"separated by commas (default: {PLANNERS})"
+        "--planners",
+        default=PLANNERS,
+        metavar="NAMES",
+        help=f"separated by commas, or {options.ALL_PLANNERS} (default: {PLANNERS})",
     )
     parser.add_argument(
         "--budgets",
@@ -74,8 +77,9 @@ def run(arguments: argparse.Namespace) -> int:
     options.check_rewrites(arguments)
     device = options.device_of(arguments)
     _check_measuring(arguments, device)
-    planners = [name.strip() for name in arguments.planners.split(",") if name.strip()]
-    _check_planners(planners)
+    planners = options.planners_of(arguments.planners)
+    if not planners:
+        raise UserError("--planners names none")
     budgets = budgets_of(arguments.budgets)
     costs = read_costs(arguments.costs)
     task = task_of(arguments)
@@ -151,17 +155,6 @@ def _share(text: str) -> float | None:
 
 def _of_all(share: float) -> BudgetBytes:
     return lambda keep_all_bytes: round(share * keep_all_bytes)
-
-
-def _check_planners(names: list[str]) -> None:
-    """Before the work, not after."""
-    from torch_odt.planning.registry import get_planner
-
-    if not names:
-        raise UserError("--planners names none")
-    for name in names:
-        with as_user_errors(PlanError):
-            get_planner(name)
 
 
 def _check_measuring(arguments: argparse.Namespace, device: Device | None) -> None:

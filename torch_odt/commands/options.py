@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch_odt.commands.errors import UserError, as_user_errors
+from torch_odt.errors import PlanError
 
 if TYPE_CHECKING:
     from torch_odt.capture.device import Device
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 
 MODEL_HELP = "a torchvision classifier by name, or your own: FILE.py:FUNCTION"
 DEFAULT_INPUT = "16x3x224x224"
+ALL_PLANNERS = "all"
 
 
 def add_output(parser: argparse.ArgumentParser) -> None:
@@ -211,3 +213,20 @@ def _plain(value: Any) -> Any:
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     return value if value is None or isinstance(value, str | int | bool) else str(value)
+
+
+def planners_of(text: str) -> list[str]:
+    """The names in `--planners`, separated by commas; `all` is everyone's.
+
+    Raises:
+        UserError: there is no planner of one of the names.
+    """
+    from torch_odt.planning.registry import get_planner, planner_names
+
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    if names == [ALL_PLANNERS]:
+        return list(planner_names())
+    for name in names:
+        with as_user_errors(PlanError):
+            get_planner(name)
+    return names

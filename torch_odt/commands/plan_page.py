@@ -36,7 +36,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--planners",
         metavar="NAMES",
-        help=f"whose frontiers the page shows, separated by commas, or {NOBODY} (default: {QUICK})",
+        help=f"whose frontiers the page shows, separated by commas, {options.ALL_PLANNERS} or {NOBODY} "
+        f"(default: {QUICK})",
     )
 
 
@@ -46,14 +47,10 @@ def check(arguments: argparse.Namespace) -> None:
     Raises:
         UserError: the page cannot be written there, or there is no planner of one of the names.
     """
-    from torch_odt.planning.registry import get_planner
-
     options.check_folder("--html", arguments.html)
     if arguments.planners is not None and arguments.html is None:
         raise UserError("--planners names what the page shows: it goes with --html")
-    for name in _planners(arguments):
-        with as_user_errors(PlanError):
-            get_planner(name)
+    _planners(arguments)
 
 
 def write(arguments: argparse.Namespace, task: Task, plan: Plan, costs: CostTable | None) -> None:
@@ -82,7 +79,7 @@ def write(arguments: argparse.Namespace, task: Task, plan: Plan, costs: CostTabl
 
 def _planners(arguments: argparse.Namespace) -> list[str]:
     text = QUICK if arguments.planners is None else arguments.planners
-    return [] if text.strip() == NOBODY else [name.strip() for name in text.split(",") if name.strip()]
+    return [] if text.strip() == NOBODY else options.planners_of(text)
 
 
 def _frontiers(arguments: argparse.Namespace, task: Task, costs: CostTable | None) -> dict[str, Frontier]:
