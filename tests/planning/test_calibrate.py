@@ -47,6 +47,14 @@ def test_what_takes_least_is_found_below_what_can_be_reached(floor_bytes: int, b
     assert floor_bytes <= taken <= floor_bytes + 10_000 // 2**6 + 1
 
 
+def test_what_fits_is_found_far_below_what_takes_a_little_too_much() -> None:
+    def aim_at(aim_bytes: int) -> Attempt:
+        counted_bytes, taken_bytes = (aim_bytes, 1001) if aim_bytes >= 600 else (500, 500)
+        return Attempt(Schedule((), 0, str(taken_bytes)), counted_bytes, taken_bytes)
+
+    assert calibrated(aim_at, 1000).planner == "500"
+
+
 @pytest.mark.parametrize("share", [0.9, 0.6, 0.4])
 def test_melon_allows_for_gaps_between_addresses(share: float, monkeypatch: pytest.MonkeyPatch) -> None:
     def with_gaps(*args: Any, **options: Any) -> Layout:

@@ -68,13 +68,16 @@ def within(planner: Planner, graph: TrainingGraph, costs: Costs, budget_bytes: i
 
 
 def _aim_lower(aim_at: Aim, budget_bytes: int) -> Attempt:
-    """Aim at a budget, and below it by what is taken too much, for as long as the planner meets its aim."""
+    """Aim at a budget, and below it by what is taken too much, for as long as the planner meets its aim.
+
+    A planner that has few schedules needs a longer way down to the next one: the least step doubles.
+    """
     aim_bytes = budget_bytes
     least = attempt = aim_at(aim_bytes)
-    for _ in range(_STEPS_DOWN):
+    for step in range(_STEPS_DOWN):
         if attempt.taken_bytes <= budget_bytes or attempt.counted_bytes > aim_bytes:
             break
-        aim_bytes -= max(attempt.taken_bytes - budget_bytes, aim_bytes // 500)
+        aim_bytes -= max(attempt.taken_bytes - budget_bytes, (aim_bytes << step) // 500)
         attempt = aim_at(aim_bytes)
         least = min(least, attempt, key=lambda each: each.taken_bytes)
     return least
