@@ -79,7 +79,9 @@ class ReducedSearch:
             return
         while not self._is_over():
             outcome = self._solve(self.deadline, self.gap / 2)
-            if outcome.bound != float("inf"):
+            if outcome.bound == float("inf"):
+                self._note_that_nothing_fits()
+            else:
                 self.bound_cost = max(self.bound_cost, self.model.cost(outcome.bound))
             if not outcome.has_solution or not self._take():
                 return
@@ -88,7 +90,14 @@ class ReducedSearch:
         relaxed = relax(self.model, self.solver, _RELAXATION_SHARE * (self.deadline - time.perf_counter()))
         self.bound_cost = max(self.bound_cost, relaxed.bound_cost)
         self.solve_seconds += relaxed.solve_seconds
+        if relaxed.is_infeasible:
+            self._note_that_nothing_fits()
         return relaxed.values
+
+    def _note_that_nothing_fits(self) -> None:
+        """Of the choices that the condensed graph has left, so that none is better than what fits without it."""
+        if self.incumbent.fits and not self.reduced.is_exact:
+            self.bound_cost = max(self.bound_cost, self.incumbent.counted.extra_cost)
 
     def _improve(self, end: float) -> None:
         """Choose anew for some units while the others stay as they are, as long as that helps."""
