@@ -46,6 +46,14 @@ def _fast(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(page_file, "_measure", measure)
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Most tests train the same network: it is traced and measured once."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TORCH_ODT_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
 class Deep(nn.Module):
     """Convolutions, BatchNorm and dropout; three megabytes for each."""
 
@@ -76,14 +84,14 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
 def least_budget(model: nn.Module, batch: Batch, folder: Path | None, **options: Any) -> int:
     """The smallest that is accepted."""
     model = copy.deepcopy(model)
-    usual: dict[str, Any] = {"disable_rewrites": WITH_GRADIENTS, "cache": False, "optimizer": sgd(model)}
+    usual: dict[str, Any] = {"disable_rewrites": WITH_GRADIENTS, "optimizer": sgd(model)}
     plan = odt.plan(model, F.cross_entropy, batch, budget=training("1GiB"), page_to=folder, **usual | options)
     assert plan.smallest_feasible_bytes is not None
     return plan.smallest_feasible_bytes
 
 
 def make_step(model: nn.Module, folder: Path | odt.PageFile, budget: int, **options: Any) -> odt.TrainStep:
-    usual = {"budget": training(budget), "disable_rewrites": WITH_GRADIENTS, "cache": False, "page_to": folder}
+    usual = {"budget": training(budget), "disable_rewrites": WITH_GRADIENTS, "page_to": folder}
     return odt.TrainStep(model, F.cross_entropy, sgd(model), **usual | options)
 
 
@@ -147,7 +155,6 @@ def test_a_plan_that_pages_travels_in_a_file(tmp_path: Path) -> None:
         disable_rewrites=WITH_GRADIENTS,
         page_to=tmp_path,
         optimizer=sgd(model),
-        cache=False,
     )
     made.save(file := tmp_path / "plan.json")
     optimizer = sgd(model)
@@ -187,13 +194,12 @@ def test_it_trains_where_recomputation_alone_does_not(tmp_path: Path) -> None:
 def test_wrapped_models_page_too(tmp_path: Path) -> None:
     model, data = Deep(), batches(5)
     plain = copy.deepcopy(model)
-    probe = odt.wrap(copy.deepcopy(model), budget=training(1 << 20), cache=False, disable_rewrites=WITH_GRADIENTS)
+    probe = odt.wrap(copy.deepcopy(model), budget=training(1 << 20), disable_rewrites=WITH_GRADIENTS)
     with pytest.raises(odt.InfeasibleBudget) as refused:
         probe(data[0][0])
     odt.wrap(
         model,
         budget=training(refused.value.smallest_feasible_bytes),
-        cache=False,
         disable_rewrites=WITH_GRADIENTS,
         page_to=tmp_path,
     )
@@ -212,12 +218,12 @@ def test_wrapped_models_page_too(tmp_path: Path) -> None:
 def test_a_wrapped_models_plan_that_pages_travels_in_a_file(tmp_path: Path) -> None:
     model, data = Deep(), batches(3)
     plain = copy.deepcopy(model)
-    probe = odt.wrap(copy.deepcopy(model), budget=training(1 << 20), cache=False, disable_rewrites=WITH_GRADIENTS)
+    probe = odt.wrap(copy.deepcopy(model), budget=training(1 << 20), disable_rewrites=WITH_GRADIENTS)
     with pytest.raises(odt.InfeasibleBudget) as refused:
         probe(data[0][0])
     budget = training(refused.value.smallest_feasible_bytes)
     source = odt.wrap(
-        copy.deepcopy(model), budget=budget, cache=False, disable_rewrites=WITH_GRADIENTS, page_to=tmp_path
+        copy.deepcopy(model), budget=budget, disable_rewrites=WITH_GRADIENTS, page_to=tmp_path
     )
     optimizer = sgd(source)
     for batch in data:
@@ -225,8 +231,8 @@ def test_a_wrapped_models_plan_that_pages_travels_in_a_file(tmp_path: Path) -> N
     odt.plan_of(source).save(file := tmp_path / "plan.json")
     torch._dynamo.reset()
     with pytest.raises(odt.PlanError, match="page_to="):
-        odt.wrap(model, plan=file, budget=training("1GiB"), cache=False)
-    odt.wrap(model, plan=file, budget=training("1GiB"), cache=False, page_to=tmp_path)
+        odt.wrap(model, plan=file, budget=training("1GiB"))
+    odt.wrap(model, plan=file, budget=training("1GiB"), page_to=tmp_path)
     torch.manual_seed(5)
     optimizer = sgd(model)
     losses = [plain_step(model, optimizer, batch) for batch in data]
@@ -383,11 +389,11 @@ def test_a_failed_transfer_that_nothing_makes_up_for_undoes_the_step(tmp_path: P
 def wrapped_to_page(folder: Path, batch: Batch) -> tuple[nn.Module, torch.optim.Optimizer]:
     """A wrapped model after two steps in the least that does without paging, and its optimizer."""
     model = Deep()
-    probe = odt.wrap(copy.deepcopy(model), budget=training(1 << 20), cache=False, disable_rewrites=WITH_GRADIENTS)
+    probe = odt.wrap(copy.deepcopy(model), budget=training(1 << 20), disable_rewrites=WITH_GRADIENTS)
     with pytest.raises(odt.InfeasibleBudget) as refused:
         probe(batch[0])
     least = refused.value.smallest_feasible_bytes
-    odt.wrap(model, budget=training(least), cache=False, disable_rewrites=WITH_GRADIENTS, page_to=folder)
+    odt.wrap(model, budget=training(least), disable_rewrites=WITH_GRADIENTS, page_to=folder)
     optimizer = sgd(model)
     for _ in range(2):
         plain_step(model, optimizer, batch)
