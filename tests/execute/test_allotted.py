@@ -5,49 +5,23 @@ from __future__ import annotations
 import copy
 import json
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from scripted_budgets import BATCH, Scripted, make_batches, make_net, plainly
+from torch import nn
 
 import torch_odt as odt
 from torch_odt import memory
 from torch_odt.capture.rewrite import inexact_rewrites
 from torch_odt.execute import prepare
-from torch_odt.runtime import Controller, Reading, ShareOfAvailable
+from torch_odt.runtime import Controller, ShareOfAvailable
 
 MIB = 1 << 20
-BATCH = 16
 pytestmark = pytest.mark.skipif(not memory.install(), reason="torch_odt._memory is not built")
-
-
-class Scripted:
-    """A policy that allows so much above the level, step by step; the last one for ever."""
-
-    def __init__(self, *growth: int) -> None:
-        self.growth = list(growth)
-
-    def allowed_bytes(self, reading: Reading, level_bytes: int) -> int:
-        growth = self.growth.pop(0) if len(self.growth) > 1 else self.growth[0]
-        return level_bytes + growth
-
-
-def make_net() -> nn.Sequential:
-    torch.manual_seed(1)
-    layers: list[nn.Module] = [nn.Conv2d(3, 16, 3, padding=1)]
-    for _ in range(7):
-        layers += [nn.BatchNorm2d(16), nn.Tanh(), nn.Conv2d(16, 16, 3, padding=1)]
-    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Dropout(0.2), nn.Linear(16, 4))
-
-
-def make_batches(count: int) -> Iterator[tuple[Tensor, Tensor]]:
-    generator = torch.Generator().manual_seed(2)
-    for _ in range(count):
-        yield torch.randn(BATCH, 3, 64, 64, generator=generator), torch.randint(4, (BATCH,), generator=generator)
 
 
 def make_step(model: nn.Module, budget: Any, cache: Path, **options: Any) -> odt.TrainStep:
@@ -113,19 +87,6 @@ def test_plans_change_and_no_bit_does(cache: Path, sizes: tuple[int, int], monke
     assert len(set(allowed)) >= 2 and min(allowed) <= low
     assert all(peak <= limit for peak, limit in zip(peaks, allowed, strict=True))
     assert sum(len(each) for each in captures if each) <= 1
-
-
-def plainly(model: nn.Module, count: int) -> list[float]:
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    torch.manual_seed(3)
-    losses = []
-    for inputs, targets in make_batches(count):
-        optimizer.zero_grad()
-        loss = F.cross_entropy(model(inputs), targets)
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses
 
 
 def test_less_than_the_smallest_plan_is_a_warning(cache: Path, sizes: tuple[int, int], tmp_path: Path) -> None:

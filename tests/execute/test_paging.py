@@ -222,9 +222,7 @@ def test_a_wrapped_models_plan_that_pages_travels_in_a_file(tmp_path: Path) -> N
     with pytest.raises(odt.InfeasibleBudget) as refused:
         probe(data[0][0])
     budget = training(refused.value.smallest_feasible_bytes)
-    source = odt.wrap(
-        copy.deepcopy(model), budget=budget, disable_rewrites=WITH_GRADIENTS, page_to=tmp_path
-    )
+    source = odt.wrap(copy.deepcopy(model), budget=budget, disable_rewrites=WITH_GRADIENTS, page_to=tmp_path)
     optimizer = sgd(source)
     for batch in data:
         plain_step(source, optimizer, batch)

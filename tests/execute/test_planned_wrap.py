@@ -46,7 +46,7 @@ def test_a_loop_follows_the_plan_of_an_earlier_one(
     made.save(tmp_path / "plan.json")
     torch._dynamo.reset()
     # Nothing is measured any more.
-    monkeypatch.setattr("torch_odt.execute.wrap_session.profile", None)
+    monkeypatch.setattr("torch_odt.execute.wrap_schedules.profile", None)
     both = {"with_optimizer": options.get("with_optimizer", False)}
     model, found = train(plan=tmp_path / "plan.json", **both)
     assert all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True))

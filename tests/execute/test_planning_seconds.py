@@ -18,7 +18,7 @@ import torch_odt as odt
 from torch_odt import memory
 from torch_odt.capture.child import ChildFailed, ChildLate
 from torch_odt.capture.device import Device
-from torch_odt.execute import planning_time, wrap_session
+from torch_odt.execute import planning_time, wrap_schedules
 from torch_odt.execute.candidates import Candidates
 from torch_odt.execute.dry_run import measured
 from torch_odt.planning import registry
@@ -273,13 +273,13 @@ def test_a_given_plan_is_not_looked_for(tmp_path: Path) -> None:
 @pytest.mark.filterwarnings("default", "error::torch_odt.errors.OdtWarning")
 def test_a_wrapped_model_is_planned_longer_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[str, float]] = []
-    original = wrap_session.planned
+    original = wrap_schedules.planned
 
     def record(name: str, *case: Any) -> Schedule:
         asked.append((name, case[-1]))
         return original(name, *case)
 
-    monkeypatch.setattr(wrap_session, "planned", record)
+    monkeypatch.setattr(wrap_schedules, "planned", record)
     budget = odt.Budget("1GiB", of="training")
     for seconds in (0.2, 0.2, 0.0):
         torch._dynamo.reset()

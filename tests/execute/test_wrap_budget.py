@@ -15,7 +15,7 @@ from wrapped_models import Conv, assert_same, images, planned_step, predicted_by
 
 from torch_odt import InfeasibleBudget, OdtWarning, memory
 from torch_odt.execute import wrap as wrap_module
-from torch_odt.execute import wrap_session
+from torch_odt.execute import wrap_schedules
 from torch_odt.execute.wrap import plan_of, session_of, set_budget, wrap
 
 # torch.compile itself warns of this and that.
@@ -175,7 +175,7 @@ def test_a_second_start_plans_nothing(tmp_path: Any, monkeypatch: pytest.MonkeyP
         torch._dynamo.reset()
         model = wrap(Deep(), budget=training("1GiB"), cache=tmp_path)
         if start:
-            monkeypatch.setattr(wrap_session, "planned", lambda *_, **__: pytest.fail("planned again"))
+            monkeypatch.setattr(wrap_schedules, "planned", lambda *_, **__: pytest.fail("planned again"))
         for seed in range(3):
             step(model, images(2, 16), seed)
         assert plan_of(model).schedule is not None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from torch_odt.errors import InfeasibleBudget, OdtWarning
 from torch_odt.execute.prepared import Prepared
@@ -15,6 +15,9 @@ from torch_odt.runtime.budget import Allotment, Budget
 if TYPE_CHECKING:
     from torch_odt.execute.retries import Lowered
     from torch_odt.runtime.controller import BudgetValue, Controller, Need
+
+Found = TypeVar("Found")
+PLAN_FOR_ONE_BUDGET = "a plan was made for one budget, which cannot change while training runs: give bytes"
 
 
 def controller_of(value: BudgetValue | None) -> Controller | None:
@@ -54,17 +57,26 @@ def prepare_allotted(
         return prepare()
     # What other plans hold may be what is missing.
     forget_plans()
+    return or_in_the_fewest(controller, request.allot, prepare)
+
+
+def or_in_the_fewest(controller: Controller, allot: Callable[[Allotment], None], prepare: Callable[[], Found]) -> Found:
+    """What is prepared within what a controller allows; where that is too little, in the fewest bytes, with a warning.
+
+    Args:
+        allot: takes what there is from now on.
+    """
     try:
         return prepare()
     except InfeasibleBudget as error:
         smallest_bytes = error.smallest_feasible_bytes
     allowed = controller.current
-    request.allot(controller.refused(smallest_bytes))
+    allot(controller.refused(smallest_bytes))
     warnings.warn(
-        f"{allowed} are allowed, and the smallest plan takes {request.budget}: that one is followed until more is "
+        f"{allowed} are allowed, and the smallest plan takes {controller.current}: that one is followed until more is "
         "allowed",
         OdtWarning,
-        stacklevel=5,
+        stacklevel=6,
     )
     return prepare()
 

@@ -19,7 +19,7 @@ from torch_odt.capture.loss_modules import loss_module
 from torch_odt.errors import NonFiniteLossWarning, OdtWarning
 from torch_odt.execute.accounting import held_by_process, make_room
 from torch_odt.execute.accumulation import Accumulation, Shares
-from torch_odt.execute.allotted import controller_of, first_budget, heed, prepare_allotted
+from torch_odt.execute.allotted import PLAN_FOR_ONE_BUDGET, controller_of, first_budget, heed, prepare_allotted
 from torch_odt.execute.gradients import has_gradient_hooks, run_gradient_hooks
 from torch_odt.execute.loss import make_compute
 from torch_odt.execute.named_tensors import named_buffers, named_parameters
@@ -181,7 +181,7 @@ class TrainStep:
         level_bytes = held_by_process() if plan is None else memory.process_bytes()
         self._controller = controller_of(budget)
         if self._controller is not None and plan is not None:
-            raise ValueError("a plan was made for one budget, which cannot change while training runs: give bytes")
+            raise ValueError(PLAN_FOR_ONE_BUDGET)
         self._given = None if plan is None else GivenPlan.of_value(plan)
         if self._given is not None and transactional and self._given.program.makes_updates:
             raise ValueError(

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import fx, nn
@@ -15,6 +16,7 @@ from torch_odt.capture.partition import GraphPiece, inference_piece, partition
 from torch_odt.capture.rewrite import switched_off
 from torch_odt.capture.trace import eager_recurrent_layers
 from torch_odt.errors import CaptureError, InfeasibleBudget, OdtWarning, first_line
+from torch_odt.execute.allotted import PLAN_FOR_ONE_BUDGET, controller_of
 from torch_odt.execute.checkpointing import checkpointed
 from torch_odt.execute.compiled import refuse_compiled
 from torch_odt.execute.fallback import (
@@ -37,7 +39,10 @@ from torch_odt.execute.wrap_given import GivenSchedule
 from torch_odt.execute.wrap_session import WrapSession
 from torch_odt.planning.plan import Plan
 from torch_odt.planning.registry import get_planner
-from torch_odt.runtime.budget import Budget, ResolvedBudget
+from torch_odt.runtime.budget import ResolvedBudget
+
+if TYPE_CHECKING:
+    from torch_odt.runtime.controller import BudgetValue
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -48,7 +53,7 @@ _RECOMPILE_LIMIT = 64
 def wrap(
     model: Model,
     *,
-    budget: int | str | Budget | None = None,
+    budget: BudgetValue | None = None,
     plan: str | Path | Plan | None = None,
     optimizer: torch.optim.Optimizer | None = None,
     planner: str = "auto",
@@ -69,8 +74,9 @@ def wrap(
 
     Args:
         model: any `nn.Module` on the CPU.
-        budget: bytes, as `Budget` takes them ("512MiB", "80%", "auto", an int, or a `Budget`). It must be given, but
-            that with `plan` the plan's budget is the default.
+        budget: bytes, as `Budget` takes them ("512MiB", "80%", "auto", an int, or a `Budget`); or what changes while
+            training runs: a policy, a function of a `Reading`, or a `Controller`, asked before each step. It must be
+            given, but that with `plan` the plan's budget is the default.
         plan: what `plan_of` told of a model wrapped like this one after its second step, or the path of its file (see
             `Plan.save`): nothing is measured or planned then. The loop is captured as ever, must give the same graphs,
             and follows the plan in every training step; `planner` and `disable_rewrites` are the plan's. `TrainStep`
@@ -143,10 +149,12 @@ def wrap(
         if given is None:
             raise TypeError("wrap takes a budget=, or a plan= that was made for one")
         budget = given.plan.given_budget
+    elif given is not None and controller_of(budget) is not None:
+        raise ValueError(PLAN_FOR_ONE_BUDGET)
     unwrap(model)
     session = WrapSession(
         model,
-        Budget.of_value(budget),
+        budget,
         planner,
         disabled,
         Cache.of_value(cache),
@@ -176,13 +184,13 @@ def plan_of(model: nn.Module) -> Plan:
     return session_of(model).plan
 
 
-def set_budget(model: nn.Module, budget: int | str | Budget) -> None:
-    """Give a wrapped model another budget from its next step on; nothing is compiled again.
+def set_budget(model: nn.Module, budget: BudgetValue) -> None:
+    """Give a wrapped model another budget, or a policy, from its next step on; nothing is compiled again.
 
     Raises:
         ValueError: the model is not wrapped.
     """
-    session_of(model).set_budget(Budget.of_value(budget))
+    session_of(model).set_budget(budget)
 
 
 def session_of(model: nn.Module) -> WrapSession:
@@ -256,6 +264,10 @@ class _WrappedCall:
         call = self._model._call_impl
         if not torch.is_grad_enabled():
             return self._call_inside(self.session.room_bytes(), args, kwargs)
+        self.session.ask_controller()
+        return self.session.in_the_fewest(partial(self._call_trained, call, args, kwargs))
+
+    def _call_trained(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         key = (batch_signature(args, kwargs), tuple(module.training for module in self._model.modules()))
         room = self.session.room_bytes()
         gradients = sum(p.nbytes for p in self._model.parameters() if p.requires_grad)

@@ -15,7 +15,7 @@ from torch_odt.execute.page_file import paging_notes
 from torch_odt.execute.wrap_updates import Names
 from torch_odt.planning.plan import Plan, PlanLine, eager_seconds, recomputed_in
 from torch_odt.planning.pool import QUICK, Layout, pack
-from torch_odt.planning.schedule import Schedule
+from torch_odt.planning.schedule import PageOut, Schedule
 from torch_odt.planning.simulate import simulate
 from torch_odt.planning.timeline import timeline_of
 from torch_odt.runtime.budget import ResolvedBudget
@@ -45,6 +45,11 @@ class StepPlan:
     made_for_bytes: int
     seconds: float
     recompute_seconds: float
+
+    @property
+    def costs_no_time(self) -> bool:
+        """More memory would not make it faster."""
+        return self.recompute_seconds == 0 and not any(isinstance(i, PageOut) for i in self.schedule.instructions)
 
 
 @dataclass(eq=False)

@@ -9,42 +9,42 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from torch_odt import memory
 from torch_odt._extensions import memory_module
-from torch_odt.cache import Cache, plan_key
+from torch_odt.cache import Cache
 from torch_odt.capture.concatenate import Concatenation, concatenate
 from torch_odt.capture.costs import Costs
 from torch_odt.capture.graph import TrainingGraph
-from torch_odt.capture.machine import machine_name, settings_name
-from torch_odt.capture.profile import profile
 from torch_odt.capture.update_in_backward import UPDATE, update_in_backward
-from torch_odt.errors import InfeasibleBudget, PlanError
-from torch_odt.execute.accounting import Allowance, allow, held_by_process, make_room, nearby, rounded
+from torch_odt.errors import InfeasibleBudget
+from torch_odt.execute.accounting import Allowance, allow, held_by_process, make_room
+from torch_odt.execute.allotted import Found, controller_of, first_budget, or_in_the_fewest
 from torch_odt.execute.executor import Executor
 from torch_odt.execute.graph_calls import Calls, GraphRunner, Rules
 from torch_odt.execute.optimizer_reserve import OptimizerReserve
 from torch_odt.execute.page_file import TORN_UPDATES, OpenPageFile
-from torch_odt.execute.planning_time import planned
 from torch_odt.execute.request import departures
-from torch_odt.execute.smallest_plans import remembered_smallest
 from torch_odt.execute.split_schedule import split
 from torch_odt.execute.wrap_given import GivenSchedule, WrapProgram
-from torch_odt.execute.wrap_plan import Ledger, Sequence, StepPlan, footprint, result_bytes, summarize_wrap
+from torch_odt.execute.wrap_plan import Ledger, Sequence, StepPlan, result_bytes, summarize_wrap
+from torch_odt.execute.wrap_schedules import WrapSchedules
 from torch_odt.execute.wrap_undo import StepUndo
 from torch_odt.execute.wrap_updates import WrapUpdates
 from torch_odt.planning.plan import Plan
 from torch_odt.planning.pool import Layout, pack
 from torch_odt.planning.registry import get_planner
-from torch_odt.planning.schedule import Schedule, schedule_from_data, schedule_to_data
+from torch_odt.planning.schedule import Schedule
 from torch_odt.planning.simulate import simulate
-from torch_odt.runtime.budget import Budget, ResolvedBudget
+from torch_odt.runtime.budget import Allotment, Budget, ResolvedBudget
+
+if TYPE_CHECKING:
+    from torch_odt.runtime.controller import BudgetValue, Need
 
 # Longer sequences (forward passes that nobody differentiates) run the schedules of the fewest bytes.
 _LONGEST_SEQUENCE = 32
@@ -65,7 +65,7 @@ class WrapSession:
 
     Args:
         model: the wrapped model.
-        budget: what the process, or the training, may hold.
+        budget: what the process, or the training, may hold; or what decides that before each step.
         planner: a planner's name.
         disabled_rewrites: names of rewrites that are not to be made.
         cache: where measurements of ops are kept.
@@ -78,7 +78,7 @@ class WrapSession:
     def __init__(
         self,
         model: nn.Module,
-        budget: Budget,
+        budget: BudgetValue,
         planner: str,
         disabled_rewrites: frozenset[str],
         cache: Cache,
@@ -91,16 +91,18 @@ class WrapSession:
         self._page_file = page_file
         self.calls = Calls(None if page_file is None else StepUndo(model))
         self.level_bytes = held_by_process()
-        self._asked = budget
-        self.budget: ResolvedBudget = budget.resolve(self.level_bytes)
+        self.controller = controller_of(budget)
+        self._asked = first_budget(budget, self.controller, self.level_bytes)
+        self.budget: ResolvedBudget = self._asked.resolve(self.level_bytes)
         self.ledger = Ledger()
         self.disabled_rewrites = disabled_rewrites
         self.runner_count = 0
         self.run_count = 0
         self._level_allocated = memory.stats().allocated_bytes
         self._planner = planner
-        self._planning_seconds = planning_seconds
-        self._cache = cache
+        self._schedules = WrapSchedules(
+            planner, planning_seconds, cache, page_file, given, measuring_bytes=self._measuring_bytes
+        )
         self._model = model
         self._given_optimizer = optimizer
         self._given = given
@@ -109,7 +111,6 @@ class WrapSession:
             self._updates = WrapUpdates(model, optimizer, TORN_UPDATES if page_file else "")
         self._optimizer: OptimizerReserve | None = None
         self._steps = 0
-        self._costs: dict[str, Costs] = {}
         self._frugal: dict[tuple[GraphRunner, Rules], StepPlan] = {}
         self._sequences: dict[tuple[GraphRunner, ...], Sequence] = {}
         self._expected: dict[GraphRunner, Sequence] = {}
@@ -124,10 +125,38 @@ class WrapSession:
         self._tracing_bytes_before = 0
         self._arena: Any = None
 
-    def set_budget(self, budget: Budget) -> None:
+    def set_budget(self, budget: BudgetValue) -> None:
         """Use another budget from the next step on; nothing is compiled again."""
+        self.controller = controller_of(budget)
+        self._allot(first_budget(budget, self.controller, self.level_bytes))
+
+    def ask_controller(self) -> None:
+        """Before a step: what it may hold."""
+        if self.controller is None:
+            return
+        allotment = self.controller.before_step(self.level_bytes, self._need())
+        if allotment != self._asked:
+            self._allot(allotment)
+
+    def in_the_fewest(self, find: Callable[[], Found]) -> Found:
+        """What is found within the budget; where a controller allows too little for anything, in the fewest bytes."""
+        return find() if self.controller is None else or_in_the_fewest(self.controller, self._allot, find)
+
+    def _need(self) -> Need | None:
+        """What the step that ran last took."""
+        plan = self._running
+        if plan is None:
+            return None
+        from torch_odt.runtime.controller import Need
+
+        beside_bytes = self.level_bytes + self._level_of_step + self.ledger.reserved_bytes
+        return Need(beside_bytes + plan.peak_bytes, is_free=plan.costs_no_time)
+
+    def _allot(self, budget: Budget | Allotment) -> None:
         self._asked = budget
         self.budget = budget.resolve(self.level_bytes)
+        if self._arena is not None:
+            self._arena.release()
         self._forget_estimates()
         if self._updates is not None:
             self._updates.forget()
@@ -190,10 +219,10 @@ class WrapSession:
         if self._counted_runners == self.runner_count:
             return
         self._counted_runners = self.runner_count
-        if self._asked.share is None:
+        if isinstance(self._asked, Budget) and self._asked.share is None:
             # The workers of a DataLoader have started since.
             self.budget = self._asked.resolve(self.level_bytes)
-        library_bytes = max((costs.library_bytes for costs in self._costs.values()), default=0)
+        library_bytes = self._schedules.library_bytes
         allowance = allow(self.budget, None, graph, library_bytes=library_bytes)
         usual = _BYTES_PER_ENTRY * (len(graph.ops) + len(graph.values)) + allowance.reserve_bytes
         self._usual_tracing_bytes = max(self._usual_tracing_bytes, usual)
@@ -225,7 +254,7 @@ class WrapSession:
         follows = self._follows
         if follows is None or position >= len(follows.runners) or follows.runners[position] is not runner:
             self._follows = None
-            return self._frugal_executor(runner)
+            return self.in_the_fewest(partial(self._frugal_executor, runner))
         assert self._running is not None
         return self._running.executors[position]
 
@@ -238,10 +267,12 @@ class WrapSession:
         self._backward_began = False
         if self._optimizer is not None and self._steps <= _STEPS_WITHOUT_OPTIMIZER:
             self._optimizer.tag_state()
+        self.ask_controller()
         make_room(self._arena, self.budget.total_bytes, self._steps - 1)
         self._level_of_step = self.ledger.held_bytes = self.used_bytes()
         self._follows = self._expected.get(runner)
-        self._running = None if self._follows is None else self._plan_for(self._follows)
+        follows = self._follows
+        self._running = None if follows is None else self.in_the_fewest(partial(self._plan_for, follows))
         if self._running is None:
             self._follows = None
 
@@ -302,6 +333,8 @@ class WrapSession:
         if best is None or (best.recompute_seconds > 0 and best.made_for_bytes < (1 - _NEWS) * room):
             best = self._make_plan(sequence, room)
             sequence.plans = [*sequence.plans[-_MOST_PLANS + 1 :], best]
+        else:
+            self._limit_what_is_outside()
         self._describe(best, graphs)
         return best
 
@@ -309,16 +342,16 @@ class WrapSession:
         graphs = sequence.graphs
         if sequence.whole is None:
             sequence.whole = concatenate(graphs)
-        graph, costs = sequence.whole.graph, self._costs_of(sequence.whole.graph)
+        graph = sequence.whole.graph
         if self._given is not None:
             plan = self._place(sequence.whole, graphs, self._given.schedule_for(graph), room)
             self.check(plan.peak_bytes, room, "the given plan does not fit")
             return plan
-        plan = self._place(sequence.whole, graphs, self._remembered_schedule(graph, costs, room), room)
+        plan = self._place(sequence.whole, graphs, self._schedules.fastest(graph, room), room)
         if plan.peak_bytes > room:
-            plan = self._place(sequence.whole, graphs, self._smallest(graph), room)
-        if plan.peak_bytes > room and self._measure_all(graph):
-            plan = self._place(sequence.whole, graphs, self._smallest(graph), room)
+            plan = self._place(sequence.whole, graphs, self._schedules.smallest(graph), room)
+        if plan.peak_bytes > room and self._schedules.measure_all(graph):
+            plan = self._place(sequence.whole, graphs, self._schedules.smallest(graph), room)
         self.check(plan.peak_bytes, room, "not even the schedule of the fewest bytes fits")
         return plan
 
@@ -330,32 +363,9 @@ class WrapSession:
         gradients = self._optimizer.gradient_bytes - updated
         return gradients + self._optimizer.workspace_bytes if gradients > 0 else 0
 
-    def _remembered_schedule(self, graph: TrainingGraph, costs: Costs, room: int) -> Schedule:
-        """The schedule that an earlier process has made for about this room, or a new one."""
-        for nbytes in nearby(room) if room > 0 else ():
-            data = self._cache.load_plan(self._plan_key(graph, nbytes))
-            if data is not None:
-                with contextlib.suppress(PlanError, ValueError, KeyError, TypeError, IndexError):
-                    schedule = schedule_from_data(data)
-                    simulate(graph, costs, schedule)
-                    if footprint(graph, costs, schedule) <= room:
-                        return schedule
-        schedule = self._schedule(graph, costs, rounded(max(0, room)))
-        if not costs.too_large:
-            self._cache.save_plan(self._plan_key(graph, rounded(max(0, room))), schedule_to_data(schedule))
-        return schedule
-
-    def _plan_key(self, graph: TrainingGraph, rounded_bytes: int) -> str:
-        transfers = "" if self._page_file is None else self._page_file.costs.name
-        made_by = (rounded_bytes, self._planner, self._planning_seconds, transfers)
-        return plan_key("wrap", graph.fingerprint, machine_name(), settings_name(), *made_by)
-
-    def _schedule(self, graph: TrainingGraph, costs: Costs, room: int) -> Schedule:
-        return planned(self._planner, graph, costs, room, partial(footprint, graph, costs), self._planning_seconds)
-
     def _place(self, whole: Concatenation, graphs: list[TrainingGraph], schedule: Schedule, room: int) -> StepPlan:
         """A schedule as executors, with addresses in the arena where there is one."""
-        graph, costs = whole.graph, self._costs_of(whole.graph)
+        graph, costs = whole.graph, self._schedules.costs_of(whole.graph)
         simulation = simulate(graph, costs, schedule)
         layout = None if memory_module is None else self._layout(graph, costs, schedule)
         if layout is not None and (layout.total_bytes > room or not self._reserve_arena(layout.address_peak_bytes)):
@@ -404,22 +414,27 @@ class WrapSession:
             if self._arena.live_blocks:
                 return False
             self._arena.resize(nbytes)
-        outside = memory.stats().outside_bytes or 0
-        self._arena.set_yield_limit(outside + max(0, self.room_bytes()))
+        self._limit_what_is_outside()
         return True
+
+    def _limit_what_is_outside(self) -> None:
+        """What of the budget other code may take before the idle arena gives way."""
+        if self._arena is not None:
+            outside = memory.stats().outside_bytes or 0
+            self._arena.set_yield_limit(outside + max(0, self.room_bytes()))
 
     def _frugal_executor(self, runner: GraphRunner) -> Executor:
         """The schedule of the fewest bytes of one graph, whose later calls are not known."""
         rules = () if self._updates is None else self._updates.rules_of_last_call()
         graph = runner.graph(rules)
-        self._costs_of(graph)
+        self._schedules.costs_of(graph)
         self._take_stock(graph)
         room = self.room_bytes() - self._reserve_for([graph])
         plan = self._frugal.get((runner, rules))
         if plan is None or plan.peak_bytes > room:
             whole = concatenate([graph])
             plan = self._place(whole, [graph], self._frugal_schedule(graph), room)
-            if plan.peak_bytes > room and self._measure_all(graph, whole.graph):
+            if plan.peak_bytes > room and self._schedules.measure_all(graph, whole.graph):
                 plan = self._place(whole, [graph], self._frugal_schedule(graph), room)
             self._frugal[runner, rules] = plan
         is_first = len(self._current) == 1
@@ -431,58 +446,34 @@ class WrapSession:
     def _frugal_schedule(self, graph: TrainingGraph) -> Schedule:
         if self._planner == "keep-all":
             # It promises that nothing is recomputed: not in the first step either.
-            return get_planner("keep-all")(graph, self._costs_of(graph), 0)
+            return get_planner("keep-all")(graph, self._schedules.costs_of(graph), 0)
         if self._given is not None and self._given.graphs == 1:
             return self._given.schedule_for(concatenate([graph]).graph)
-        return self._smallest(graph)
-
-    def _smallest(self, graph: TrainingGraph) -> Schedule:
-        costs = self._costs_of(graph)
-        # One that rests on estimates, or on a device's speed, is not to be remembered.
-        is_lasting = not costs.too_large and costs.transfers is None
-        return remembered_smallest(self._cache if is_lasting else Cache(enabled=False), graph, costs)
+        return self._schedules.smallest(graph)
 
     def _inference_executor_for(self, runner: GraphRunner, _: list[Any]) -> Executor:
         self.run_count += 1
         graph, room = runner.piece.graph, self.room_bytes()
         plan = self._frugal.get((runner, ())) or self._inference_plan(graph)
-        if plan.peak_bytes > room and self._measure_all(graph):
+        if plan.peak_bytes > room and self._schedules.measure_all(graph):
             plan = self._inference_plan(graph)
         self._frugal[runner, ()] = plan
         self.check(plan.peak_bytes, room, "a forward pass that keeps nothing does not fit")
         return plan.executors[0]
 
     def _inference_plan(self, graph: TrainingGraph) -> StepPlan:
-        costs = self._costs_of(graph)
+        costs = self._schedules.costs_of(graph)
         schedule = get_planner("keep-all")(graph, costs, 0)
         simulation = simulate(graph, costs, schedule)
         peak, seconds = simulation.peak_bytes, simulation.seconds
         return StepPlan(graph, costs, schedule, [Executor(graph, schedule)], None, peak, 0, 0, seconds, 0.0)
 
-    def _costs_of(self, graph: TrainingGraph) -> Costs:
-        key = graph.fingerprint
-        if key not in self._costs:
-            given = None if self._given is None else self._given.costs_for(graph)
-            self._costs[key] = given or self._measure(graph, self._measuring_bytes)
-        return self._costs[key]
-
-    def _measure(self, graph: TrainingGraph, limit_bytes: Callable[[], int]) -> Costs:
-        costs = profile(graph, cache=self._cache, limit_bytes=limit_bytes)
-        return replace(costs, transfers=None if self._page_file is None else self._page_file.costs)
-
     def _measuring_bytes(self) -> int:
         return max(0, min(memory.available(), self.budget.total_bytes - held_by_process()))
 
-    def _measure_all(self, *graphs: TrainingGraph) -> bool:
-        """Before a refusal: measure what was too large for the budget too. Whether there was any."""
-        estimated = [graph for graph in graphs if self._costs_of(graph).too_large]
-        for graph in estimated:
-            self._costs[graph.fingerprint] = self._measure(graph, memory.available)
-        return bool(estimated)
-
     def _forget_estimates(self) -> None:
         """With another budget, what was too large to be measured may not be any more; nor are its plans to stay."""
-        self._costs = {key: costs for key, costs in self._costs.items() if not costs.too_large}
+        self._schedules.forget_estimates()
         self._frugal = {key: plan for key, plan in self._frugal.items() if not plan.costs.too_large}
         for sequence in self._sequences.values():
             sequence.plans = [plan for plan in sequence.plans if not plan.costs.too_large]
