@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -223,7 +223,7 @@ class _WrappedCall:
         session = self.session
         ran = session.run_count
         try:
-            with _dynamo_settings():
+            with self._dynamo_settings:
                 outputs = self._compiled(*args, **kwargs)
         except (TorchDynamoException, FailOnRecompileLimitHit) as error:
             if session.run_count > ran:
@@ -239,6 +239,18 @@ class _WrappedCall:
                 self._warn_uncaptured()
             return outputs
         return self._call_uncaptured(reason, args, kwargs)
+
+    @cached_property
+    def _dynamo_settings(self) -> Any:
+        import torch._dynamo
+
+        # Made once: torch keeps something of each patch for as long as the thread lives.
+        return torch._dynamo.config.patch(
+            recompile_limit=_RECOMPILE_LIMIT,
+            accumulated_recompile_limit=16 * _RECOMPILE_LIMIT,
+            fail_on_recompile_limit_hit=True,
+            allow_rnn=True,
+        )
 
     def _backend(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         _note_graph_break(self.session, module)
@@ -369,17 +381,6 @@ def _real_tensors() -> Any:
     from torch._subclasses.fake_tensor import unset_fake_temporarily
 
     return unset_fake_temporarily()
-
-
-def _dynamo_settings() -> Any:
-    import torch._dynamo
-
-    return torch._dynamo.config.patch(
-        recompile_limit=_RECOMPILE_LIMIT,
-        accumulated_recompile_limit=16 * _RECOMPILE_LIMIT,
-        fail_on_recompile_limit_hit=True,
-        allow_rnn=True,
-    )
 
 
 def _note_graph_break(session: WrapSession, module: fx.GraphModule) -> None:
