@@ -18,9 +18,12 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 importlib.import_module("torch._functorch.aot_autograd")
 importlib.import_module("torch.fx.experimental.proxy_tensor")
 
-# What an example takes says nothing on a machine that runs two workers.
-settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("untimed")
+# What an example takes says nothing on a machine that runs two workers. Each run tries the same examples, so that what
+# fails in one fails in the next; `--hypothesis-profile=searching` tries others.
+_UNTIMED = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("repeatable", _UNTIMED, derandomize=True)
+settings.register_profile("searching", _UNTIMED, derandomize=False)
+settings.load_profile("repeatable")
 
 
 def pytest_collection_finish() -> None:

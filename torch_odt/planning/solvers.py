@@ -9,6 +9,7 @@ import importlib
 import importlib.util
 import re
 import tempfile
+import time
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -60,10 +61,15 @@ def _missing(package: str) -> PlanError:
 
 
 class Highs:
-    """HiGHS through highspy; pulp makes its model."""
+    """HiGHS through highspy; pulp makes its model.
+
+    HiGHS 1.16.0 loses what its presolve has fixed from the value of a start, and so takes it for the best. A value that
+    is not that of the solution gives that away; from then on, nothing starts from a solution.
+    """
 
     def __init__(self, threads: int) -> None:
         self.threads = threads
+        self._takes_starts = True
 
     def relax(self, program: Any, seconds: float) -> Outcome:
         import highspy
@@ -80,8 +86,10 @@ class Highs:
     def solve(self, program: Any, start: Mapping[Any, float] | None, seconds: float, gap: float) -> Outcome:
         import highspy
 
+        end = time.perf_counter() + seconds
         model = self._model(program, mip=True, timeLimit=seconds, gapRel=gap)
-        if start is not None:
+        is_started = start is not None and self._takes_starts
+        if start is not None and is_started:
             solution = highspy.HighsSolution()
             solution.col_value = [start[variable] for variable in program.variables()]
             model.setSolution(solution)
@@ -92,6 +100,9 @@ class Highs:
         has_solution = info.primal_solution_status == highspy.SolutionStatus.kSolutionStatusFeasible
         if has_solution:
             self._assign(program, model)
+            if is_started and not _is_value_of(program, info.objective_function_value):
+                self._takes_starts = False
+                return self.solve(program, None, max(0.0, end - time.perf_counter()), gap)
         return Outcome(has_solution, info.mip_dual_bound)
 
     def _model(self, program: Any, **options: Any) -> Any:
@@ -109,6 +120,11 @@ class Highs:
         values = list(model.getSolution().col_value)
         for variable in program.variables():
             variable.varValue = values[variable.index]
+
+
+def _is_value_of(program: Any, objective: float) -> bool:
+    value = float(program.objective.value())
+    return abs(value - objective) <= 1e-6 * max(1.0, abs(value))
 
 
 class Cbc:
