@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
 import json
 import warnings
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +89,20 @@ def test_plans_change_and_no_bit_does(cache: Path, sizes: tuple[int, int], monke
     assert len(set(allowed)) >= 2 and min(allowed) <= low
     assert all(peak <= limit for peak, limit in zip(peaks, allowed, strict=True))
     assert sum(len(each) for each in captures if each) <= 1
+
+
+def test_plans_for_other_amounts_do_not_pile_up(cache: Path, sizes: tuple[int, int]) -> None:
+    smallest, kept = sizes
+    growth = [int(smallest + share * (kept - smallest)) for share in (1.3, 1.0, 0.8, 0.6, 0.45, 0.3, 0.2)]
+    step = make_step(make_net(), Controller(Scripted(*growth)), cache)
+    plans, peaks = [], set()
+    for batch in make_batches(len(growth)):
+        step(*batch)
+        plans.append(weakref.ref(step.plan))
+        peaks.add(step.plan.peak_bytes)
+    gc.collect()
+    assert len(peaks) > 3
+    assert len({id(plan) for plan in (found() for found in plans) if plan is not None}) <= 3
 
 
 def test_less_than_the_smallest_plan_is_a_warning(cache: Path, sizes: tuple[int, int], tmp_path: Path) -> None:

@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 
 # Batches of so many kinds keep their plans.
 _MOST_PREPARED = 8
+# Where budgets change, plans come back at once from so many, others from the cache: what is kept counts as well, some
+# megabytes each.
+_MOST_ALLOTTED = 3
 _MANY_CAPTURES = 16
 
 
@@ -63,12 +66,12 @@ class PreparedSteps:
 
     def clear(self) -> None:
         """Forget everything."""
-        self._prepared.clear()
+        self.forget_plans()
         self._traces.clear()
 
     def forget_plans(self) -> None:
         """What has been captured serves other plans."""
-        self._prepared.clear()
+        self._forget_all_but(0)
 
     def find(
         self,
@@ -108,7 +111,7 @@ class PreparedSteps:
             key = replace(key, lowered=lowered)
         prepared = self._prepared.get(key)
         if prepared is None:
-            self._forget_oldest()
+            self._make_room()
             self._request.renew(optimizer_cost(optimizer), updates)
             traces = self._traces.setdefault(captured, {})
             self._captures += not traces
@@ -141,7 +144,7 @@ class PreparedSteps:
         updates = self._updates(optimizer, needs_all) if given.program.makes_updates else None
         key = _Key((want_results, None if updates is None else updates.signature), self._request.budget)
         if key not in self._prepared:
-            self._forget_oldest()
+            self._make_room()
             self._request.renew(optimizer_cost(optimizer), updates)
             self._prepared[key] = given.prepare(self._request, args, kwargs, want_results=want_results)
             _warn_if_scarce(self._prepared[key].plan)
@@ -168,13 +171,18 @@ class PreparedSteps:
             stacklevel=5,
         )
 
-    def _forget_oldest(self) -> None:
-        """Plans of batches that do not come any more must not pile up."""
-        while len(self._prepared) >= _MOST_PREPARED:
-            _, oldest = self._prepared.popitem(last=False)
-            self._request.unload(oldest.tables)
+    def _make_room(self) -> None:
+        """For one more plan; those of batches or budgets that do not come any more must not pile up."""
+        most = _MOST_ALLOTTED if isinstance(self._request.budget, Allotment) else _MOST_PREPARED
+        self._forget_all_but(most - 1)
         while len(self._traces) > _MOST_PREPARED:
             del self._traces[next(iter(self._traces))]
+
+    def _forget_all_but(self, count: int) -> None:
+        """The plans that ran last stay."""
+        while len(self._prepared) > count:
+            _, oldest = self._prepared.popitem(last=False)
+            self._request.unload(oldest.tables)
 
 
 def _warn_if_scarce(plan: Plan) -> None:
