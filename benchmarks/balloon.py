@@ -1,0 +1,243 @@
+"""Training beside a process that takes memory and gives it back, in one control group.
+
+    python benchmarks/balloon.py --data-dir DIR --out results     # on a machine with nothing else to do, as root
+    python benchmarks/balloon.py --steps 40 --changes 4           # a look
+
+A MobileNetV2 learns Fashion-MNIST. A second process, the balloon, takes memory and gives it back at so many steps, by
+a script that is drawn once; what it leaves lies between 1.05 times the smallest budget that a step has a plan for and
+1.2 times what plain PyTorch takes, both of the whole process. It takes no more at once than is there, so that what a
+trainer holds is not taken from it; who wants more than is left is ended by the system.
+
+| way | what it is |
+|---|---|
+| torch_odt | `TrainStep(budget=Controller(ControlGroupHeadroom()))` |
+| static | `TrainStep` with the largest fixed budget that holds throughout: the least that is ever left |
+| plain | plain PyTorch |
+| accelerate | plain PyTorch in `find_executable_batch_size`, where accelerate is installed |
+
+The oracle is made of steps measured one by one without a balloon: for each stretch of the script the fastest fixed
+budget that fits it, times its steps. It never traces, plans or switches. Exits with 1 where torch_odt is ended, a loss
+is not that of an undisturbed run, or its time is above 1.15 times the oracle's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+
+from control_group import ControlGroup
+
+WORKER = Path(__file__).with_name("balloon_worker.py")
+WAYS = ("torch_odt", "static", "plain", "accelerate")
+MIB = 1 << 20
+LEAST, MOST = 1.05, 1.2
+PROMISED = 1.15
+
+
+@dataclass
+class Run:
+    """What a trainer has said.
+
+    Attributes:
+        steps: that it has made.
+        seconds: from the first step's begin to the last one's end.
+        first_seconds: of the first step, which traces and plans.
+        end: what it said last; empty where it was ended.
+    """
+
+    losses: list[float] = field(default_factory=list)
+    step_seconds: list[float] = field(default_factory=list)
+    plan_bytes: list[int] = field(default_factory=list)
+    end: dict[str, Any] = field(default_factory=dict)
+    return_code: int | None = None
+
+    @property
+    def seconds(self) -> float:
+        return sum(self.step_seconds)
+
+    @property
+    def fate(self) -> str:
+        if self.end.get("missing"):
+            return "not installed"
+        if self.return_code == 0:
+            return "finished"
+        return f"ended by the system after {len(self.losses)} steps"
+
+
+@dataclass
+class Script:
+    """How much is left above the trainer's level, by the step from which on it is."""
+
+    left_bytes: dict[int, int]
+    steps: int
+
+    def stretches(self) -> Iterator[tuple[int, int]]:
+        """Steps, and what is left in them."""
+        places = [*self.left_bytes, self.steps]
+        for begin, end in pairwise(places):
+            yield end - begin, self.left_bytes[begin]
+
+
+def main() -> int:
+    options = parse_options()
+    with tempfile.TemporaryDirectory() as cache:
+        bench = Bench(options, Path(cache))
+        script = bench.draw()
+        undisturbed = bench.follow("fixed", "--budget", 1 << 40)
+        oracle_seconds = bench.oracle(script)
+        runs = {way: bench.follow(way, *bench.arguments_of(way, script), script=script) for way in options.ways}
+    return report(options, script, undisturbed, oracle_seconds, runs)
+
+
+def parse_options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--changes", type=int, default=20)
+    parser.add_argument("--batch-size", type=int, default=32)
+    parser.add_argument("--image-size", type=int, default=96)
+    parser.add_argument("--seed", type=int, default=0, help="of the script (default: 0)")
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS)
+    parser.add_argument("--data-dir", type=Path, help="with FashionMNIST in it; random images without")
+    parser.add_argument("--out", type=Path, metavar="FOLDER", help="write balloon.json there")
+    return parser.parse_args()
+
+
+class Bench:
+    """Runs trainers in control groups of their own."""
+
+    def __init__(self, options: argparse.Namespace, cache: Path) -> None:
+        self.options = options
+        self.cache = cache
+        self.level_bytes = 0
+
+    def draw(self) -> Script:
+        """Places and amounts of the script; what bounds them is measured."""
+        refused = self.follow("fixed", "--budget", 1)
+        plain = self.follow("plain", steps=4)
+        self.level_bytes = plain.end["level_bytes"]
+        low = int(LEAST * (self.level_bytes + refused.end["smallest_bytes"])) - self.level_bytes
+        high = int(MOST * (self.level_bytes + plain.end["growth_bytes"])) - self.level_bytes
+        chance = random.Random(self.options.seed)
+        places = sorted(chance.sample(range(5, self.options.steps - 4), self.options.changes))
+        left = {0: high} | {place: chance.randint(low, high) for place in places}
+        print(
+            f"left is {low / MIB:.0f} to {high / MIB:.0f} MiB above a level of {self.level_bytes / MIB:.0f}", flush=True
+        )
+        return Script(left, self.options.steps)
+
+    def arguments_of(self, way: str, script: Script) -> list[object]:
+        return ["--budget", min(script.left_bytes.values())] if way == "static" else []
+
+    def oracle(self, script: Script) -> float:
+        """Seconds of all steps with the fastest fixed budget of each stretch."""
+        budgets = sorted(set(script.left_bytes.values()))
+        measured = self.follow("measure", "--budgets", *budgets).end["seconds"]
+        seconds = dict(zip(budgets, measured, strict=True))
+        fastest = {left: min(seconds[budget] for budget in budgets if budget <= left) for left in budgets}
+        return sum(steps * fastest[left] for steps, left in script.stretches())
+
+    def follow(self, way: str, *arguments: object, script: Script | None = None, steps: int | None = None) -> Run:
+        """Train; with a script, beside a balloon that is told at a step how much to hold."""
+        options = self.options
+        words = ["--way", way, "--steps", steps or options.steps, "--cache", self.cache, *arguments]
+        words += ["--batch-size", options.batch_size, "--image-size", options.image_size]
+        words += [] if options.data_dir is None else ["--data-dir", options.data_dir]
+        run = Run()
+        with own_group() as group, worker(group, words) as trainer, worker(group, ["--group", group.path]) as balloon:
+            assert trainer.stdout is not None and balloon.stdout is not None
+            run.end = json.loads(trainer.stdout.readline())
+            balloon.stdout.readline()
+            most = 0
+            if script is not None:
+                most = max(script.left_bytes.values())
+                group.limit(group.unreclaimable_bytes() + most)
+            tell(trainer, "go")
+            for line in trainer.stdout:
+                message = json.loads(line)
+                if "loss" not in message:
+                    run.end |= message
+                    continue
+                run.losses.append(message["loss"])
+                run.step_seconds.append(message["seconds"])
+                run.plan_bytes.append(message.get("plan_bytes", 0))
+                if script is not None and (left := script.left_bytes.get(len(run.losses))) is not None:
+                    tell(balloon, most - left)
+            run.return_code = trainer.wait()
+            assert balloon.poll() is None, "the balloon was ended, not the trainer"
+        if script is not None:
+            print(f"{way}: {run.fate}, {run.seconds:.1f} s", flush=True)
+        return run
+
+
+@contextmanager
+def own_group() -> Iterator[ControlGroup]:
+    group = ControlGroup()
+    try:
+        yield group
+    finally:
+        group.close()
+
+
+@contextmanager
+def worker(group: ControlGroup, words: list[object]) -> Iterator[subprocess.Popen[str]]:
+    command = [sys.executable, str(WORKER), *map(str, words)]
+    joined = ["sh", "-c", f'echo $$ > "{group.path}/cgroup.procs" && exec "$@"', "sh", *command]
+    process = subprocess.Popen(joined, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def tell(process: subprocess.Popen[str], word: object) -> None:
+    assert process.stdin is not None
+    process.stdin.write(f"{word}\n")
+    process.stdin.flush()
+
+
+def report(
+    options: argparse.Namespace, script: Script, undisturbed: Run, oracle_seconds: float, runs: dict[str, Run]
+) -> int:
+    print(f"\n{'':12}{'seconds':>9}{'of oracle':>11}{'median step':>13}  outcome")
+    print(f"{'oracle':12}{oracle_seconds:9.1f}")
+    for way, run in {"undisturbed": undisturbed, **runs}.items():
+        ratio = f"{run.seconds / oracle_seconds:11.2f}" if run.fate == "finished" else f"{'':11}"
+        median = f"{statistics.median(run.step_seconds):13.3f}" if run.step_seconds else f"{'':13}"
+        print(f"{way:12}{run.seconds:9.1f}{ratio}{median}  {run.fate}")
+    is_kept = True
+    if (ours := runs.get("torch_odt")) is not None:
+        switches = Counter(decision["action"] for decision in ours.end.get("decisions", ()))
+        is_same = ours.losses == undisturbed.losses
+        ratio = ours.seconds / oracle_seconds
+        print(f"losses {'equal' if is_same else 'NOT equal'} to the undisturbed run's; decisions: {dict(switches)}")
+        is_kept = ours.return_code == 0 and is_same and ratio <= PROMISED
+        print(f"{'kept' if is_kept else 'MISSED'}: nothing ended, equal losses, at most {PROMISED} times the oracle")
+    if options.out is not None:
+        options.out.mkdir(parents=True, exist_ok=True)
+        found = {
+            "left_bytes": script.left_bytes,
+            "oracle_seconds": oracle_seconds,
+            "undisturbed": asdict(undisturbed),
+            "runs": {way: asdict(run) | {"fate": run.fate} for way, run in runs.items()},
+        }
+        (options.out / "balloon.json").write_text(json.dumps(found, indent=1) + "\n")
+    return 0 if is_kept else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,214 @@
+"""The two processes of `balloon.py`: one trains, one takes memory and gives it back.
+
+The trainer prints a line of JSON at its level, one after each step and one at the end. The balloon reads how many bytes
+to hold, a line each; it takes no more at once than the group has to spare.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import gc
+import importlib.util
+import json
+import mmap
+import select
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+MIB = 1 << 20
+CHUNK_BYTES = 4 * MIB
+# What the balloon leaves of the group.
+SPARE_BYTES = 16 * MIB
+MEASURED_STEPS, SETTLING_STEPS = 7, 2
+Step = Callable[[Any, Any], float]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--group", type=Path)
+    parser.add_argument("--way")
+    parser.add_argument("--steps", type=int)
+    parser.add_argument("--batch-size", type=int)
+    parser.add_argument("--image-size", type=int)
+    parser.add_argument("--budget", type=int)
+    parser.add_argument("--budgets", type=int, nargs="+")
+    parser.add_argument("--cache", type=Path)
+    parser.add_argument("--data-dir", type=Path)
+    options = parser.parse_args()
+    if options.group is not None:
+        hold(options.group)
+    else:
+        train(options)
+
+
+def hold(group: Path) -> None:
+    """The balloon."""
+    from torch_odt.memory._control_group import control_groups
+
+    held: list[mmap.mmap] = []
+    target = 0
+    say(ready=True)
+    while True:
+        if select.select([sys.stdin], [], [], 0.005)[0]:
+            line = sys.stdin.readline()
+            if not line:
+                return
+            target = int(line)
+        while len(held) * CHUNK_BYTES > target:
+            held.pop().close()
+        if (len(held) + 1) * CHUNK_BYTES > target:
+            continue
+        (level,) = [level for found in control_groups() for level in found.levels if level.folder == group]
+        if (level.headroom_bytes or 0) > SPARE_BYTES + CHUNK_BYTES:
+            chunk = mmap.mmap(-1, CHUNK_BYTES)
+            chunk.write(b"x" * CHUNK_BYTES)
+            held.append(chunk)
+
+
+def train(options: argparse.Namespace) -> None:
+    import torch
+    import torchvision
+
+    import torch_odt as odt
+
+    # Of the two, the system is to end this one.
+    Path("/proc/self/oom_score_adj").write_text("1000")
+    torch.manual_seed(0)
+    model = torchvision.models.mobilenet_v2(weights=None, num_classes=10).to(memory_format=torch.channels_last)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    if options.way == "accelerate" and importlib.util.find_spec("accelerate") is None:
+        say(level_bytes=0, missing=True)
+        sys.stdin.readline()
+        return
+    batches = make_batches(options)
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    level_bytes = odt.memory.process_bytes()
+    say(level_bytes=level_bytes)
+    sys.stdin.readline()
+    try:
+        {"measure": measure, "accelerate": find_batch_size}.get(options.way, follow)(options, model, optimizer, batches)
+    except odt.InfeasibleBudget as refusal:
+        say(smallest_bytes=refusal.smallest_feasible_bytes)
+    say(growth_bytes=most_held_bytes() - level_bytes)
+
+
+def make_batches(options: argparse.Namespace) -> Callable[[int], Iterator[tuple[Any, Any]]]:
+    """`batches(batch_size)` goes through the images over and over again."""
+    import torch
+    from workloads import load_fashion_mnist, upscale
+
+    count = 64 * options.batch_size
+    if options.data_dir is None:
+        generator = torch.Generator().manual_seed(1)
+        images = torch.randint(256, (count, 28, 28), generator=generator, dtype=torch.uint8)
+        labels = torch.randint(10, (count,), generator=generator)
+    else:
+        images, labels = load_fashion_mnist(options.data_dir, count)
+
+    def batches(batch_size: int) -> Iterator[tuple[Any, Any]]:
+        while True:
+            for part, target in zip(images.split(batch_size), labels.split(batch_size), strict=True):
+                yield upscale(part, options.image_size).contiguous(memory_format=torch.channels_last), target
+
+    return batches
+
+
+def make_step(options: argparse.Namespace, model: Any, optimizer: Any, budget: Any) -> Any:
+    from torch.nn.functional import cross_entropy
+
+    import torch_odt as odt
+
+    return odt.TrainStep(
+        model, cross_entropy, optimizer, budget=budget, micro_batch=options.batch_size, cache=options.cache
+    )
+
+
+def follow(options: argparse.Namespace, model: Any, optimizer: Any, batches: Any) -> None:
+    """Train as the way says."""
+    import torch_odt as odt
+    from torch_odt.runtime import ControlGroupHeadroom, Controller
+
+    if options.way == "plain":
+        run(options, plainly(model, optimizer), batches(options.batch_size))
+        return
+    controller = Controller(ControlGroupHeadroom()) if options.way == "torch_odt" else None
+    step = make_step(options, model, optimizer, controller or odt.Budget(options.budget, of="training"))
+    run(options, step, batches(options.batch_size), plan_bytes=lambda: step.plan.peak_bytes)
+    if controller is not None:
+        say(decisions=[decision.to_dict() for decision in controller.decisions])
+
+
+def run(options: argparse.Namespace, step: Step, batches: Iterator[tuple[Any, Any]], **told: Callable[[], int]) -> None:
+    import torch
+
+    torch.manual_seed(2)
+    for _ in range(options.steps):
+        images, labels = next(batches)
+        begin = time.perf_counter()
+        loss = float(step(images, labels))
+        seconds = time.perf_counter() - begin
+        say(loss=loss, seconds=seconds, **{name: value() for name, value in told.items()})
+
+
+def plainly(model: Any, optimizer: Any) -> Step:
+    from torch.nn.functional import cross_entropy
+
+    def step(images: Any, labels: Any) -> float:
+        optimizer.zero_grad()
+        loss = cross_entropy(model(images), labels)
+        loss.backward()
+        optimizer.step()
+        return loss.item()
+
+    return step
+
+
+def find_batch_size(options: argparse.Namespace, model: Any, optimizer: Any, batches: Any) -> None:
+    """What accelerate offers: from the beginning with half the batch after an error that says out of memory."""
+    from accelerate.utils import find_executable_batch_size
+
+    @find_executable_batch_size(starting_batch_size=options.batch_size)
+    def loop(batch_size: int) -> None:
+        run(options, plainly(model, optimizer), batches(batch_size))
+
+    loop()
+
+
+def measure(options: argparse.Namespace, model: Any, optimizer: Any, batches: Any) -> None:
+    """Seconds of a step within each budget."""
+    import torch_odt as odt
+
+    found = []
+    given = batches(options.batch_size)
+    for budget in options.budgets:
+        step = make_step(options, model, optimizer, odt.Budget(budget, of="training"))
+        seconds = []
+        for _ in range(SETTLING_STEPS + MEASURED_STEPS):
+            images, labels = next(given)
+            begin = time.perf_counter()
+            float(step(images, labels))
+            seconds.append(time.perf_counter() - begin)
+        found.append(statistics.median(seconds[SETTLING_STEPS:]))
+        step.close()
+    say(seconds=found)
+
+
+def most_held_bytes() -> int:
+    """The most that the process has held, without what it shares with files."""
+    fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    peak, now, anonymous = (int(fields[name].split()[0]) << 10 for name in ("VmHWM", "VmRSS", "RssAnon"))
+    return peak - now + anonymous
+
+
+def say(**fields: Any) -> None:
+    print(json.dumps(fields), flush=True)
+
+
+if __name__ == "__main__":
+    main()
