@@ -147,3 +147,37 @@ def test_a_step_gives_its_memory_back_and_goes_on() -> None:
     step.release()
     assert step(*batch) < first
     assert step.plan is plan
+
+
+@pytest.mark.parametrize("transactional", [False, True])
+def test_a_step_in_the_background(transactional: bool) -> None:
+    before = torch.get_num_threads()
+    waits = [True, False, False]
+    options = Background(
+        nice=0, scheduling="normal", idle_storage=False, threads=before + 1, pause_when=lambda: waits.pop(0)
+    )
+    model = torch.nn.Linear(8, 2)
+    step = TrainStep(
+        model,
+        torch.nn.functional.cross_entropy,
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        budget=Budget("64MiB", of="training"),
+        cache=False,
+        background=options,
+        transactional=transactional,
+    )
+    assert step.background is None and torch.get_num_threads() == before
+    batch = torch.ones(4, 8), torch.zeros(4, dtype=torch.long)
+    first = step(*batch)
+    assert step.with_outputs(*batch)[0] < first
+    assert step.background is not None and step.background.paused_seconds > 0 and not waits
+    assert torch.get_num_threads() == before + 1
+    step.close()
+    assert step.background is None and torch.get_num_threads() == before
+
+
+def test_what_is_no_background() -> None:
+    model = torch.nn.Linear(8, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(TypeError, match="background is True, False"):
+        TrainStep(model, None, optimizer, budget="1GiB", background="yes")  # type: ignore[arg-type]

@@ -40,6 +40,12 @@ def loss_module(model: nn.Module, loss_fn: Any) -> nn.Module | None:
     return together
 
 
+def all_modules(model: nn.Module, loss_fn: Any) -> nn.Module:
+    """All modules that a step may change, as one."""
+    own = loss_module(model, loss_fn)
+    return model if own is None else nn.ModuleList([model, own])
+
+
 def _tensors(module: nn.Module) -> Iterator[Any]:
     yield from module.parameters()
     yield from module.buffers()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 from torch import nn
@@ -108,6 +108,17 @@ def run_gradient_hooks(parameters: Mapping[str, nn.Parameter]) -> None:
                 parameter.grad = replaced
         for hook in list((getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values()):
             hook(parameter)
+
+
+def set_aside_hooked(parameters: Iterable[nn.Parameter]) -> dict[nn.Parameter, torch.Tensor]:
+    """Take gradients away where a parameter has hooks: they see that of one backward pass, not the sum of several."""
+    parameters = list(parameters)
+    if not any(has_gradient_hooks(p) for p in parameters):
+        return {}
+    found = {p: p.grad for p in parameters if p.grad is not None}
+    for parameter in found:
+        parameter.grad = None
+    return found
 
 
 def has_gradient_hooks(parameter: torch.Tensor) -> bool:

@@ -15,12 +15,13 @@ from torch import nn
 
 from torch_odt import memory
 from torch_odt.cache import Cache, CacheOption
-from torch_odt.capture.loss_modules import loss_module
+from torch_odt.capture.loss_modules import all_modules
 from torch_odt.errors import NonFiniteLossWarning, OdtWarning
 from torch_odt.execute.accounting import held_by_process, make_room
 from torch_odt.execute.accumulation import Accumulation, Shares
 from torch_odt.execute.allotted import PLAN_FOR_ONE_BUDGET, controller_of, first_budget, heed, prepare_allotted
-from torch_odt.execute.gradients import has_gradient_hooks, run_gradient_hooks
+from torch_odt.execute.beside import Beside
+from torch_odt.execute.gradients import run_gradient_hooks, set_aside_hooked
 from torch_odt.execute.loss import make_compute
 from torch_odt.execute.named_tensors import named_buffers, named_parameters
 from torch_odt.execute.optimizer_cost import optimizer_cost
@@ -32,13 +33,12 @@ from torch_odt.execute.prepared_steps import PreparedSteps
 from torch_odt.execute.request import StepRequest
 from torch_odt.execute.step_checks import (
     check_batch,
+    check_choices,
     check_roles,
     check_trainable,
     disabled_rewrites_of,
     nonfinite_text,
     refuse_nonfinite,
-    require_accumulation_steps,
-    require_planning_seconds,
 )
 from torch_odt.planning.plan import Plan
 from torch_odt.runtime.budget import Allotment, Budget
@@ -46,6 +46,7 @@ from torch_odt.runtime.budget import Allotment, Budget
 if TYPE_CHECKING:
     from torch_odt.execute.retries import Lowered, Retries, Retry
     from torch_odt.execute.transaction import Transaction
+    from torch_odt.runtime.background import Background, BackgroundRun
     from torch_odt.runtime.controller import BudgetValue, Controller
 
 NonFinite = Literal["warn", "raise", "ignore"]
@@ -96,6 +97,8 @@ class TrainStep:
         cache: folder for plans and measurements, None for the default one, False for none.
         nonfinite: what to do when a loss is NaN or infinite: "warn" and go on as plain PyTorch does, "raise"
             `FloatingPointError` before the optimizer steps, or "ignore".
+        background: True, or a `torch_odt.runtime.Background`: from the first call to `close()`, this process gives way
+            to others. The number of threads may change, and with it the last bits, unless `Background` fixes it.
         transactional: a call that fails, for want of memory, by an interrupt or by whatever raises, leaves parameters,
             gradients, the optimizer, buffers, plain attributes of modules and random generators bit for bit as they
             were before it, and an accumulation goes on as if there had been no such call. For want of memory, or when a
@@ -148,16 +151,12 @@ class TrainStep:
         clip_grad_norm: float | None = None,
         cache: CacheOption = None,
         nonfinite: NonFinite = "warn",
+        background: bool | Background = False,
         transactional: bool = False,
     ) -> None:
         check_trainable(model)
         check_roles(model, loss_fn, optimizer)
-        require_accumulation_steps(accumulation_steps)
-        if micro_batch is not None and micro_batch < 1:
-            raise ValueError(f"micro_batch must be at least 1, not {micro_batch}")
-        require_planning_seconds(planning_seconds)
-        if nonfinite not in ("warn", "raise", "ignore"):
-            raise ValueError(f'nonfinite is "warn", "raise" or "ignore", not {nonfinite!r}')
+        check_choices(accumulation_steps, micro_batch, planning_seconds, nonfinite)
         if plan is None:
             disabled_rewrites = disabled_rewrites_of(planner, disable_rewrites)
         elif planner != "auto" or micro_batch is not None or tuple(disable_rewrites) or planning_seconds:
@@ -174,6 +173,7 @@ class TrainStep:
         self.transactional = transactional
         self.last_retries: tuple[Retry, ...] = ()
         self._nonfinite = nonfinite
+        self._background = Beside.of_value(background, self)
         memory.install()
         for parameter in model.parameters():
             memory.tag(parameter, "parameter")
@@ -234,6 +234,11 @@ class TrainStep:
         return self._controller
 
     @property
+    def background(self) -> BackgroundRun | None:
+        """What is done to give way to others; None in the foreground and before the first call."""
+        return None if self._background is None else self._background.run
+
+    @property
     def plan(self) -> Plan:
         """The plan of the last call.
 
@@ -250,11 +255,13 @@ class TrainStep:
         Returns:
             The loss, detached.
         """
-        return self._step(args, kwargs, want_results=False)[0]
+        with self._beside():
+            return self._step(args, kwargs, want_results=False)[0]
 
     def with_outputs(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, Any]:
         """Train on a batch as a plain call does; returns the loss and the model's outputs, detached."""
-        return self._step(args, kwargs, want_results=True)
+        with self._beside():
+            return self._step(args, kwargs, want_results=True)
 
     def flush(self) -> None:
         """Take the optimizer step of an accumulation that the end of an epoch has left incomplete."""
@@ -279,10 +286,15 @@ class TrainStep:
             self._request.arena.release()
 
     def close(self) -> None:
-        """Return the memory that the plans hold. The next call plans anew."""
+        """Return the memory that the plans hold, and from the background. The next call plans anew."""
+        if self._background is not None:
+            self._background.close()
         self._prepared.clear()
         self._current = None
         self._request.release()
+
+    def _beside(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext() if self._background is None else self._background.one_step()
 
     def _step(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, want_results: bool) -> tuple[torch.Tensor, Any]:
         check_batch(self.model, self.loss_fn, args, kwargs)
@@ -348,7 +360,7 @@ class TrainStep:
             retries.describe_in(prepared.plan)
             self._make_room(prepared, prepared.steps)
             prepared.steps += 1
-            transaction.save_modules(self._modules(), self._changed_buffers(prepared))
+            transaction.save_modules(all_modules(self.model, self.loss_fn), self._changed_buffers(prepared))
             shares = self._group.enter(prepared.samples, named_parameters(self.model, self.loss_fn).values())
             transaction.set_gradients_aside()
             loss, results = self._differentiate(prepared, args, kwargs, shares.new)
@@ -375,11 +387,6 @@ class TrainStep:
         transaction.save_update()
         self._update()
         self.optimizer.zero_grad(set_to_none=True)
-
-    def _modules(self) -> nn.Module:
-        """All modules that a step may change."""
-        own = loss_module(self.model, self.loss_fn)
-        return self.model if own is None else nn.ModuleList([self.model, own])
 
     def _make_room(self, prepared: Prepared, step: int | None = None) -> None:
         if prepared.plan.budget is not None:
@@ -426,7 +433,7 @@ class TrainStep:
     ) -> tuple[torch.Tensor, Any]:
         """Forward and backward; gradients are in `.grad` afterwards, scaled by their share, hooks called."""
         parameters = named_parameters(self.model, self.loss_fn)
-        earlier = self._set_aside_gradients(parameters)
+        earlier = set_aside_hooked(parameters.values())
         exist = any(p.grad is not None for p in parameters.values())
         buffers = named_buffers(self.model, self.loss_fn)
         try:
@@ -454,15 +461,6 @@ class TrainStep:
             if parameter.grad is not None and shares.earlier != 1.0:
                 parameter.grad.mul_(shares.earlier)
         return shares.new
-
-    def _set_aside_gradients(self, parameters: dict[str, nn.Parameter]) -> dict[nn.Parameter, torch.Tensor]:
-        """Hooks see the gradient of one backward pass, not the sum of several."""
-        if not any(has_gradient_hooks(p) for p in parameters.values()):
-            return {}
-        found = {p: p.grad for p in parameters.values() if p.grad is not None}
-        for parameter in found:
-            parameter.grad = None
-        return found
 
     def _update(self) -> None:
         self._group = Accumulation()

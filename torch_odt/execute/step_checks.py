@@ -58,6 +58,16 @@ def require_accumulation_steps(steps: int) -> None:
         raise ValueError(f"accumulation_steps must be at least 1, not {steps}")
 
 
+def check_choices(accumulation_steps: int, micro_batch: int | None, planning_seconds: float, nonfinite: str) -> None:
+    """Raises ValueError where one is out of its range."""
+    require_accumulation_steps(accumulation_steps)
+    if micro_batch is not None and micro_batch < 1:
+        raise ValueError(f"micro_batch must be at least 1, not {micro_batch}")
+    require_planning_seconds(planning_seconds)
+    if nonfinite not in ("warn", "raise", "ignore"):
+        raise ValueError(f'nonfinite is "warn", "raise" or "ignore", not {nonfinite!r}')
+
+
 def require_planning_seconds(seconds: float) -> None:
     """Raises ValueError where that is no length of time."""
     if not 0 <= seconds < math.inf:

@@ -8,7 +8,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import nn
 
-from torch_odt.capture.loss_modules import loss_module
+from torch_odt.capture.loss_modules import all_modules
 from torch_odt.capture.trace import Compute
 from torch_odt.errors import InfeasibleBudget
 from torch_odt.execute.accounting import Allowance
@@ -29,8 +29,7 @@ class UncapturedStep:
         *,
         transactional: bool = False,
     ) -> None:
-        own = loss_module(model, loss_fn)
-        state = model if own is None else nn.ModuleList([model, own])
+        state = all_modules(model, loss_fn)
         self._model = model
         self._compute = compute
         self._allowance = allowance
