@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import importlib
 import os
+import signal
 
 from hypothesis import HealthCheck, settings
 
@@ -13,6 +14,9 @@ from hypothesis import HealthCheck, settings
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 # Two workers run the tests (see pyproject.toml), on machines that may have two cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# A shell's background ignores interrupts, and tests send them.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Steps are traced in forked children; what is imported here they need not import once more each.
 importlib.import_module("torch._functorch.aot_autograd")
