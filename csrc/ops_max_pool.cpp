@@ -33,7 +33,7 @@ MemoryFormat format_of(const Tensor& image) {
   return MemoryFormat::ChannelsLast;
 }
 
-int64_t windows_of(const kernels::PoolAxis& axis, bool ceil_mode) {
+int64_t windows_of(const kernels::WindowAxis& axis, bool ceil_mode) {
   const int64_t reach = axis.input + 2 * axis.padding - axis.dilation * (axis.kernel - 1) - 1;
   if (reach < 0) {
     return 0;
@@ -42,7 +42,7 @@ int64_t windows_of(const kernels::PoolAxis& axis, bool ceil_mode) {
   return (count - 1) * axis.stride >= axis.input + axis.padding ? count - 1 : count;
 }
 
-kernels::PoolAxis axis_of(
+kernels::WindowAxis axis_of(
     const char* name,
     int64_t input,
     int64_t kernel,
@@ -54,7 +54,7 @@ kernels::PoolAxis axis_of(
       kernel > 0 && stride > 0 && dilation > 0 && padding >= 0 && padding <= ((kernel - 1) * dilation + 1) / 2,
       name,
       ": kernel size, stride and dilation must be positive, and padding at most half of the window");
-  kernels::PoolAxis axis{input, 0, kernel, stride, padding, dilation};
+  kernels::WindowAxis axis{input, 0, kernel, stride, padding, dilation};
   axis.output = windows_of(axis, ceil_mode);
   STD_TORCH_CHECK(input > 0 && axis.output > 0, name, ": the input is too small for a window");
   for (int64_t window = 0; window < axis.output; ++window) {

@@ -8,13 +8,25 @@
 
 namespace torch_odt::kernels {
 
-// Each set holds those before it. The baseline is what every processor of an architecture has: SSE2 or NEON.
-enum class Isa { baseline, avx2, avx512 };
-inline constexpr Isa kAllIsas[] = {Isa::baseline, Isa::avx2, Isa::avx512};
+// In the order of preference. The baseline is what every processor of an architecture has: SSE2 or NEON; `scalar` is the
+// same but for the int8 kernels, which use no vectors then. A processor may lack a set between two that it has.
+enum class Isa { scalar, baseline, neon_dotprod, neon_i8mm, avx2, avx_vnni, avx512, avx512_vnni, amx };
+inline constexpr Isa kAllIsas[] = {
+    Isa::scalar,
+    Isa::baseline,
+    Isa::neon_dotprod,
+    Isa::neon_i8mm,
+    Isa::avx2,
+    Isa::avx_vnni,
+    Isa::avx512,
+    Isa::avx512_vnni,
+    Isa::amx};
 
-// The set that kernels use: the most that the processor has, and no more than TORCH_ODT_ISA names, so that the other
-// paths can be tested on any machine. The variable is read once; a word that names no set is no cap.
+// The set that kernels use: the last that the processor has, and none behind the one that TORCH_ODT_ISA names, so that
+// the other paths can be tested on any machine. The variable is read once; a word that names no set is no cap.
 Isa isa();
+
+bool processor_has(Isa isa);
 
 const char* name_of(Isa isa);
 std::optional<Isa> isa_named(std::string_view name);
@@ -41,18 +53,18 @@ template <auto body, typename... Arguments>
 
 #undef TORCH_ODT_AVX512
 
-// Runs a body, a function declared TORCH_ODT_INLINE, that is thereby compiled once for each set. Above the baseline
+// Runs a body, a function declared TORCH_ODT_INLINE, that is thereby compiled for the baseline, AVX2 and AVX-512. Above the baseline
 // multiply-adds are fused: that is the form wherever torch's own kernels choose it, so that an output that is
 // recomputed has the bits of theirs. The width of vectors must change no bit.
 template <auto body, typename... Arguments>
 void run(Arguments... arguments) {
-  switch (isa()) {
-    case Isa::avx512:
-      return run_with_avx512<body>(arguments...);
-    case Isa::avx2:
-      return run_with_avx2<body>(arguments...);
-    case Isa::baseline:
-      return body(arguments...);
+  const Isa used = isa();
+  if (used >= Isa::avx512) {
+    run_with_avx512<body>(arguments...);
+  } else if (used >= Isa::avx2) {
+    run_with_avx2<body>(arguments...);
+  } else {
+    body(arguments...);
   }
 }
 

@@ -57,8 +57,8 @@ struct Row {
 template <int64_t kStep, typename Storage>
 TORCH_ODT_INLINE void pool_plane_row(
     const Storage* plane, const Pool* pool, int64_t window_row, Storage* output, uint8_t* offsets) {
-  const PoolAxis rows = pool->rows;
-  const PoolAxis columns = pool->columns;
+  const WindowAxis rows = pool->rows;
+  const WindowAxis columns = pool->columns;
   Lanes<Storage> lanes;
   for (int64_t start = 0; start < columns.output; start += kLanes) {
     const int64_t count = std::min(kLanes, columns.output - start);
@@ -96,8 +96,8 @@ TORCH_ODT_INLINE void pool_channels(
     Storage* output,
     uint8_t* offsets) {
   using Offset = typename Lanes<Storage>::Offset;
-  const PoolAxis rows = pool->rows;
-  const PoolAxis columns = pool->columns;
+  const WindowAxis rows = pool->rows;
+  const WindowAxis columns = pool->columns;
   const int64_t channels = pool->channels;
   Lanes<Storage> lanes;
   for (int64_t start = 0; start < channels; start += kLanes) {
@@ -121,8 +121,8 @@ TORCH_ODT_INLINE void pool_channels(
 template <typename Storage>
 TORCH_ODT_INLINE void pool_rows(
     const Storage* input, const Pool* pool, int64_t begin, int64_t end, Storage* output, uint8_t* offsets) {
-  const PoolAxis rows = pool->rows;
-  const PoolAxis columns = pool->columns;
+  const WindowAxis rows = pool->rows;
+  const WindowAxis columns = pool->columns;
   const int64_t channels = pool->channels;
   for (int64_t index = begin; index < end; ++index) {
     const Row row(index, rows.output);
@@ -166,8 +166,8 @@ TORCH_ODT_INLINE void scatter(
     int64_t begin,
     int64_t end,
     Storage* grad_input) {
-  const PoolAxis rows = pool->rows;
-  const PoolAxis columns = pool->columns;
+  const WindowAxis rows = pool->rows;
+  const WindowAxis columns = pool->columns;
   const int64_t channels = kHasOneChannel ? 1 : pool->channels;
   const auto elements = static_cast<uint64_t>((end - begin) * columns.input * channels);
   std::memset(grad_input, 0, elements * sizeof(Storage));

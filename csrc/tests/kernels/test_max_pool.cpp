@@ -14,9 +14,9 @@ namespace torch_odt::tests {
 namespace {
 
 using kernels::Pool;
-using kernels::PoolAxis;
+using kernels::WindowAxis;
 
-PoolAxis axis_of(int64_t input, int64_t kernel, int64_t stride, int64_t padding, int64_t dilation) {
+WindowAxis axis_of(int64_t input, int64_t kernel, int64_t stride, int64_t padding, int64_t dilation) {
   const int64_t reach = input + 2 * padding - dilation * (kernel - 1) - 1;
   return {input, reach / stride + 1, kernel, stride, padding, dilation};
 }

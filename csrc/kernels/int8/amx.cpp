@@ -1,0 +1,171 @@
+// AMX: tiles of 16 rows of 64 bytes, signed by signed.
+#if defined(__x86_64__) && defined(__GNUC__)
+
+#include <immintrin.h>
+
+#include "avx512.h"
+#include "table.h"
+
+#define TORCH_ODT_TARGET [[gnu::target("avx512f,avx512bw,avx512vl,avx512dq,amx-tile,amx-int8")]]
+
+namespace torch_odt::kernels::int8 {
+
+namespace {
+
+constexpr int64_t kTileRows = 16;
+constexpr int64_t kTileSteps = 16;
+constexpr int64_t kTileRowBytes = kTileSteps * kStepBytes;
+
+struct TileConfiguration {
+  uint8_t palette = 1;
+  uint8_t start_row = 0;
+  uint8_t reserved[14] = {};
+  uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
+  uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
+};
+
+TORCH_ODT_TARGET void pack_left_row(const int8_t* values, int64_t count, void* to) {
+  auto* const bytes = static_cast<int8_t*>(to);
+  int64_t i = 0;
+  for (; i + 64 <= count; i += 64) {
+    _mm512_storeu_si512(bytes + i, _mm512_loadu_si512(values + i));
+  }
+  const __mmask64 rest = (uint64_t{1} << (count - i)) - 1;
+  _mm512_mask_storeu_epi8(bytes + i, rest, _mm512_maskz_loadu_epi8(rest, values + i));
+}
+
+TORCH_ODT_TARGET void pack_right(const Interleaving& of) {
+  interleave_bytes_avx512(of, 0);
+}
+
+// 16 rows of 16 words, turned.
+TORCH_ODT_TARGET void transpose_words(const __m512i* from, char* to, int64_t to_row_bytes) {
+  __m512i pairs[16];
+#pragma GCC unroll 8
+  for (int i = 0; i < 8; ++i) {
+    pairs[2 * i] = _mm512_unpacklo_epi32(from[2 * i], from[2 * i + 1]);
+    pairs[2 * i + 1] = _mm512_unpackhi_epi32(from[2 * i], from[2 * i + 1]);
+  }
+  __m512i fours[16];
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; ++i) {
+    fours[4 * i] = _mm512_unpacklo_epi64(pairs[4 * i], pairs[4 * i + 2]);
+    fours[4 * i + 1] = _mm512_unpackhi_epi64(pairs[4 * i], pairs[4 * i + 2]);
+    fours[4 * i + 2] = _mm512_unpacklo_epi64(pairs[4 * i + 1], pairs[4 * i + 3]);
+    fours[4 * i + 3] = _mm512_unpackhi_epi64(pairs[4 * i + 1], pairs[4 * i + 3]);
+  }
+  // fours[4 * i + j] holds, in lane l, column 4 * l + j of the rows 4 * i to 4 * i + 3.
+#pragma GCC unroll 4
+  for (int j = 0; j < 4; ++j) {
+    const __m512i low01 = _mm512_shuffle_i32x4(fours[j], fours[4 + j], 0x44);
+    const __m512i high01 = _mm512_shuffle_i32x4(fours[j], fours[4 + j], 0xee);
+    const __m512i low23 = _mm512_shuffle_i32x4(fours[8 + j], fours[12 + j], 0x44);
+    const __m512i high23 = _mm512_shuffle_i32x4(fours[8 + j], fours[12 + j], 0xee);
+    _mm512_storeu_si512(to + j * to_row_bytes, _mm512_shuffle_i32x4(low01, low23, 0x88));
+    _mm512_storeu_si512(to + (4 + j) * to_row_bytes, _mm512_shuffle_i32x4(low01, low23, 0xdd));
+    _mm512_storeu_si512(to + (8 + j) * to_row_bytes, _mm512_shuffle_i32x4(high01, high23, 0x88));
+    _mm512_storeu_si512(to + (12 + j) * to_row_bytes, _mm512_shuffle_i32x4(high01, high23, 0xdd));
+  }
+}
+
+// As steps for 64 columns at a time, and those turned.
+TORCH_ODT_TARGET void pack_left_columns(const Interleaving& of) {
+  constexpr int64_t kBlocks = 4;
+  for (int64_t step = 0; step < of.steps; step += kTileSteps) {
+    for (int64_t column = 0; column < of.columns; column += kBlocks * kPanelColumns) {
+      __m512i words[kBlocks][kTileSteps];
+      const int64_t columns = of.columns - column < kBlocks * kPanelColumns ? of.columns - column : kBlocks * kPanelColumns;
+      const int8_t* rows[4 * kTileSteps];
+      for (int64_t i = 0; i < 4 * kTileSteps; ++i) {
+        rows[i] = of.rows[4 * step + i] + column;
+      }
+      interleave_bytes_avx512({rows, kTileSteps, columns, words, sizeof(words[0]), kPanelStepBytes}, 0);
+      for (int64_t block = 0; block * kPanelColumns < columns; ++block) {
+        char* const to =
+            static_cast<char*>(of.to) + (column + block * kPanelColumns) * of.block_bytes + step * kStepBytes;
+        transpose_words(words[block], to, of.block_bytes);
+      }
+    }
+  }
+}
+
+TORCH_ODT_TARGET void multiply_four(const Product& of, const char* left, const char* right, int32_t* sums) {
+  const int64_t sums_bytes = of.sums_stride * 4;
+  int32_t* const lower = sums + kTileRows * of.sums_stride;
+  if (of.accumulate) {
+    _tile_loadd(0, sums, sums_bytes);
+    _tile_loadd(1, sums + kPanelColumns, sums_bytes);
+    _tile_loadd(2, lower, sums_bytes);
+    _tile_loadd(3, lower + kPanelColumns, sums_bytes);
+  } else {
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+  }
+  for (int64_t step = 0; step < of.steps; step += kTileSteps) {
+    _tile_loadd(4, left, of.left_row_bytes);
+    _tile_loadd(6, right, kPanelStepBytes);
+    _tile_dpbssd(0, 4, 6);
+    _tile_loadd(7, right + of.panel_bytes, kPanelStepBytes);
+    _tile_dpbssd(1, 4, 7);
+    _tile_loadd(5, left + kTileRows * of.left_row_bytes, of.left_row_bytes);
+    _tile_dpbssd(2, 5, 6);
+    _tile_dpbssd(3, 5, 7);
+    left += kTileRowBytes;
+    right += kTileSteps * kPanelStepBytes;
+  }
+  _tile_stored(0, sums, sums_bytes);
+  _tile_stored(1, sums + kPanelColumns, sums_bytes);
+  _tile_stored(2, lower, sums_bytes);
+  _tile_stored(3, lower + kPanelColumns, sums_bytes);
+}
+
+TORCH_ODT_TARGET void multiply_one(const Product& of, const char* left, const char* right, int32_t* sums) {
+  const int64_t sums_bytes = of.sums_stride * 4;
+  if (of.accumulate) {
+    _tile_loadd(0, sums, sums_bytes);
+  } else {
+    _tile_zero(0);
+  }
+  for (int64_t step = 0; step < of.steps; step += kTileSteps) {
+    _tile_loadd(4, left, of.left_row_bytes);
+    _tile_loadd(6, right, kPanelStepBytes);
+    _tile_dpbssd(0, 4, 6);
+    left += kTileRowBytes;
+    right += kTileSteps * kPanelStepBytes;
+  }
+  _tile_stored(0, sums, sums_bytes);
+}
+
+TORCH_ODT_TARGET void multiply(const Product& of) {
+  static constexpr TileConfiguration kConfiguration;
+  _tile_loadconfig(&kConfiguration);
+  for (int64_t panel = 0; panel < of.panels; panel += 2) {
+    const char* const right = static_cast<const char*>(of.right) + panel * of.panel_bytes;
+    for (int64_t row = 0; row < of.rows; row += 2 * kTileRows) {
+      const char* const left = static_cast<const char*>(of.left) + row * of.left_row_bytes;
+      int32_t* const sums = of.sums + row * of.sums_stride + panel * kPanelColumns;
+      if (panel + 1 < of.panels) {
+        multiply_four(of, left, right, sums);
+        continue;
+      }
+      multiply_one(of, left, right, sums);
+      if (row + kTileRows < of.rows) {
+        multiply_one(of, left + kTileRows * of.left_row_bytes, right, sums + kTileRows * of.sums_stride);
+      }
+    }
+  }
+  _tile_release();
+}
+
+} // namespace
+
+const Table& amx_table() {
+  static constexpr Table result = {1, 64, 0, true, pack_left_row, pack_left_columns, pack_right, multiply};
+  return result;
+}
+
+} // namespace torch_odt::kernels::int8
+
+#endif

@@ -1,0 +1,116 @@
+// AVX-512 with VNNI: vpdpbusd multiplies unsigned bytes, the left operand's, by signed ones.
+#if defined(__x86_64__) && defined(__GNUC__)
+
+#include <immintrin.h>
+
+#include "avx512.h"
+#include "interleave.h"
+#include "table.h"
+
+#define TORCH_ODT_TARGET [[gnu::target("avx512f,avx512bw,avx512vl,avx512dq,avx512vnni")]]
+
+namespace torch_odt::kernels::int8 {
+
+namespace {
+
+constexpr int8_t kFlip = -128;
+
+TORCH_ODT_TARGET void pack_left_row(const int8_t* values, int64_t count, void* to) {
+  auto* const bytes = static_cast<int8_t*>(to);
+  const __m512i flip = _mm512_set1_epi8(kFlip);
+  int64_t i = 0;
+  for (; i + 64 <= count; i += 64) {
+    _mm512_storeu_si512(bytes + i, _mm512_xor_si512(_mm512_loadu_si512(values + i), flip));
+  }
+  const __mmask64 rest = (uint64_t{1} << (count - i)) - 1;
+  _mm512_mask_storeu_epi8(bytes + i, rest, _mm512_xor_si512(_mm512_maskz_loadu_epi8(rest, values + i), flip));
+}
+
+TORCH_ODT_TARGET void pack_left_columns(const Interleaving& of) {
+  interleave_bytes_avx512(of, kFlip);
+}
+
+TORCH_ODT_TARGET void pack_right(const Interleaving& of) {
+  interleave_bytes_avx512(of, 0);
+}
+
+// What of the 32 registers is left after sums is for a step of the right operand and one value of the left.
+template <int kRows, int kPanels>
+TORCH_ODT_TARGET void multiply_tile(const Product& of, const char* left, const char* right, int32_t* sums) {
+  __m512i tile[kRows][kPanels];
+#pragma GCC unroll 16
+  for (int row = 0; row < kRows; ++row) {
+#pragma GCC unroll 4
+    for (int panel = 0; panel < kPanels; ++panel) {
+      tile[row][panel] = of.accumulate
+          ? _mm512_loadu_si512(sums + row * of.sums_stride + panel * kPanelColumns)
+          : _mm512_setzero_si512();
+    }
+  }
+  for (int64_t step = 0; step < of.steps; ++step) {
+    __m512i columns[kPanels];
+#pragma GCC unroll 4
+    for (int panel = 0; panel < kPanels; ++panel) {
+      columns[panel] = _mm512_loadu_si512(right + panel * of.panel_bytes);
+    }
+#pragma GCC unroll 16
+    for (int row = 0; row < kRows; ++row) {
+      int32_t values;
+      __builtin_memcpy(&values, left + row * of.left_row_bytes, sizeof(values));
+      const __m512i everywhere = _mm512_set1_epi32(values);
+#pragma GCC unroll 4
+      for (int panel = 0; panel < kPanels; ++panel) {
+        tile[row][panel] = _mm512_dpbusd_epi32(tile[row][panel], everywhere, columns[panel]);
+      }
+    }
+    left += of.left_step_bytes;
+    right += kPanelStepBytes;
+  }
+#pragma GCC unroll 16
+  for (int row = 0; row < kRows; ++row) {
+#pragma GCC unroll 4
+    for (int panel = 0; panel < kPanels; ++panel) {
+      _mm512_storeu_si512(sums + row * of.sums_stride + panel * kPanelColumns, tile[row][panel]);
+    }
+  }
+}
+
+template <int kRows, int kPanels>
+void multiply_panels(const Product& of, int64_t panel) {
+  const char* const right = static_cast<const char*>(of.right) + panel * of.panel_bytes;
+  for (int64_t row = 0; row < of.rows; row += kRows) {
+    const char* const left = static_cast<const char*>(of.left) + row * of.left_row_bytes;
+    multiply_tile<kRows, kPanels>(of, left, right, of.sums + row * of.sums_stride + panel * kPanelColumns);
+  }
+}
+
+void multiply(const Product& of) {
+  int64_t panel = 0;
+  while (panel < of.panels) {
+    switch (const int64_t left = of.panels - panel; left) {
+      case 1:
+        multiply_panels<14, 1>(of, panel);
+        return;
+      case 2:
+        multiply_panels<12, 2>(of, panel);
+        return;
+      case 4:
+        multiply_panels<6, 4>(of, panel);
+        return;
+      default:
+        multiply_panels<8, 3>(of, panel);
+        panel += 3;
+    }
+  }
+}
+
+} // namespace
+
+const Table& avx512_vnni_table() {
+  static constexpr Table result = {1, 4, 128, false, pack_left_row, pack_left_columns, pack_right, multiply};
+  return result;
+}
+
+} // namespace torch_odt::kernels::int8
+
+#endif

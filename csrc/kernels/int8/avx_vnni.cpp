@@ -1,0 +1,88 @@
+// AVX2 with VNNI: vpdpbusd multiplies unsigned bytes, the left operand's, by signed ones.
+#if defined(__x86_64__) && defined(__GNUC__)
+
+#include <immintrin.h>
+
+#include "interleave.h"
+#include "table.h"
+
+#define TORCH_ODT_TARGET [[gnu::target("avx2,avxvnni")]]
+
+namespace torch_odt::kernels::int8 {
+
+namespace {
+
+constexpr int8_t kFlip = -128;
+constexpr int kRows = 6;
+
+TORCH_ODT_TARGET void pack_left_row(const int8_t* values, int64_t count, void* to) {
+  auto* const bytes = static_cast<int8_t*>(to);
+  const __m256i flip = _mm256_set1_epi8(kFlip);
+  int64_t i = 0;
+  for (; i + 32 <= count; i += 32) {
+    const __m256i some = _mm256_loadu_si256((const __m256i*)(values + i));
+    _mm256_storeu_si256((__m256i*)(bytes + i), _mm256_xor_si256(some, flip));
+  }
+  for (; i < count; ++i) {
+    bytes[i] = static_cast<int8_t>(values[i] ^ kFlip);
+  }
+}
+
+TORCH_ODT_TARGET void pack_left_columns(const Interleaving& of) {
+  interleave_bytes(of, kFlip);
+}
+
+TORCH_ODT_TARGET void pack_right(const Interleaving& of) {
+  interleave_bytes(of, 0);
+}
+
+TORCH_ODT_TARGET void multiply_tile(const Product& of, const char* left, const char* right, int32_t* sums) {
+  __m256i tile[kRows][2];
+#pragma GCC unroll 6
+  for (int row = 0; row < kRows; ++row) {
+    const auto* const from = (const __m256i*)(sums + row * of.sums_stride);
+    tile[row][0] = of.accumulate ? _mm256_loadu_si256(from) : _mm256_setzero_si256();
+    tile[row][1] = of.accumulate ? _mm256_loadu_si256(from + 1) : _mm256_setzero_si256();
+  }
+  for (int64_t step = 0; step < of.steps; ++step) {
+    const __m256i low = _mm256_loadu_si256((const __m256i*)right);
+    const __m256i high = _mm256_loadu_si256((const __m256i*)(right + 32));
+#pragma GCC unroll 6
+    for (int row = 0; row < kRows; ++row) {
+      int32_t values;
+      __builtin_memcpy(&values, left + row * of.left_row_bytes, sizeof(values));
+      const __m256i everywhere = _mm256_set1_epi32(values);
+      tile[row][0] = _mm256_dpbusd_avx_epi32(tile[row][0], everywhere, low);
+      tile[row][1] = _mm256_dpbusd_avx_epi32(tile[row][1], everywhere, high);
+    }
+    left += of.left_step_bytes;
+    right += kPanelStepBytes;
+  }
+#pragma GCC unroll 6
+  for (int row = 0; row < kRows; ++row) {
+    auto* const to = (__m256i*)(sums + row * of.sums_stride);
+    _mm256_storeu_si256(to, tile[row][0]);
+    _mm256_storeu_si256(to + 1, tile[row][1]);
+  }
+}
+
+void multiply(const Product& of) {
+  for (int64_t panel = 0; panel < of.panels; ++panel) {
+    const char* const right = static_cast<const char*>(of.right) + panel * of.panel_bytes;
+    for (int64_t row = 0; row < of.rows; row += kRows) {
+      const char* const left = static_cast<const char*>(of.left) + row * of.left_row_bytes;
+      multiply_tile(of, left, right, of.sums + row * of.sums_stride + panel * kPanelColumns);
+    }
+  }
+}
+
+} // namespace
+
+const Table& avx_vnni_table() {
+  static constexpr Table result = {1, 4, 128, false, pack_left_row, pack_left_columns, pack_right, multiply};
+  return result;
+}
+
+} // namespace torch_odt::kernels::int8
+
+#endif

@@ -1,0 +1,34 @@
+#include "table.h"
+
+namespace torch_odt::kernels::int8 {
+
+const Table& table() {
+  static const Table& result = []() -> const Table& {
+    switch (isa()) {
+#if defined(__x86_64__) && defined(__GNUC__)
+      case Isa::amx:
+        return amx_table();
+      case Isa::avx512_vnni:
+        return avx512_vnni_table();
+      case Isa::avx512:
+        return processor_has(Isa::avx_vnni) ? avx_vnni_table() : avx2_table();
+      case Isa::avx_vnni:
+        return avx_vnni_table();
+      case Isa::avx2:
+        return avx2_table();
+#elif defined(__aarch64__)
+      case Isa::neon_i8mm:
+        return neon_i8mm_table();
+      case Isa::neon_dotprod:
+        return neon_dotprod_table();
+      case Isa::baseline:
+        return neon_table();
+#endif
+      default:
+        return scalar_table();
+    }
+  }();
+  return result;
+}
+
+} // namespace torch_odt::kernels::int8

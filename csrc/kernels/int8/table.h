@@ -1,0 +1,92 @@
+// Products of int8 matrices, summed in int32: one table of kernels per instruction set, all with the same results.
+#pragma once
+
+#include <cstdint>
+
+#include "../isa.h"
+
+namespace torch_odt::kernels::int8 {
+
+// Columns of a panel: the right operand is packed as [panel][step][column][4 bytes], a step being the values of the
+// summed axis (the depth) that share four bytes of a column.
+inline constexpr int64_t kPanelColumns = 16;
+inline constexpr int64_t kStepBytes = 4;
+inline constexpr int64_t kPanelStepBytes = kPanelColumns * kStepBytes;
+// Kernels work on whole tiles: the left operand and the sums have this many more rows than are asked for, whose
+// contents do not matter.
+inline constexpr int64_t kSlackRows = 32;
+// The most terms whose sum fits into int32, whatever they are: 2^31 / 128^2, without the last.
+inline constexpr int64_t kMostDepth = 131071;
+
+// sums[row][column] = the sum over all steps of left[row][step] * right[step][column], or that added to what is there.
+// Arithmetic is modulo 2^32.
+struct Product {
+  const void* left;
+  int64_t left_row_bytes;
+  int64_t left_step_bytes;
+  int64_t rows;
+  const void* right;
+  int64_t panel_bytes;
+  int64_t panels;
+  int64_t steps;
+  int32_t* sums;
+  int64_t sums_stride; // in elements, kPanelColumns for each panel at least
+  bool accumulate;
+};
+
+// Where four rows of the depth become one step: rows[4 * step + i][column] goes to byte i of
+// to[column / 16 * block_bytes + step * step_bytes + column % 16 * 4]. Columns are filled up with zeros to whole blocks.
+struct Interleaving {
+  const int8_t* const* rows; // as many as the steps hold
+  int64_t steps;
+  int64_t columns;
+  void* to;
+  int64_t block_bytes;
+  int64_t step_bytes;
+};
+
+struct Table {
+  // Values as they are packed: int8, or int16 where the set multiplies no bytes.
+  int64_t value_bytes;
+  // The depth is filled up with zeros of the right operand to a multiple of this.
+  int64_t depth_multiple;
+  // The left operand is packed as unsigned bytes, each value greater by this.
+  int32_t left_offset;
+  // The left operand has to be packed with its steps side by side, rather than with its rows.
+  bool left_by_rows;
+
+  // Packs values of a row of the left operand that lie side by side.
+  void (*pack_left_row)(const int8_t* values, int64_t count, void* to);
+  // Packs a left operand whose rows are columns in memory, side by side. Where left_by_rows holds, `block_bytes` are
+  // those of a row, `step_bytes` are kStepBytes, and the steps must be a multiple of 16.
+  void (*pack_left_columns)(const Interleaving& interleaving);
+  void (*pack_right)(const Interleaving& interleaving);
+  void (*multiply)(const Product& product);
+
+  int64_t step_values() const {
+    return kStepBytes / value_bytes;
+  }
+  int64_t padded(int64_t depth) const {
+    return (depth + depth_multiple - 1) / depth_multiple * depth_multiple;
+  }
+  int64_t steps(int64_t depth) const {
+    return padded(depth) / step_values();
+  }
+};
+
+// The table of the set that kernels use, see isa(): the best of those that the set holds.
+const Table& table();
+
+const Table& scalar_table();
+#if defined(__x86_64__) && defined(__GNUC__)
+const Table& avx2_table();
+const Table& avx_vnni_table();
+const Table& avx512_vnni_table();
+const Table& amx_table();
+#elif defined(__aarch64__)
+const Table& neon_table();
+const Table& neon_dotprod_table();
+const Table& neon_i8mm_table();
+#endif
+
+} // namespace torch_odt::kernels::int8
