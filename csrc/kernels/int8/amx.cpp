@@ -1,9 +1,8 @@
 // AMX: tiles of 16 rows of 64 bytes, signed by signed.
 #if defined(__x86_64__) && defined(__GNUC__)
 
-#include <immintrin.h>
-
 #include "avx512.h"
+#include "intrinsics_x86.h"
 #include "table.h"
 
 #define TORCH_ODT_TARGET [[gnu::target("avx512f,avx512bw,avx512vl,avx512dq,amx-tile,amx-int8")]]

@@ -1,9 +1,8 @@
 // AVX2: vpmaddwd multiplies pairs of 16-bit numbers. Its product of bytes saturates, and would not be exact.
 #if defined(__x86_64__) && defined(__GNUC__)
 
-#include <immintrin.h>
-
 #include "interleave.h"
+#include "intrinsics_x86.h"
 #include "table.h"
 
 #define TORCH_ODT_TARGET [[gnu::target("avx2")]]

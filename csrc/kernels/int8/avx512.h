@@ -3,9 +3,8 @@
 
 #if defined(__x86_64__) && defined(__GNUC__)
 
-#include <immintrin.h>
-
 #include "interleave.h"
+#include "intrinsics_x86.h"
 
 namespace torch_odt::kernels::int8 {
 

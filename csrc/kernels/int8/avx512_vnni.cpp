@@ -1,10 +1,9 @@
 // AVX-512 with VNNI: vpdpbusd multiplies unsigned bytes, the left operand's, by signed ones.
 #if defined(__x86_64__) && defined(__GNUC__)
 
-#include <immintrin.h>
-
 #include "avx512.h"
 #include "interleave.h"
+#include "intrinsics_x86.h"
 #include "table.h"
 
 #define TORCH_ODT_TARGET [[gnu::target("avx512f,avx512bw,avx512vl,avx512dq,avx512vnni")]]
@@ -104,10 +103,26 @@ void multiply(const Product& of) {
   }
 }
 
+TORCH_ODT_TARGET void add_column_sums(const void* panel, int64_t steps, int32_t* sums) {
+  const auto* const bytes = static_cast<const char*>(panel);
+  const __m512i ones = _mm512_set1_epi8(1);
+  __m512i even = _mm512_loadu_si512(sums);
+  __m512i odd = _mm512_setzero_si512();
+  int64_t step = 0;
+  for (; step + 2 <= steps; step += 2) {
+    even = _mm512_dpbusd_epi32(even, ones, _mm512_loadu_si512(bytes + step * kPanelStepBytes));
+    odd = _mm512_dpbusd_epi32(odd, ones, _mm512_loadu_si512(bytes + (step + 1) * kPanelStepBytes));
+  }
+  if (step < steps) {
+    even = _mm512_dpbusd_epi32(even, ones, _mm512_loadu_si512(bytes + step * kPanelStepBytes));
+  }
+  _mm512_storeu_si512(sums, _mm512_add_epi32(even, odd));
+}
+
 } // namespace
 
 const Table& avx512_vnni_table() {
-  static constexpr Table result = {1, 4, 128, false, pack_left_row, pack_left_columns, pack_right, multiply};
+  static constexpr Table result = {1, 4, 128, false, pack_left_row, pack_left_columns, pack_right, multiply, add_column_sums};
   return result;
 }
 

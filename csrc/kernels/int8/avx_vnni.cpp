@@ -1,9 +1,8 @@
 // AVX2 with VNNI: vpdpbusd multiplies unsigned bytes, the left operand's, by signed ones.
 #if defined(__x86_64__) && defined(__GNUC__)
 
-#include <immintrin.h>
-
 #include "interleave.h"
+#include "intrinsics_x86.h"
 #include "table.h"
 
 #define TORCH_ODT_TARGET [[gnu::target("avx2,avxvnni")]]
@@ -76,10 +75,25 @@ void multiply(const Product& of) {
   }
 }
 
+TORCH_ODT_TARGET void add_column_sums(const void* panel, int64_t steps, int32_t* sums) {
+  const auto* const bytes = static_cast<const char*>(panel);
+  const __m256i ones = _mm256_set1_epi8(1);
+  auto* const to = (__m256i*)sums;
+  __m256i low = _mm256_loadu_si256(to);
+  __m256i high = _mm256_loadu_si256(to + 1);
+  for (int64_t step = 0; step < steps; ++step) {
+    const auto* const some = (const __m256i*)(bytes + step * kPanelStepBytes);
+    low = _mm256_dpbusd_avx_epi32(low, ones, _mm256_loadu_si256(some));
+    high = _mm256_dpbusd_avx_epi32(high, ones, _mm256_loadu_si256(some + 1));
+  }
+  _mm256_storeu_si256(to, low);
+  _mm256_storeu_si256(to + 1, high);
+}
+
 } // namespace
 
 const Table& avx_vnni_table() {
-  static constexpr Table result = {1, 4, 128, false, pack_left_row, pack_left_columns, pack_right, multiply};
+  static constexpr Table result = {1, 4, 128, false, pack_left_row, pack_left_columns, pack_right, multiply, add_column_sums};
   return result;
 }
 

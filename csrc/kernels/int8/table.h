@@ -62,6 +62,8 @@ struct Table {
   void (*pack_left_columns)(const Interleaving& interleaving);
   void (*pack_right)(const Interleaving& interleaving);
   void (*multiply)(const Product& product);
+  // Adds the sum of each column of a panel to 16 sums; null where there is no left_offset.
+  void (*add_column_sums)(const void* panel, int64_t steps, int32_t* sums) = nullptr;
 
   int64_t step_values() const {
     return kStepBytes / value_bytes;

@@ -1,0 +1,91 @@
+// Convolutions of int8 images [batch][rows][columns][channels] with weights [out_channels][rows][columns][depth], and
+// their gradients: as products of matrices whose rows are gathered a few at a time, see table.h.
+#pragma once
+
+#include <cstdint>
+
+#include "../window_axis.h"
+#include "finish.h"
+#include "table.h"
+#include "threads.h"
+
+namespace torch_odt::kernels::int8 {
+
+struct Conv2d {
+  int64_t batch;
+  WindowAxis rows;
+  WindowAxis columns;
+  int64_t in_channels;
+  int64_t out_channels;
+  int64_t groups;
+
+  // Channels of a group.
+  int64_t in_depth() const {
+    return in_channels / groups;
+  }
+  int64_t out_depth() const {
+    return out_channels / groups;
+  }
+  int64_t taps() const {
+    return rows.kernel * columns.kernel;
+  }
+  int64_t in_pixels() const {
+    return batch * rows.input * columns.input;
+  }
+  int64_t out_pixels() const {
+    return batch * rows.output * columns.output;
+  }
+  bool depthwise() const {
+    return groups == in_channels && groups == out_channels;
+  }
+};
+
+// What a convolution's weights are needed for.
+enum class Pass { forward, grad_input };
+
+// Weights as the right operands of a pass. They depend on the instruction set, and have to be packed anew when the
+// weights change.
+int64_t packed_bytes(const Conv2d& conv, Pass pass);
+void pack_weight(const Conv2d& conv, Pass pass, const int8_t* weight, const Threads& threads, void* packed);
+
+// Bytes that a pass needs for each thread, beside packed weights.
+int64_t workspace_bytes(const Conv2d& conv, Pass pass);
+
+// The output from an input whose zero is `zero_point`; `bias` is in units of the sums, or null.
+// Returns the largest absolute value, see finish().
+float forward(
+    const Conv2d& conv,
+    const int8_t* input,
+    int32_t zero_point,
+    const void* packed,
+    const int32_t* bias,
+    const Finish& how,
+    const Threads& threads,
+    void* workspace);
+
+// The input's gradient from the output's.
+float grad_input(
+    const Conv2d& conv,
+    const int8_t* grad_output,
+    const void* packed,
+    const Finish& how,
+    const Threads& threads,
+    void* workspace);
+
+// The weight's gradient, or an update of the weight with it. `grad_bias` is what sum_pixels() makes of the output's
+// gradient.
+int64_t grad_weight_workspace_bytes(const Conv2d& conv, const Threads& threads);
+float grad_weight(
+    const Conv2d& conv,
+    const int8_t* grad_output,
+    const int8_t* input,
+    int32_t zero_point,
+    const int64_t* grad_bias,
+    const Finish& how,
+    const Threads& threads,
+    void* workspace);
+
+// The sum of each channel over all pixels: the gradient of a bias.
+void sum_pixels(const int8_t* image, int64_t pixels, int64_t channels, const Threads& threads, int64_t* sums);
+
+} // namespace torch_odt::kernels::int8

@@ -1,0 +1,57 @@
+// What becomes of exact sums: themselves, fp32, int8 by one of three roundings, or an update of weights.
+#pragma once
+
+#include <cstdint>
+
+#include "../isa.h"
+
+namespace torch_odt::kernels::int8 {
+
+enum class Rounding {
+  nearest, // to even where two are as near
+  stochastic, // up with the probability of the fraction, by a number drawn from the seed and the element's index alone
+  pseudo_stochastic, // NITI's: by `shift` bits, of which the lower half is the random number for the upper one
+};
+
+enum class Result { sums, floats, int8, float_update, int8_update };
+
+// The most columns of a block.
+inline constexpr int64_t kBlockColumns = 128;
+
+struct Finish {
+  Result result = Result::sums;
+  void* output = nullptr;
+  // What sums are multiplied by: one number, or one for each channel. Powers of two for pseudo-stochastic rounding.
+  const float* multipliers = nullptr;
+  bool per_channel = false;
+  // Channels are rows of blocks, as in the gradient of a weight, and columns otherwise.
+  bool channels_are_rows = false;
+  // Of int8: what it is rounded by, what is added thereafter, and what it is clamped between.
+  Rounding rounding = Rounding::nearest;
+  uint64_t seed = 0;
+  int64_t shift = 0;
+  int32_t zero_point = 0;
+  int32_t low = -128;
+  int32_t high = 127;
+  // One bit an element, set where int8 was not clamped; must be zero before, or null.
+  uint8_t* mask = nullptr;
+};
+
+// A part of the result, with what belongs to its rows and columns.
+template <typename Sum>
+struct Block {
+  const Sum* sums;
+  int64_t stride;
+  int64_t rows;
+  int64_t columns; // kBlockColumns at most
+  const int64_t* places; // where in the output each row begins
+  int64_t first_channel;
+  const int32_t* column_terms; // added to each row, or null
+  const Sum* row_terms; // added to each column, or null
+};
+
+// Returns the largest absolute value of what sums times multipliers were, before rounding; 0 for `sums`.
+template <typename Sum>
+float finish(const Finish& how, const Block<Sum>& block);
+
+} // namespace torch_odt::kernels::int8

@@ -1,0 +1,371 @@
+#include <algorithm>
+#include <array>
+#include <cstring>
+#include <vector>
+
+#include "conv2d.h"
+#include "gather.h"
+
+namespace torch_odt::kernels::int8 {
+
+namespace {
+
+constexpr int64_t kAlignment = 64;
+constexpr int64_t kMostRows = 256;
+constexpr int64_t kMostColumns = 512;
+constexpr int64_t kMostPixels = 2048;
+constexpr int64_t kPackedBytes = 393216;
+
+int64_t aligned(int64_t bytes) {
+  return (bytes + kAlignment - 1) / kAlignment * kAlignment;
+}
+
+int64_t divided(int64_t count, int64_t by) {
+  return (count + by - 1) / by;
+}
+
+// How the gradient of a group's weight, out_depth rows of taps x in_depth columns, is cut into blocks, and the pixels,
+// over which is summed, into chunks.
+struct Cut {
+  int64_t block_rows;
+  int64_t block_panels;
+  int64_t row_blocks;
+  int64_t column_blocks;
+  int64_t chunk_pixels;
+  bool by_taps; // panels hold channels of one tap
+  bool wide; // more pixels than int32 can sum over
+
+  Cut(const Conv2d& conv, const Threads& threads) {
+    const int64_t rows = conv.out_depth();
+    const int64_t panels = divided(conv.taps() * conv.in_depth(), kPanelColumns);
+    by_taps = conv.taps() == 1 || conv.in_depth() % kPanelColumns == 0;
+    wide = conv.out_pixels() > kMostDepth;
+    row_blocks = divided(rows, kMostRows);
+    column_blocks = divided(panels, kMostColumns / kPanelColumns);
+    const int64_t wanted = divided(threads.count, conv.groups);
+    if (row_blocks * column_blocks < wanted) {
+      column_blocks = std::min(panels, divided(wanted, row_blocks));
+      row_blocks = std::max(row_blocks, std::min(divided(rows, kSlackRows), divided(wanted, column_blocks)));
+    }
+    block_rows = divided(divided(rows, row_blocks), kPanelColumns) * kPanelColumns;
+    row_blocks = divided(rows, block_rows);
+    block_panels = divided(panels, column_blocks);
+    column_blocks = divided(panels, block_panels);
+    const int64_t pixel_bytes = (block_rows + kSlackRows + block_panels * kPanelColumns) * table().value_bytes;
+    const int64_t fitting = kPackedBytes / pixel_bytes / kAlignment * kAlignment;
+    const int64_t all = divided(conv.out_pixels(), kAlignment) * kAlignment;
+    chunk_pixels = std::min(std::clamp(fitting, kAlignment, kMostPixels), std::max(all, kAlignment));
+  }
+
+  int64_t block_columns() const {
+    return block_panels * kPanelColumns;
+  }
+  // Of the left operand: its rows side by side in each step, or each row on its own.
+  int64_t left_step_bytes() const {
+    return table().left_by_rows ? kStepBytes : (block_rows + kSlackRows) * kStepBytes;
+  }
+  int64_t left_row_bytes() const {
+    return table().left_by_rows ? chunk_pixels * table().value_bytes + kAlignment : kStepBytes;
+  }
+  int64_t left_bytes() const {
+    return aligned((block_rows + kSlackRows) * (chunk_pixels * table().value_bytes + kAlignment));
+  }
+  int64_t panel_bytes() const {
+    return table().steps(chunk_pixels) * kPanelStepBytes;
+  }
+};
+
+// A thread's own memory.
+struct Workspace {
+  int32_t* sums;
+  int64_t* wide_sums;
+  int32_t* column_sums;
+  int8_t* zeros;
+  int8_t* padding; // what lies around the image
+  int8_t* gathered;
+  const int8_t** left_rows;
+  const int8_t** right_rows;
+  char* left;
+  char* right;
+  int64_t bytes;
+
+  Workspace(const Conv2d& conv, const Cut& cut, char* at) {
+    char* const begin = at;
+    const auto take = [&]<typename T>(T*& place, int64_t count) {
+      place = reinterpret_cast<T*>(at);
+      at += aligned(count * static_cast<int64_t>(sizeof(T)));
+    };
+    const int64_t sums_count = (cut.block_rows + kSlackRows) * cut.block_columns();
+    take(sums, sums_count);
+    take(wide_sums, cut.wide ? sums_count : 0);
+    take(column_sums, cut.block_columns());
+    take(zeros, std::max(cut.block_rows, cut.block_columns()) + kAlignment);
+    take(padding, conv.in_depth() + kAlignment);
+    take(gathered, cut.by_taps ? 0 : cut.chunk_pixels * conv.taps() * conv.in_depth() + kAlignment);
+    take(left_rows, cut.chunk_pixels);
+    take(right_rows, cut.chunk_pixels);
+    take(left, cut.left_bytes());
+    take(right, cut.block_panels * cut.panel_bytes());
+    bytes = at - begin;
+  }
+};
+
+struct Operands {
+  const int8_t* grad_output;
+  const int8_t* input;
+  int32_t zero_point;
+};
+
+// One block of one group.
+class BlockGradient {
+ public:
+  BlockGradient(const Conv2d& conv, const Cut& cut, const Operands& operands, char* workspace)
+      : conv_(conv),
+        cut_(cut),
+        operands_(operands),
+        own_(conv, cut, workspace),
+        rows_taps_(forward_taps(conv.rows)),
+        columns_taps_(forward_taps(conv.columns)) {
+    std::memset(own_.zeros, 0, static_cast<size_t>(std::max(cut.block_rows, cut.block_columns()) + kAlignment));
+    std::memset(own_.padding, operands.zero_point, static_cast<size_t>(conv.in_depth() + kAlignment));
+  }
+
+  float operator()(int64_t group, int64_t row_block, int64_t column_block, const int64_t* grad_bias, const Finish& how) {
+    group_ = group;
+    first_row_ = row_block * cut_.block_rows;
+    rows_ = std::min(cut_.block_rows, conv_.out_depth() - first_row_);
+    first_column_ = column_block * cut_.block_columns();
+    columns_ = std::min(cut_.block_columns(), conv_.taps() * conv_.in_depth() - first_column_);
+    const int64_t pixels = conv_.out_pixels();
+    if (!cut_.wide) {
+      sum(0, pixels);
+      return finish_block<int32_t>(own_.sums, grad_bias, how);
+    }
+    const int64_t part = kMostDepth / cut_.chunk_pixels * cut_.chunk_pixels;
+    std::fill_n(own_.wide_sums, rows_ * cut_.block_columns(), 0);
+    for (int64_t begin = 0; begin < pixels; begin += part) {
+      sum(begin, std::min(pixels, begin + part));
+      widen();
+    }
+    std::fill_n(own_.column_sums, cut_.block_columns(), 0);
+    return finish_block<int64_t>(own_.wide_sums, grad_bias, how);
+  }
+
+ private:
+  void sum(int64_t begin, int64_t end) {
+    std::fill_n(own_.column_sums, cut_.block_columns(), 0);
+    if (begin == end) {
+      std::fill_n(own_.sums, rows_ * cut_.block_columns(), 0);
+    }
+    for (int64_t pixel = begin; pixel < end; pixel += cut_.chunk_pixels) {
+      const int64_t count = std::min(cut_.chunk_pixels, end - pixel);
+      pack_left(pixel, count);
+      pack_right(pixel, count);
+      table().multiply(
+          {own_.left,
+           cut_.left_row_bytes(),
+           cut_.left_step_bytes(),
+           rows_,
+           own_.right,
+           cut_.panel_bytes(),
+           divided(columns_, kPanelColumns),
+           table().steps(count),
+           own_.sums,
+           cut_.block_columns(),
+           pixel > begin});
+    }
+  }
+
+  void pack_left(int64_t first, int64_t count) {
+    const int64_t channel = group_ * conv_.out_depth() + first_row_;
+    const int8_t* from = operands_.grad_output + first * conv_.out_channels + channel;
+    for (int64_t i = 0; i < count; ++i, from += conv_.out_channels) {
+      own_.left_rows[i] = from;
+    }
+    std::fill(own_.left_rows + count, own_.left_rows + table().padded(count), own_.zeros);
+    const bool by_rows = table().left_by_rows;
+    table().pack_left_columns(
+        {own_.left_rows,
+         table().steps(count),
+         rows_,
+         own_.left,
+         by_rows ? cut_.left_row_bytes() : kPanelStepBytes,
+         cut_.left_step_bytes()});
+  }
+
+  void pack_right(int64_t first, int64_t count) {
+    if (!cut_.by_taps) {
+      gather_rows(first, count);
+      pack_panels(count, 0, columns_);
+      return;
+    }
+    // Columns of the block, tap by tap.
+    for (int64_t column = 0; column < columns_;) {
+      const int64_t tap = (first_column_ + column) / conv_.in_depth();
+      const int64_t channel = (first_column_ + column) % conv_.in_depth();
+      const int64_t width = std::min(columns_ - column, conv_.in_depth() - channel);
+      find_rows(first, count, tap, channel);
+      pack_panels(count, column, width);
+      column += width;
+    }
+  }
+
+  void pack_panels(int64_t count, int64_t column, int64_t width) {
+    std::fill(own_.right_rows + count, own_.right_rows + table().padded(count), own_.zeros);
+    char* const to = own_.right + column / kPanelColumns * cut_.panel_bytes();
+    table().pack_right({own_.right_rows, table().steps(count), width, to, cut_.panel_bytes(), kPanelStepBytes});
+    if (table().add_column_sums != nullptr) {
+      for (int64_t panel = 0; panel * kPanelColumns < width; ++panel) {
+        table().add_column_sums(
+            to + panel * cut_.panel_bytes(), table().steps(count), own_.column_sums + column + panel * kPanelColumns);
+      }
+    }
+  }
+
+  // Where the channels lie that a tap sees from each output.
+  void find_rows(int64_t first, int64_t count, int64_t tap, int64_t channel) {
+    const int64_t tap_row = tap / conv_.columns.kernel;
+    const int64_t tap_column = tap % conv_.columns.kernel;
+    const int8_t* const image = operands_.input + group_ * conv_.in_depth() + channel;
+    const int64_t first_inside = conv_.columns.first_window(tap_column);
+    const int64_t last_inside = std::max(first_inside, conv_.columns.last_window(tap_column));
+    const int64_t stride = conv_.columns.stride * conv_.in_channels;
+    Pixel pixel(first, rows_taps_, columns_taps_);
+    for (int64_t i = 0; i < count;) {
+      const int64_t length = std::min(count - i, conv_.columns.output - pixel.column);
+      const int8_t** const to = own_.right_rows + i;
+      const int64_t row = conv_.rows.position(pixel.row, tap_row);
+      if (row < 0 || row >= conv_.rows.input) {
+        std::fill_n(to, length, own_.padding);
+      } else {
+        const int64_t position = conv_.columns.position(pixel.column, tap_column);
+        const int8_t* const line = image +
+            ((pixel.sample * conv_.rows.input + row) * conv_.columns.input + position) * conv_.in_channels;
+        for (int64_t j = 0; j < length; ++j) {
+          const bool inside = pixel.column + j >= first_inside && pixel.column + j < last_inside;
+          to[j] = inside ? line + j * stride : own_.padding;
+        }
+      }
+      i += length;
+      pixel.column += length - 1;
+      pixel.advance(rows_taps_, columns_taps_);
+    }
+  }
+
+  // All taps of each output side by side, where a tap has too few channels for a panel.
+  void gather_rows(int64_t first, int64_t count) {
+    const int64_t width = conv_.taps() * conv_.in_depth();
+    const Image image{
+        operands_.input,
+        conv_.in_channels,
+        group_ * conv_.in_depth(),
+        conv_.in_depth(),
+        static_cast<int8_t>(operands_.zero_point)};
+    Pixel pixel(first, rows_taps_, columns_taps_);
+    for (int64_t i = 0; i < count; ++i, pixel.advance(rows_taps_, columns_taps_)) {
+      int8_t* const to = own_.gathered + i * width;
+      gather(
+          image,
+          rows_taps_,
+          columns_taps_,
+          pixel,
+          [&](const int8_t* from, int64_t bytes, int64_t at) {
+            std::memcpy(to + at, from, static_cast<size_t>(bytes));
+          },
+          [&](int64_t bytes, int64_t at) { std::memset(to + at, image.padding, static_cast<size_t>(bytes)); });
+      own_.right_rows[i] = to + first_column_;
+    }
+  }
+
+  void widen() {
+    for (int64_t row = 0; row < rows_; ++row) {
+      for (int64_t column = 0; column < columns_; ++column) {
+        const int64_t at = row * cut_.block_columns() + column;
+        const auto offset = static_cast<uint32_t>(table().left_offset * own_.column_sums[column]);
+        own_.wide_sums[at] += static_cast<int32_t>(static_cast<uint32_t>(own_.sums[at]) - offset);
+      }
+    }
+  }
+
+  template <typename Sum>
+  float finish_block(const Sum* sums, const int64_t* grad_bias, const Finish& how) const {
+    const int64_t width = conv_.taps() * conv_.in_depth();
+    const int64_t channel = group_ * conv_.out_depth() + first_row_;
+    std::array<Sum, kMostRows> row_terms;
+    std::array<int64_t, kMostRows> places;
+    float largest = 0;
+    for (int64_t first = 0; first < columns_; first += kBlockColumns) {
+      const int64_t columns = std::min(kBlockColumns, columns_ - first);
+      for (int64_t row = 0; row < rows_; ++row) {
+        const auto at = static_cast<size_t>(row);
+        row_terms[at] = static_cast<Sum>(-operands_.zero_point * grad_bias[channel + row]);
+        places[at] = (channel + row) * width + first_column_ + first;
+      }
+      std::array<int32_t, kBlockColumns> column_terms;
+      for (int64_t i = 0; i < columns; ++i) {
+        const auto offset = static_cast<uint32_t>(table().left_offset);
+        column_terms[static_cast<size_t>(i)] =
+            static_cast<int32_t>(0 - offset * static_cast<uint32_t>(own_.column_sums[first + i]));
+      }
+      largest = std::max(
+          largest,
+          finish(
+              how,
+              Block<Sum>{
+                  sums + first,
+                  cut_.block_columns(),
+                  rows_,
+                  columns,
+                  places.data(),
+                  channel,
+                  column_terms.data(),
+                  row_terms.data()}));
+    }
+    return largest;
+  }
+
+  const Conv2d& conv_;
+  const Cut& cut_;
+  const Operands& operands_;
+  const Workspace own_;
+  const Taps rows_taps_;
+  const Taps columns_taps_;
+  int64_t group_ = 0;
+  int64_t first_row_ = 0;
+  int64_t rows_ = 0;
+  int64_t first_column_ = 0;
+  int64_t columns_ = 0;
+};
+
+} // namespace
+
+int64_t grad_weight_workspace_bytes(const Conv2d& conv, const Threads& threads) {
+  return Workspace(conv, Cut(conv, threads), nullptr).bytes;
+}
+
+float grad_weight(
+    const Conv2d& conv,
+    const int8_t* grad_output,
+    const int8_t* input,
+    int32_t zero_point,
+    const int64_t* grad_bias,
+    const Finish& how,
+    const Threads& threads,
+    void* workspace) {
+  const Cut cut(conv, threads);
+  const Operands operands{grad_output, input, zero_point};
+  const int64_t thread_bytes = grad_weight_workspace_bytes(conv, threads);
+  const int64_t blocks = cut.row_blocks * cut.column_blocks;
+  std::vector<float> largest(static_cast<size_t>(threads.count), 0.0F);
+  threads.share(conv.groups * blocks, [&](int64_t thread, int64_t begin, int64_t end) {
+    BlockGradient block(conv, cut, operands, static_cast<char*>(workspace) + thread * thread_bytes);
+    float& most = largest[static_cast<size_t>(thread)];
+    for (int64_t item = begin; item < end; ++item) {
+      const int64_t row_block = item % blocks / cut.column_blocks;
+      most = std::max(most, block(item / blocks, row_block, item % cut.column_blocks, grad_bias, how));
+    }
+  });
+  return *std::max_element(largest.begin(), largest.end());
+}
+
+} // namespace torch_odt::kernels::int8

@@ -1,0 +1,38 @@
+// How kernels use threads: through one function of the caller's.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+namespace torch_odt::kernels::int8 {
+
+struct Threads {
+  int64_t count = 1;
+  // Calls task(context, i) for every i from 0 up to but without `tasks`, which are `count` at most, and returns when all
+  // are done; null runs them one after another.
+  void (*run)(int64_t tasks, void (*task)(const void* context, int64_t index), const void* context) = nullptr;
+
+  // Calls function(thread, begin, end) with a part of `items` for each thread.
+  template <typename Function>
+  void share(int64_t items, const Function& function) const {
+    struct Context {
+      const Function* function;
+      int64_t items;
+      int64_t parts;
+    };
+    const Context context{&function, items, std::max<int64_t>(1, std::min(count, items))};
+    const auto task = [](const void* place, int64_t index) {
+      const auto& [body, all, parts] = *static_cast<const Context*>(place);
+      (*body)(index, all * index / parts, all * (index + 1) / parts);
+    };
+    if (context.parts == 1 || run == nullptr) {
+      for (int64_t index = 0; index < context.parts; ++index) {
+        task(&context, index);
+      }
+      return;
+    }
+    run(context.parts, task, &context);
+  }
+};
+
+} // namespace torch_odt::kernels::int8
