@@ -68,11 +68,30 @@ void run(Arguments... arguments) {
   }
 }
 
+// Runs Body<bytes>::run, declared TORCH_ODT_INLINE, with the bytes of the set's vectors: for bodies that are written with
+// vectors (GCC's vector_size), where compilers do not find them in plain loops.
+template <template <int> class Body, typename... Arguments>
+void run_with_vectors(Arguments... arguments) {
+  const Isa used = isa();
+  if (used >= Isa::avx512) {
+    run_with_avx512<Body<64>::run>(arguments...);
+  } else if (used >= Isa::avx2) {
+    run_with_avx2<Body<32>::run>(arguments...);
+  } else {
+    Body<16>::run(arguments...);
+  }
+}
+
 #else
 
 template <auto body, typename... Arguments>
 void run(Arguments... arguments) {
   body(arguments...);
+}
+
+template <template <int> class Body, typename... Arguments>
+void run_with_vectors(Arguments... arguments) {
+  Body<16>::run(arguments...);
 }
 
 #endif

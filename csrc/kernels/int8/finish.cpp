@@ -2,32 +2,16 @@
 
 #include <algorithm>
 #include <bit>
+#include <cstddef>
 #include <type_traits>
 
 namespace torch_odt::kernels::int8 {
 
 namespace {
 
-// Beyond it int8 is clamped whatever the rest, and below it every integer and half is a float.
-constexpr float kHuge = 4194304.0F;
-
-// A value between two clamps cannot become part of a fused multiply-add, which some sets have: all get the same bits.
-TORCH_ODT_INLINE float clamped(float value) {
-  return std::min(std::max(value, -kHuge), kHuge);
-}
-
-TORCH_ODT_INLINE float nearest(float value) {
-  constexpr float kShift = 12582912.0F; // 1.5 * 2^23: what is added to it loses its fraction
-  return (value + kShift) - kShift;
-}
-
-TORCH_ODT_INLINE float floor_of(float value) {
-  const float near = nearest(value);
-  return near > value ? near - 1.0F : near;
-}
-
-// The finaliser of a 32-bit hash with little bias (Wellons' lowbias32).
-TORCH_ODT_INLINE uint32_t mixed(uint32_t bits) {
+// The finaliser of a 32-bit hash with little bias (Wellons' lowbias32), of numbers or of vectors.
+template <typename Bits>
+TORCH_ODT_INLINE Bits mixed(Bits bits) {
   bits ^= bits >> 16;
   bits *= 0x7feb352dU;
   bits ^= bits >> 15;
@@ -36,172 +20,391 @@ TORCH_ODT_INLINE uint32_t mixed(uint32_t bits) {
   return bits;
 }
 
-TORCH_ODT_INLINE uint32_t key_of(uint64_t seed, int64_t place) {
-  const auto high = static_cast<uint32_t>(static_cast<uint64_t>(place) >> 32);
-  return mixed(static_cast<uint32_t>(seed) ^ mixed(static_cast<uint32_t>(seed >> 32) ^ mixed(high + 0x9e3779b9U)));
+// 2^32 over the golden ratio: multiples of it spread evenly.
+constexpr uint32_t kGolden = 0x9e3779b9U;
+
+// The key of elements whose index has these upper 32 bits.
+TORCH_ODT_INLINE uint32_t key_of(uint64_t seed, uint32_t high) {
+  return mixed(static_cast<uint32_t>(seed) ^ mixed(static_cast<uint32_t>(seed >> 32) ^ mixed(high + kGolden)));
 }
 
-// From 0 up to but without 1.
-TORCH_ODT_INLINE float drawn(uint32_t key, uint32_t index) {
-  return static_cast<float>(static_cast<int32_t>(mixed(key + index * 0x9e3779b9U) >> 8)) * 0x1p-24F;
-}
+// Some columns of a row, the last ones of which may be none.
+struct Place {
+  int64_t row;
+  int64_t column;
+  int64_t lanes;
+  int64_t index; // in the output
+  uint32_t key; // of what is drawn for the row
+};
 
-// NITI (arXiv 2009.13108), section 3.3: of the bits that a shift loses, the lower half says whether the upper half rounds.
-template <typename Sum>
-TORCH_ODT_INLINE Sum shifted(Sum sum, int64_t shift) {
-  using Bits = std::make_unsigned_t<Sum>;
-  const Bits magnitude = sum < 0 ? Bits{0} - static_cast<Bits>(sum) : static_cast<Bits>(sum);
-  const Bits lost = magnitude & ((Bits{1} << shift) - 1);
+// Vectors of each size, written out: GCC forgets what a vector's size is where it is a template's argument.
+template <int kBytes>
+struct Vectors;
+#define TORCH_ODT_VECTORS(bytes)                                   \
+  template <>                                                      \
+  struct Vectors<bytes> {                                          \
+    typedef float Floats __attribute__((vector_size(bytes)));      \
+    typedef int32_t Ints __attribute__((vector_size(bytes)));      \
+    typedef uint32_t Bits __attribute__((vector_size(bytes)));     \
+    typedef int16_t Half __attribute__((vector_size((bytes) / 2)));  \
+    typedef int8_t Narrow __attribute__((vector_size((bytes) / 4))); \
+  };
+TORCH_ODT_VECTORS(16)
+TORCH_ODT_VECTORS(32)
+TORCH_ODT_VECTORS(64)
+#undef TORCH_ODT_VECTORS
+
+// The arithmetic of as many columns as a vector holds.
+template <int kBytes>
+struct Lanes {
+  using Floats = typename Vectors<kBytes>::Floats;
+  using Ints = typename Vectors<kBytes>::Ints;
+  using Bits = typename Vectors<kBytes>::Bits;
+  static constexpr int64_t kCount = kBytes / 4;
+
+  template <typename Vector, typename T>
+  TORCH_ODT_INLINE static Vector load(const T* from) {
+    Vector result;
+    __builtin_memcpy(&result, from, sizeof(result));
+    return result;
+  }
+
+  TORCH_ODT_INLINE static Ints numbers() {
+    Ints result;
+    for (int i = 0; i < kCount; ++i) {
+      result[i] = i;
+    }
+    return result;
+  }
+
+  template <typename Vector>
+  TORCH_ODT_INLINE static Vector between(Vector value, Vector low, Vector high) {
+    value = low > value ? low : value;
+    return high < value ? high : value;
+  }
+
+  // Keeps a product from becoming part of a fused multiply-add, which some sets have: all get the same bits.
+  TORCH_ODT_INLINE static Floats product(Floats a, Floats b) {
+    Floats result = a * b;
+#if defined(__x86_64__)
+    asm("" : "+v"(result));
+#elif defined(__aarch64__)
+    asm("" : "+w"(result));
+#endif
+    return result;
+  }
+
+  TORCH_ODT_INLINE static typename Vectors<kBytes>::Narrow narrowed(Ints values) {
+    if constexpr (kBytes == 64) {
+      return __builtin_convertvector(values, typename Vectors<kBytes>::Narrow);
+    } else {
+      const auto half = __builtin_convertvector(values, typename Vectors<kBytes>::Half);
+      return __builtin_convertvector(half, typename Vectors<kBytes>::Narrow);
+    }
+  }
+
+  // To even where two integers are as near.
+  TORCH_ODT_INLINE static Floats nearest(Floats value) {
+    constexpr float kShift = 12582912.0F; // 1.5 * 2^23: what is added to it loses its fraction
+    return (value + kShift) - kShift;
+  }
+
+  TORCH_ODT_INLINE static Floats floor_of(Floats value) {
+    const Floats near = nearest(value);
+    return near > value ? near - 1.0F : near;
+  }
+
+  // From 0 up to but without 1, for the elements from `index` on.
+  TORCH_ODT_INLINE static Floats drawn(uint32_t key, int64_t index) {
+    const Bits steps = (Bits)numbers() * kGolden;
+    const Bits bits = mixed(steps + (static_cast<uint32_t>(index) * kGolden + key)) >> 8;
+    return __builtin_convertvector((Ints)bits, Floats) * 0x1p-24F;
+  }
+
+  // NITI (arXiv 2009.13108), section 3.3: of the bits that a shift loses, the lower half is the random number that says
+  // whether the upper half rounds.
+  TORCH_ODT_INLINE static Ints shifted(Ints sums, int64_t shift) {
+    const auto half = static_cast<int32_t>(shift / 2);
+    const auto whole = static_cast<int32_t>(shift);
+    const Bits magnitude = (Bits)(sums < 0 ? -sums : sums);
+    const Bits lost = magnitude & ((1U << whole) - 1);
+    const Bits upper = lost >> half;
+    const Bits random = (lost & ((1U << half) - 1)) << (whole - 2 * half);
+    const Ints rounded = (Ints)((magnitude >> whole) - (Bits)(upper > random));
+    return sums < 0 ? -rounded : rounded;
+  }
+};
+
+// The same of sums that int32 does not hold.
+TORCH_ODT_INLINE int32_t shifted(int64_t sum, int64_t shift) {
+  constexpr int64_t kMost = 1 << 22;
+  const auto magnitude = static_cast<uint64_t>(sum < 0 ? -sum : sum);
+  const uint64_t lost = magnitude & ((uint64_t{1} << shift) - 1);
   const int64_t half = shift / 2;
-  const Bits upper = lost >> half;
-  const Bits random = (lost & ((Bits{1} << half) - 1)) << (shift - 2 * half);
-  const Bits rounded = (magnitude >> shift) + (upper > random ? 1 : 0);
-  return sum < 0 ? -static_cast<Sum>(rounded) : static_cast<Sum>(rounded);
+  const uint64_t random = (lost & ((uint64_t{1} << half) - 1)) << (shift - 2 * half);
+  const auto rounded = static_cast<int64_t>((magnitude >> shift) + (lost >> half > random ? 1 : 0));
+  const auto most = static_cast<int32_t>(rounded < kMost ? rounded : kMost);
+  return sum < 0 ? -most : most;
 }
 
-template <typename Sum>
-TORCH_ODT_INLINE void add_terms(const Block<Sum>& block, int64_t row, Sum* to) {
-  using Bits = std::make_unsigned_t<Sum>;
-  const Sum* const sums = block.sums + row * block.stride;
-  const Bits term = block.row_terms == nullptr ? 0 : static_cast<Bits>(block.row_terms[row]);
-  if (block.column_terms == nullptr) {
-    for (int64_t i = 0; i < block.columns; ++i) {
-      to[i] = static_cast<Sum>(static_cast<Bits>(sums[i]) + term);
+// A block, with what belongs to its columns in arrays without an end that vectors could read beyond.
+template <typename Sum, int kBytes>
+struct State {
+  using L = Lanes<kBytes>;
+
+  const Finish how;
+  const Block<Sum> block;
+  float multipliers[kBlockColumns];
+  int32_t terms[kBlockColumns];
+
+  TORCH_ODT_INLINE State(const Finish& finish, const Block<Sum>& of) : how(finish), block(of) {
+    for (int64_t i = 0; i < kBlockColumns; ++i) {
+      const bool inside = i < block.columns;
+      const int64_t channel = how.per_channel && !how.channels_are_rows ? block.first_channel + i : 0;
+      multipliers[i] = inside && how.multipliers != nullptr ? how.multipliers[channel] : 0;
+      terms[i] = inside && block.column_terms != nullptr ? block.column_terms[i] : 0;
     }
+  }
+
+  TORCH_ODT_INLINE const Sum* sums(const Place& at) const {
+    return block.sums + at.row * block.stride + at.column;
+  }
+
+  TORCH_ODT_INLINE Sum row_term(const Place& at) const {
+    return block.row_terms == nullptr ? 0 : block.row_terms[at.row];
+  }
+
+  TORCH_ODT_INLINE typename L::Ints totals(const Place& at) const {
+    static_assert(std::is_same_v<Sum, int32_t>);
+    using Bits = typename L::Bits;
+    const Bits sum = L::template load<Bits>(sums(at)) + L::template load<Bits>(terms + at.column);
+    return (typename L::Ints)(sum + static_cast<uint32_t>(row_term(at)));
+  }
+
+  TORCH_ODT_INLINE int64_t total(const Place& at, int64_t lane) const {
+    return sums(at)[lane] + terms[at.column + lane] + row_term(at);
+  }
+
+  // `largest` keeps the bits of the largest: without a sign they are ordered as their numbers are.
+  TORCH_ODT_INLINE typename L::Floats scaled(const Place& at, typename L::Ints& largest) const {
+    using Floats = typename L::Floats;
+    using Ints = typename L::Ints;
+    Floats values;
+    if constexpr (std::is_same_v<Sum, int32_t>) {
+      values = __builtin_convertvector(totals(at), Floats);
+    } else {
+      for (int i = 0; i < L::kCount; ++i) {
+        values[i] = static_cast<float>(total(at, i));
+      }
+    }
+    if (how.per_channel && how.channels_are_rows) {
+      values = L::product(values, Floats{} + how.multipliers[block.first_channel + at.row]);
+    } else {
+      values = L::product(values, L::template load<Floats>(multipliers + at.column));
+    }
+    const Ints inside = L::numbers() < static_cast<int32_t>(at.lanes);
+    const Ints magnitude = (Ints)values & 0x7fffffff & inside;
+    largest = largest < magnitude ? magnitude : largest;
+    return values;
+  }
+};
+
+template <typename T, typename Vector>
+TORCH_ODT_INLINE void store_lanes(const Vector& values, int64_t lanes, T* to) {
+  constexpr auto kAll = static_cast<int64_t>(sizeof(values) / sizeof(T));
+  if (lanes == kAll) {
+    __builtin_memcpy(to, &values, sizeof(values));
     return;
   }
-  for (int64_t i = 0; i < block.columns; ++i) {
-    to[i] = static_cast<Sum>(static_cast<Bits>(sums[i]) + static_cast<Bits>(Sum{block.column_terms[i]}) + term);
-  }
-}
-
-template <typename Sum>
-TORCH_ODT_INLINE void scale(const Finish& how, const Block<Sum>& block, int64_t row, const Sum* sums, float* to) {
-  if (how.per_channel && !how.channels_are_rows) {
-    const float* const multipliers = how.multipliers + block.first_channel;
-    for (int64_t i = 0; i < block.columns; ++i) {
-      to[i] = static_cast<float>(sums[i]) * multipliers[i];
+  // Pieces whose sizes compilers know.
+  T some[kAll];
+  __builtin_memcpy(some, &values, sizeof(values));
+  const T* from = some;
+  for (int64_t piece = kAll / 2; piece > 0; piece /= 2) {
+    if ((lanes & piece) != 0) {
+      __builtin_memcpy(to, from, static_cast<size_t>(piece) * sizeof(T));
+      from += piece;
+      to += piece;
     }
-    return;
-  }
-  const float multiplier = how.multipliers[how.per_channel ? block.first_channel + row : 0];
-  for (int64_t i = 0; i < block.columns; ++i) {
-    to[i] = static_cast<float>(sums[i]) * multiplier;
   }
 }
 
-// Numbers without a sign are ordered as their bits are, and of integers compilers take the largest by vectors.
-TORCH_ODT_INLINE float largest_of(const float* values, int64_t count, float before) {
-  auto largest = std::bit_cast<int32_t>(before);
-  for (int64_t i = 0; i < count; ++i) {
-    largest = std::max(largest, std::bit_cast<int32_t>(values[i]) & 0x7fffffff);
+struct ToSums {
+  template <typename Sum, int kBytes>
+  TORCH_ODT_INLINE static void lanes(const State<Sum, kBytes>& state, const Place& at, typename Lanes<kBytes>::Ints&) {
+    Sum* const to = static_cast<Sum*>(state.how.output) + at.index;
+    if constexpr (std::is_same_v<Sum, int32_t>) {
+      store_lanes(state.totals(at), at.lanes, to);
+    } else {
+      for (int64_t i = 0; i < at.lanes; ++i) {
+        to[i] = state.total(at, i);
+      }
+    }
   }
-  return std::bit_cast<float>(largest);
+};
+
+struct ToFloats {
+  template <typename Sum, int kBytes>
+  TORCH_ODT_INLINE static void lanes(const State<Sum, kBytes>& state, const Place& at, typename Lanes<kBytes>::Ints& largest) {
+    store_lanes(state.scaled(at, largest), at.lanes, static_cast<float*>(state.how.output) + at.index);
+  }
+};
+
+struct UpdateFloats {
+  template <typename Sum, int kBytes>
+  TORCH_ODT_INLINE static void lanes(const State<Sum, kBytes>& state, const Place& at, typename Lanes<kBytes>::Ints& largest) {
+    using Floats = typename Lanes<kBytes>::Floats;
+    float* const weights = static_cast<float*>(state.how.output) + at.index;
+    const Floats step = state.scaled(at, largest);
+    if (at.lanes == Lanes<kBytes>::kCount) {
+      store_lanes(Lanes<kBytes>::template load<Floats>(weights) - step, at.lanes, weights);
+      return;
+    }
+    for (int i = 0; i < at.lanes; ++i) {
+      weights[i] -= step[i];
+    }
+  }
+};
+
+// To int8, or `kUpdate` int8 in its place.
+template <Rounding kRounding, bool kUpdate>
+struct ToInt8 {
+  template <typename Sum, int kBytes>
+  TORCH_ODT_INLINE static void lanes(const State<Sum, kBytes>& state, const Place& at, typename Lanes<kBytes>::Ints& largest) {
+    using L = Lanes<kBytes>;
+    using Floats = typename L::Floats;
+    using Ints = typename L::Ints;
+    const Finish& how = state.how;
+    int8_t* const output = static_cast<int8_t*>(how.output) + at.index;
+    Floats before = {};
+    if constexpr (kUpdate) {
+      for (int i = 0; i < at.lanes; ++i) {
+        before[i] = static_cast<float>(output[i]);
+      }
+    }
+    const int32_t zero_point = kUpdate ? 0 : how.zero_point;
+    const Floats low = Floats{} + static_cast<float>(how.low - zero_point);
+    const Floats high = Floats{} + static_cast<float>(how.high - zero_point);
+    const Floats rounded = round(state, at, before, largest);
+    const Ints value = __builtin_convertvector(L::between(rounded, low, high), Ints) + zero_point;
+    store_lanes(L::narrowed(value), at.lanes, output);
+    if (how.mask != nullptr) {
+      note_unclamped(how, at, (rounded >= low) & (rounded <= high));
+    }
+  }
+
+  template <typename Sum, int kBytes>
+  TORCH_ODT_INLINE static typename Lanes<kBytes>::Floats
+  round(
+      const State<Sum, kBytes>& state,
+      const Place& at,
+      const typename Lanes<kBytes>::Floats& before,
+      typename Lanes<kBytes>::Ints& largest) {
+    using L = Lanes<kBytes>;
+    using Floats = typename L::Floats;
+    using Ints = typename L::Ints;
+    const Floats scaled = state.scaled(at, largest);
+    if constexpr (kRounding == Rounding::pseudo_stochastic) {
+      Ints steps;
+      if constexpr (std::is_same_v<Sum, int32_t>) {
+        steps = L::shifted(state.totals(at), state.how.shift);
+      } else {
+        for (int i = 0; i < L::kCount; ++i) {
+          steps[i] = shifted(state.total(at, i), state.how.shift);
+        }
+      }
+      const Floats whole = __builtin_convertvector(steps, Floats);
+      return kUpdate ? before - whole : whole;
+    }
+    const Floats values = kUpdate ? before - scaled : scaled;
+    if constexpr (kRounding == Rounding::nearest) {
+      return L::nearest(values);
+    }
+    return L::floor_of(values + L::drawn(at.key, at.index));
+  }
+
+  template <typename Ints>
+  TORCH_ODT_INLINE static void note_unclamped(const Finish& how, const Place& at, const Ints& inside) {
+    uint64_t bits = 0;
+    for (int i = 0; i < at.lanes; ++i) {
+      bits |= static_cast<uint64_t>(inside[i] & 1) << i;
+    }
+    uint8_t* const to = how.mask + at.index / 8;
+    const int64_t first = at.index % 8;
+    for (int64_t i = 0; i * 8 < first + at.lanes; ++i) {
+      to[i] = static_cast<uint8_t>(to[i] | (bits << first) >> (8 * i));
+    }
+  }
+};
+
+template <typename Sum, typename Make>
+struct Blocks {
+  template <int kBytes>
+  struct Body {
+    TORCH_ODT_INLINE static void run(const Finish* how, const Block<Sum>* block, float* largest) {
+      constexpr int64_t kCount = Lanes<kBytes>::kCount;
+      const State<Sum, kBytes> state(*how, *block);
+      typename Lanes<kBytes>::Ints most = {};
+      uint32_t high = 0;
+      uint32_t key = key_of(how->seed, high);
+      for (int64_t row = 0; row < state.block.rows; ++row) {
+        const int64_t place = state.block.places[row];
+        if (static_cast<uint64_t>(place) >> 32 != high) [[unlikely]] {
+          high = static_cast<uint32_t>(static_cast<uint64_t>(place) >> 32);
+          key = key_of(how->seed, high);
+        }
+        int64_t column = 0;
+        for (; column + kCount <= state.block.columns; column += kCount) {
+          Make::lanes(state, Place{row, column, kCount, place + column, key}, most);
+        }
+        if (column < state.block.columns) {
+          Make::lanes(state, Place{row, column, state.block.columns - column, place + column, key}, most);
+        }
+      }
+      for (int i = 0; i < kCount; ++i) {
+        *largest = std::max(*largest, std::bit_cast<float>(static_cast<int32_t>(most[i])));
+      }
+    }
+  };
+};
+
+template <typename Make, typename Sum>
+float run_blocks(const Finish& how, const Block<Sum>& block) {
+  float largest = 0;
+  run_with_vectors<Blocks<Sum, Make>::template Body>(&how, &block, &largest);
+  return largest;
 }
 
-// `from` less what sums came to, or the latter where there is nothing to take it from.
-template <typename Sum, bool kUpdate>
-TORCH_ODT_INLINE void round_row(
-    const Finish& how, int64_t place, const Sum* sums, const float* scaled, const int8_t* from, int64_t count, int32_t* to) {
+template <bool kUpdate, typename Sum>
+float run_rounding(const Finish& how, const Block<Sum>& block) {
   switch (how.rounding) {
     case Rounding::nearest:
-      for (int64_t i = 0; i < count; ++i) {
-        const float value = kUpdate ? static_cast<float>(from[i]) - clamped(scaled[i]) : clamped(scaled[i]);
-        to[i] = static_cast<int32_t>(nearest(value));
-      }
-      return;
-    case Rounding::stochastic: {
-      const uint32_t key = key_of(how.seed, place);
-      const auto first = static_cast<uint32_t>(place);
-      for (int64_t i = 0; i < count; ++i) {
-        const float value = kUpdate ? static_cast<float>(from[i]) - clamped(scaled[i]) : clamped(scaled[i]);
-        to[i] = static_cast<int32_t>(floor_of(value + drawn(key, first + static_cast<uint32_t>(i))));
-      }
-      return;
-    }
+      return run_blocks<ToInt8<Rounding::nearest, kUpdate>>(how, block);
+    case Rounding::stochastic:
+      return run_blocks<ToInt8<Rounding::stochastic, kUpdate>>(how, block);
     case Rounding::pseudo_stochastic:
-      for (int64_t i = 0; i < count; ++i) {
-        constexpr Sum kMost = 1 << 22;
-        const Sum value = shifted(sums[i], how.shift);
-        const auto step = static_cast<int32_t>(std::min(std::max(value, -kMost), kMost));
-        to[i] = kUpdate ? from[i] - step : step;
-      }
+      break;
   }
-}
-
-TORCH_ODT_INLINE void note_unclamped(const Finish& how, int64_t place, const int32_t* values, int64_t count) {
-  if (place % 8 == 0 && count % 8 == 0) {
-    for (int64_t i = 0; i < count; i += 8) {
-      uint32_t bits = 0;
-      for (int64_t j = 0; j < 8; ++j) {
-        bits |= static_cast<uint32_t>(values[i + j] >= how.low && values[i + j] <= how.high) << j;
-      }
-      how.mask[(place + i) / 8] = static_cast<uint8_t>(bits);
-    }
-    return;
-  }
-  for (int64_t i = 0; i < count; ++i) {
-    const auto bit = static_cast<uint32_t>(values[i] >= how.low && values[i] <= how.high);
-    how.mask[(place + i) / 8] = static_cast<uint8_t>(how.mask[(place + i) / 8] | bit << ((place + i) % 8));
-  }
-}
-
-template <typename Sum>
-TORCH_ODT_INLINE void finish_block(const Finish* how_place, const Block<Sum>* block_place, float* largest) {
-  const Finish how = *how_place;
-  const Block<Sum> block = *block_place;
-  Sum sums[kBlockColumns];
-  float scaled[kBlockColumns];
-  int32_t rounded[kBlockColumns];
-  const int64_t count = block.columns;
-  for (int64_t row = 0; row < block.rows; ++row) {
-    const int64_t place = block.places[row];
-    if (how.result == Result::sums) {
-      add_terms(block, row, static_cast<Sum*>(how.output) + place);
-      continue;
-    }
-    add_terms(block, row, sums);
-    if (how.result == Result::floats) {
-      auto* const to = static_cast<float*>(how.output) + place;
-      scale(how, block, row, sums, to);
-      *largest = largest_of(to, count, *largest);
-      continue;
-    }
-    scale(how, block, row, sums, scaled);
-    *largest = largest_of(scaled, count, *largest);
-    if (how.result == Result::float_update) {
-      auto* const weights = static_cast<float*>(how.output) + place;
-      for (int64_t i = 0; i < count; ++i) {
-        constexpr float kMost = 3.0e38F;
-        weights[i] -= std::min(std::max(scaled[i], -kMost), kMost);
-      }
-      continue;
-    }
-    auto* const bytes = static_cast<int8_t*>(how.output) + place;
-    if (how.result == Result::int8_update) {
-      round_row<Sum, true>(how, place, sums, scaled, bytes, count, rounded);
-    } else {
-      round_row<Sum, false>(how, place, sums, scaled, bytes, count, rounded);
-      for (int64_t i = 0; i < count; ++i) {
-        rounded[i] += how.zero_point;
-      }
-    }
-    for (int64_t i = 0; i < count; ++i) {
-      bytes[i] = static_cast<int8_t>(std::min(std::max(rounded[i], how.low), how.high));
-    }
-    if (how.mask != nullptr) {
-      note_unclamped(how, place, rounded, count);
-    }
-  }
+  return run_blocks<ToInt8<Rounding::pseudo_stochastic, kUpdate>>(how, block);
 }
 
 } // namespace
 
 template <typename Sum>
 float finish(const Finish& how, const Block<Sum>& block) {
-  float largest = 0;
-  run<finish_block<Sum>>(&how, &block, &largest);
-  return largest;
+  switch (how.result) {
+    case Result::sums:
+      return run_blocks<ToSums>(how, block);
+    case Result::floats:
+      return run_blocks<ToFloats>(how, block);
+    case Result::float_update:
+      return run_blocks<UpdateFloats>(how, block);
+    case Result::int8_update:
+      return run_rounding<true>(how, block);
+    case Result::int8:
+      break;
+  }
+  return run_rounding<false>(how, block);
 }
 
 template float finish(const Finish&, const Block<int32_t>&);

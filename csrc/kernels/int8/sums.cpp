@@ -23,30 +23,46 @@ TORCH_ODT_INLINE void sum_values(const int8_t* values, int64_t count, int32_t* r
 constexpr int64_t kRowsAtOnce = 255;
 constexpr int64_t kColumnsAtOnce = 64;
 
-TORCH_ODT_INLINE void add_rows_body(const int8_t* const* rows, int64_t count, int64_t columns, int32_t* sums) {
-  for (int64_t first = 0; first < columns; first += kColumnsAtOnce) {
-    const int64_t width = std::min(kColumnsAtOnce, columns - first);
+// Vectors of each size: bytes, and as many words.
+template <int kBytes>
+struct Widths;
+#define TORCH_ODT_WIDTHS(bytes)                                     \
+  template <>                                                       \
+  struct Widths<bytes> {                                            \
+    typedef int8_t Narrow __attribute__((vector_size((bytes) / 2))); \
+    typedef int16_t Words __attribute__((vector_size(bytes)));      \
+  };
+TORCH_ODT_WIDTHS(16)
+TORCH_ODT_WIDTHS(32)
+TORCH_ODT_WIDTHS(64)
+#undef TORCH_ODT_WIDTHS
+
+template <int kBytes>
+struct AddRows {
+  TORCH_ODT_INLINE static void run(const int8_t* const* rows, int64_t count, int64_t columns, int32_t* sums) {
+    constexpr int64_t kCount = kBytes / 2;
     for (int64_t begin = 0; begin < count; begin += kRowsAtOnce) {
       const int64_t end = std::min(count, begin + kRowsAtOnce);
-      int16_t some[kColumnsAtOnce] = {};
-      for (int64_t row = begin; row < end; ++row) {
-        const int8_t* const from = rows[row] + first;
-        if (width == kColumnsAtOnce) {
-          for (int64_t i = 0; i < kColumnsAtOnce; ++i) {
-            some[i] = static_cast<int16_t>(some[i] + from[i]);
-          }
-        } else {
-          for (int64_t i = 0; i < width; ++i) {
-            some[i] = static_cast<int16_t>(some[i] + from[i]);
-          }
+      int64_t column = 0;
+      for (; column + kCount <= columns; column += kCount) {
+        typename Widths<kBytes>::Words some = {};
+        for (int64_t row = begin; row < end; ++row) {
+          typename Widths<kBytes>::Narrow values;
+          __builtin_memcpy(&values, rows[row] + column, sizeof(values));
+          some += __builtin_convertvector(values, typename Widths<kBytes>::Words);
+        }
+        for (int i = 0; i < kCount; ++i) {
+          sums[column + i] += some[i];
         }
       }
-      for (int64_t i = 0; i < width; ++i) {
-        sums[first + i] += some[i];
+      for (; column < columns; ++column) {
+        for (int64_t row = begin; row < end; ++row) {
+          sums[column] += rows[row][column];
+        }
       }
     }
   }
-}
+};
 
 // Pixels whose sum fits into int32.
 constexpr int64_t kPixelsAtOnce = int64_t{1} << 23;
@@ -60,7 +76,7 @@ int32_t sum_of(const int8_t* values, int64_t count) {
 }
 
 void add_rows(const int8_t* const* rows, int64_t count, int64_t columns, int32_t* sums) {
-  run<add_rows_body>(rows, count, columns, sums);
+  run_with_vectors<AddRows>(rows, count, columns, sums);
 }
 
 void sum_pixels(const int8_t* image, int64_t pixels, int64_t channels, const Threads& threads, int64_t* sums) {
