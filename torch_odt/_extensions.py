@@ -103,7 +103,7 @@ def instruction_set() -> str | None:
     variable TORCH_ODT_ISA keeps the sets above the one that it names switched off.
 
     Returns:
-        "baseline" (what every processor of this architecture has), "avx2" or "avx512"; None without kernels.
+        One of `instruction_sets()`; None without kernels.
 
     Example:
         >>> instruction_set()  # doctest: +SKIP
@@ -112,10 +112,26 @@ def instruction_set() -> str | None:
     return None if _kernels is None else str(_kernels.instruction_set())
 
 
+def instruction_sets() -> tuple[str, ...]:
+    """All instruction sets that kernels are written for, of every architecture, in the order of preference.
+
+    When to choose it: to see which words TORCH_ODT_ISA takes.
+
+    Returns:
+        "scalar" (no vectors in the int8 kernels), "baseline" (what every processor of an architecture has), those of
+        Arm, those of x86; empty without kernels.
+
+    Example:
+        >>> instruction_sets()  # doctest: +SKIP
+        ('scalar', 'baseline', 'neon_dotprod', 'neon_i8mm', 'avx2', 'avx_vnni', 'avx512', 'avx512_vnni', 'amx')
+    """
+    return () if _kernels is None else tuple(_kernels.instruction_sets())
+
+
 def why_uncapped() -> str | None:
     """Why TORCH_ODT_ISA has no effect; None if it has, or is not set."""
     word = os.environ.get(ISA_VARIABLE)
-    if not word or _kernels is None or word in (names := _kernels.instruction_sets()):
+    if not word or _kernels is None or word in (names := instruction_sets()):
         return None
     return f"{ISA_VARIABLE} is {word!r}, which is none of {', '.join(names)}: no instruction set is switched off"
 

@@ -15,8 +15,8 @@ inline constexpr int64_t kPanelStepBytes = kPanelColumns * kStepBytes;
 // Kernels work on whole tiles: the left operand and the sums have this many more rows than are asked for, whose
 // contents do not matter.
 inline constexpr int64_t kSlackRows = 32;
-// The most terms whose sum fits into int32, whatever they are: 2^31 / 128^2, without the last.
-inline constexpr int64_t kMostDepth = 131071;
+// The most terms whose sum fits into int32, whatever they are: 2^31 over 128 * 255, a difference from a zero point.
+inline constexpr int64_t kMostDepth = 65535;
 
 // sums[row][column] = the sum over all steps of left[row][step] * right[step][column], or that added to what is there.
 // Arithmetic is modulo 2^32.
