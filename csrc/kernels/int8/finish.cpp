@@ -5,28 +5,12 @@
 #include <cstddef>
 #include <type_traits>
 
+#include "draws.h"
+#include "finish_avx512.h"
+
 namespace torch_odt::kernels::int8 {
 
 namespace {
-
-// The finaliser of a 32-bit hash with little bias (Wellons' lowbias32), of numbers or of vectors.
-template <typename Bits>
-TORCH_ODT_INLINE Bits mixed(Bits bits) {
-  bits ^= bits >> 16;
-  bits *= 0x7feb352dU;
-  bits ^= bits >> 15;
-  bits *= 0x846ca68bU;
-  bits ^= bits >> 16;
-  return bits;
-}
-
-// 2^32 over the golden ratio: multiples of it spread evenly.
-constexpr uint32_t kGolden = 0x9e3779b9U;
-
-// The key of elements whose index has these upper 32 bits.
-TORCH_ODT_INLINE uint32_t key_of(uint64_t seed, uint32_t high) {
-  return mixed(static_cast<uint32_t>(seed) ^ mixed(static_cast<uint32_t>(seed >> 32) ^ mixed(high + kGolden)));
-}
 
 // Some columns of a row, the last ones of which may be none.
 struct Place {
@@ -289,7 +273,7 @@ struct ToInt8 {
     const Ints value = __builtin_convertvector(L::between(rounded, low, high), Ints) + zero_point;
     store_lanes(L::narrowed(value), at.lanes, output);
     if (how.mask != nullptr) {
-      note_unclamped(how, at, (rounded >= low) & (rounded <= high));
+      note_unclamped(how, at, L::narrowed((rounded >= low) & (rounded <= high)));
     }
   }
 
@@ -323,17 +307,17 @@ struct ToInt8 {
     return L::floor_of(values + L::drawn(at.key, at.index));
   }
 
-  template <typename Ints>
-  TORCH_ODT_INLINE static void note_unclamped(const Finish& how, const Place& at, const Ints& inside) {
+  template <typename Narrow>
+  TORCH_ODT_INLINE static void note_unclamped(const Finish& how, const Place& at, const Narrow& inside) {
+    constexpr int64_t kCount = sizeof(Narrow);
     uint64_t bits = 0;
-    for (int i = 0; i < at.lanes; ++i) {
-      bits |= static_cast<uint64_t>(inside[i] & 1) << i;
+    for (int64_t first = 0; first < kCount; first += 8) {
+      uint64_t bytes = 0;
+      __builtin_memcpy(&bytes, reinterpret_cast<const char*>(&inside) + first, std::min<size_t>(8, kCount));
+      // Of eight bytes the last bits, side by side.
+      bits |= ((bytes & 0x0101010101010101U) * 0x0102040810204080U) >> 56 << first;
     }
-    uint8_t* const to = how.mask + at.index / 8;
-    const int64_t first = at.index % 8;
-    for (int64_t i = 0; i * 8 < first + at.lanes; ++i) {
-      to[i] = static_cast<uint8_t>(to[i] | (bits << first) >> (8 * i));
-    }
+    note_bits(how.mask, at.index, at.lanes, bits & ((uint64_t{1} << at.lanes) - 1));
   }
 };
 
@@ -345,14 +329,10 @@ struct Blocks {
       constexpr int64_t kCount = Lanes<kBytes>::kCount;
       const State<Sum, kBytes> state(*how, *block);
       typename Lanes<kBytes>::Ints most = {};
-      uint32_t high = 0;
-      uint32_t key = key_of(how->seed, high);
+      Keys keys(how->seed);
       for (int64_t row = 0; row < state.block.rows; ++row) {
         const int64_t place = state.block.places[row];
-        if (static_cast<uint64_t>(place) >> 32 != high) [[unlikely]] {
-          high = static_cast<uint32_t>(static_cast<uint64_t>(place) >> 32);
-          key = key_of(how->seed, high);
-        }
+        const uint32_t key = keys.at(place);
         int64_t column = 0;
         for (; column + kCount <= state.block.columns; column += kCount) {
           Make::lanes(state, Place{row, column, kCount, place + column, key}, most);
@@ -392,6 +372,13 @@ float run_rounding(const Finish& how, const Block<Sum>& block) {
 
 template <typename Sum>
 float finish(const Finish& how, const Block<Sum>& block) {
+#if defined(__x86_64__) && defined(__GNUC__)
+  if constexpr (std::is_same_v<Sum, int32_t>) {
+    if (isa() >= Isa::avx512 && has_finish_avx512(how)) {
+      return finish_avx512(how, block);
+    }
+  }
+#endif
   switch (how.result) {
     case Result::sums:
       return run_blocks<ToSums>(how, block);

@@ -50,6 +50,15 @@ struct Block {
   const Sum* row_terms; // added to each column, or null
 };
 
+// Sets bits of a mask from `index` on.
+TORCH_ODT_INLINE void note_bits(uint8_t* mask, int64_t index, int64_t count, uint64_t bits) {
+  uint8_t* const to = mask + index / 8;
+  const int64_t first = index % 8;
+  for (int64_t i = 0; i * 8 < first + count; ++i) {
+    to[i] = static_cast<uint8_t>(to[i] | (bits << first) >> (8 * i));
+  }
+}
+
 // Returns the largest absolute value of what sums times multipliers were, before rounding; 0 for `sums`.
 template <typename Sum>
 float finish(const Finish& how, const Block<Sum>& block);

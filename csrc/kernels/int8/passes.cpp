@@ -12,7 +12,7 @@ namespace torch_odt::kernels::int8 {
 namespace {
 
 constexpr int64_t kAlignment = 64;
-constexpr int64_t kMostRows = 128;
+constexpr int64_t kMostRows = 96; // whole tiles of all tables, or nearly so
 constexpr int64_t kLeftBytes = 131072;
 
 int64_t aligned(int64_t bytes) {
@@ -301,7 +301,7 @@ struct Task {
          panels,
          part.steps(),
          sums,
-         kBlockColumns,
+         panels * kPanelColumns,
          false});
     const int64_t first = panel * kPanelColumns;
     const int64_t columns = std::min(panels * kPanelColumns, part.target_depth - first);
@@ -319,7 +319,7 @@ struct Task {
     return finish(
         how,
         Block<int32_t>{
-            sums, kBlockColumns, rows, columns, block_places.data(), channel, terms.data(), nullptr});
+            sums, panels * kPanelColumns, rows, columns, block_places.data(), channel, terms.data(), nullptr});
   }
 };
 

@@ -37,26 +37,35 @@ TORCH_ODT_WIDTHS(32)
 TORCH_ODT_WIDTHS(64)
 #undef TORCH_ODT_WIDTHS
 
+// As many columns as are whole vectors of words, from the first on; returns how many.
+template <int kBytes>
+TORCH_ODT_INLINE int64_t
+add_columns(const int8_t* const* rows, int64_t count, int64_t first, int64_t columns, int32_t* sums) {
+  constexpr int64_t kCount = kBytes / 2;
+  int64_t column = first;
+  for (; column + kCount <= columns; column += kCount) {
+    typename Widths<kBytes>::Words some = {};
+    for (int64_t row = 0; row < count; ++row) {
+      typename Widths<kBytes>::Narrow values;
+      __builtin_memcpy(&values, rows[row] + column, sizeof(values));
+      some += __builtin_convertvector(values, typename Widths<kBytes>::Words);
+    }
+    for (int i = 0; i < kCount; ++i) {
+      sums[column + i] += some[i];
+    }
+  }
+  return column;
+}
+
 template <int kBytes>
 struct AddRows {
   TORCH_ODT_INLINE static void run(const int8_t* const* rows, int64_t count, int64_t columns, int32_t* sums) {
-    constexpr int64_t kCount = kBytes / 2;
-    for (int64_t begin = 0; begin < count; begin += kRowsAtOnce) {
-      const int64_t end = std::min(count, begin + kRowsAtOnce);
-      int64_t column = 0;
-      for (; column + kCount <= columns; column += kCount) {
-        typename Widths<kBytes>::Words some = {};
-        for (int64_t row = begin; row < end; ++row) {
-          typename Widths<kBytes>::Narrow values;
-          __builtin_memcpy(&values, rows[row] + column, sizeof(values));
-          some += __builtin_convertvector(values, typename Widths<kBytes>::Words);
-        }
-        for (int i = 0; i < kCount; ++i) {
-          sums[column + i] += some[i];
-        }
-      }
+    for (; count > 0; count -= kRowsAtOnce, rows += kRowsAtOnce) {
+      const int64_t now = std::min(count, kRowsAtOnce);
+      int64_t column = add_columns<kBytes>(rows, now, 0, columns, sums);
+      column = add_columns<16>(rows, now, column, columns, sums);
       for (; column < columns; ++column) {
-        for (int64_t row = begin; row < end; ++row) {
+        for (int64_t row = 0; row < now; ++row) {
           sums[column] += rows[row][column];
         }
       }

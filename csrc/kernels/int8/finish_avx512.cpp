@@ -1,0 +1,151 @@
+#include "finish_avx512.h"
+
+#if defined(__x86_64__) && defined(__GNUC__)
+
+#include "draws.h"
+#include "intrinsics_x86.h"
+
+#define TORCH_ODT_TARGET [[gnu::target("avx512f,avx512bw,avx512vl,avx512dq")]]
+#define TORCH_ODT_TARGET_INLINE [[gnu::target("avx512f,avx512bw,avx512vl,avx512dq"), gnu::always_inline]] static inline
+
+namespace torch_odt::kernels::int8 {
+
+namespace {
+
+constexpr int64_t kLanes = 16;
+
+// A block's numbers for its columns, in arrays that vectors may read to the end.
+struct Columns {
+  alignas(64) float multipliers[kBlockColumns];
+  alignas(64) int32_t terms[kBlockColumns];
+
+  Columns(const Finish& how, const Block<int32_t>& block) {
+    for (int64_t i = 0; i < kBlockColumns; ++i) {
+      const bool inside = i < block.columns;
+      const int64_t channel = how.per_channel && !how.channels_are_rows ? block.first_channel + i : 0;
+      multipliers[i] = inside ? how.multipliers[channel] : 0;
+      terms[i] = inside && block.column_terms != nullptr ? block.column_terms[i] : 0;
+    }
+  }
+};
+
+// What all rows share, in registers.
+struct Constants {
+  __m512i low;
+  __m512i high;
+  __m512i zero_point;
+  __m512i draw_steps;
+};
+
+template <Rounding kRounding>
+TORCH_ODT_TARGET_INLINE __m512i rounded(__m512 values, const Constants& all, uint32_t draws) {
+  // Beyond it int8 is clamped; an int32 would overflow.
+  values = _mm512_min_ps(values, _mm512_set1_ps(4194304.0F));
+  if constexpr (kRounding == Rounding::nearest) {
+    return _mm512_cvt_roundps_epi32(values, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+  } else {
+    __m512i bits = _mm512_add_epi32(all.draw_steps, _mm512_set1_epi32(static_cast<int32_t>(draws)));
+    bits = _mm512_xor_si512(bits, _mm512_srli_epi32(bits, 16));
+    bits = _mm512_mullo_epi32(bits, _mm512_set1_epi32(static_cast<int32_t>(kFirstFactor)));
+    bits = _mm512_xor_si512(bits, _mm512_srli_epi32(bits, 15));
+    bits = _mm512_mullo_epi32(bits, _mm512_set1_epi32(static_cast<int32_t>(kSecondFactor)));
+    const __m512 draw = _mm512_cvtepi32_ps(_mm512_srli_epi32(bits, 8));
+    // The product is exact: as a fused multiply-add it has the bits of a multiplication and an addition.
+    const __m512 raised = _mm512_fmadd_ps(draw, _mm512_set1_ps(0x1p-24F), values);
+    return _mm512_cvt_roundps_epi32(raised, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
+  }
+}
+
+template <Rounding kRounding, bool kMask>
+TORCH_ODT_TARGET_INLINE float to_int8(const Finish& how, const Block<int32_t>& block) {
+  const Columns columns(how, block);
+  const __m512i lane = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+  const Constants all = {
+      _mm512_set1_epi32(how.low),
+      _mm512_set1_epi32(how.high),
+      _mm512_set1_epi32(how.zero_point),
+      _mm512_mullo_epi32(lane, _mm512_set1_epi32(static_cast<int32_t>(kGolden)))};
+  Keys keys(how.seed);
+  __m512 largest = _mm512_setzero_ps();
+  auto* const output = static_cast<int8_t*>(how.output);
+  for (int64_t row = 0; row < block.rows; ++row) {
+    const int64_t place = block.places[row];
+    uint32_t draws = keys.at(place) + static_cast<uint32_t>(place) * kGolden;
+    const int32_t* const sums = block.sums + row * block.stride;
+    const __m512i row_term = _mm512_set1_epi32(block.row_terms == nullptr ? 0 : block.row_terms[row]);
+    for (int64_t column = 0; column < block.columns; column += kLanes, draws += kLanes * kGolden) {
+      const int64_t lanes = block.columns - column < kLanes ? block.columns - column : kLanes;
+      const auto inside = static_cast<__mmask16>((1U << lanes) - 1);
+      __m512i sum = _mm512_add_epi32(_mm512_loadu_si512(sums + column), _mm512_load_si512(columns.terms + column));
+      sum = _mm512_add_epi32(sum, row_term);
+      const __m512 multiplier = _mm512_load_ps(columns.multipliers + column);
+      const __m512 values = _mm512_maskz_mul_ps(inside, _mm512_cvtepi32_ps(sum), multiplier);
+      largest = _mm512_range_ps(largest, values, 0xb);
+      const __m512i whole = _mm512_add_epi32(rounded<kRounding>(values, all, draws), all.zero_point);
+      const __m512i between = _mm512_min_epi32(_mm512_max_epi32(whole, all.low), all.high);
+      const __m128i bytes = _mm512_cvtepi32_epi8(between);
+      if (lanes == kLanes) {
+        _mm_storeu_si128((__m128i*)(output + place + column), bytes);
+      } else {
+        _mm_mask_storeu_epi8(output + place + column, inside, bytes);
+      }
+      if constexpr (kMask) {
+        const __mmask16 kept = _mm512_mask_cmpeq_epi32_mask(inside, whole, between);
+        note_bits(how.mask, place + column, lanes, kept);
+      }
+    }
+  }
+  return _mm512_reduce_max_ps(_mm512_abs_ps(largest));
+}
+
+TORCH_ODT_TARGET float to_floats(const Finish& how, const Block<int32_t>& block) {
+  const Columns columns(how, block);
+  const bool by_rows = how.per_channel && how.channels_are_rows;
+  __m512 largest = _mm512_setzero_ps();
+  auto* const output = static_cast<float*>(how.output);
+  for (int64_t row = 0; row < block.rows; ++row) {
+    const int32_t* const sums = block.sums + row * block.stride;
+    float* const to = output + block.places[row];
+    const __m512i row_term = _mm512_set1_epi32(block.row_terms == nullptr ? 0 : block.row_terms[row]);
+    const __m512 of_row = _mm512_set1_ps(by_rows ? how.multipliers[block.first_channel + row] : 0);
+    for (int64_t column = 0; column < block.columns; column += kLanes) {
+      const int64_t lanes = block.columns - column < kLanes ? block.columns - column : kLanes;
+      const auto inside = static_cast<__mmask16>((1U << lanes) - 1);
+      __m512i sum = _mm512_add_epi32(_mm512_loadu_si512(sums + column), _mm512_load_si512(columns.terms + column));
+      sum = _mm512_add_epi32(sum, row_term);
+      const __m512 multiplier = by_rows ? of_row : _mm512_load_ps(columns.multipliers + column);
+      const __m512 values = _mm512_maskz_mul_ps(inside, _mm512_cvtepi32_ps(sum), multiplier);
+      largest = _mm512_range_ps(largest, values, 0xb);
+      _mm512_mask_storeu_ps(to + column, inside, values);
+    }
+  }
+  return _mm512_reduce_max_ps(_mm512_abs_ps(largest));
+}
+
+TORCH_ODT_TARGET float to_int8_nearest(const Finish& how, const Block<int32_t>& block) {
+  return how.mask == nullptr ? to_int8<Rounding::nearest, false>(how, block) : to_int8<Rounding::nearest, true>(how, block);
+}
+
+TORCH_ODT_TARGET float to_int8_stochastic(const Finish& how, const Block<int32_t>& block) {
+  return how.mask == nullptr ? to_int8<Rounding::stochastic, false>(how, block)
+                             : to_int8<Rounding::stochastic, true>(how, block);
+}
+
+} // namespace
+
+bool has_finish_avx512(const Finish& how) {
+  const bool by_columns = !(how.per_channel && how.channels_are_rows);
+  return how.result == Result::floats ||
+      (how.result == Result::int8 && how.rounding != Rounding::pseudo_stochastic && by_columns);
+}
+
+float finish_avx512(const Finish& how, const Block<int32_t>& block) {
+  if (how.result == Result::floats) {
+    return to_floats(how, block);
+  }
+  return how.rounding == Rounding::nearest ? to_int8_nearest(how, block) : to_int8_stochastic(how, block);
+}
+
+} // namespace torch_odt::kernels::int8
+
+#endif
