@@ -1,3 +1,4 @@
+#include "depthwise_tables.h"
 #include "table.h"
 
 namespace torch_odt::kernels::int8 {
@@ -29,6 +30,18 @@ const Table& table() {
     }
   }();
   return result;
+}
+
+const DepthwiseTable& depthwise_table() {
+#if defined(__x86_64__) && defined(__GNUC__)
+  if (isa() >= Isa::avx512_vnni) {
+    return depthwise_avx512_vnni();
+  }
+  if (isa() >= Isa::avx2) {
+    return depthwise_avx2();
+  }
+#endif
+  return depthwise_plain();
 }
 
 } // namespace torch_odt::kernels::int8

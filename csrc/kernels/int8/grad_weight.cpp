@@ -4,25 +4,18 @@
 #include <vector>
 
 #include "conv2d.h"
+#include "depthwise.h"
 #include "gather.h"
+#include "memory.h"
 
 namespace torch_odt::kernels::int8 {
 
 namespace {
 
-constexpr int64_t kAlignment = 64;
 constexpr int64_t kMostRows = 256;
 constexpr int64_t kMostColumns = 512;
 constexpr int64_t kMostPixels = 2048;
 constexpr int64_t kPackedBytes = 393216;
-
-int64_t aligned(int64_t bytes) {
-  return (bytes + kAlignment - 1) / kAlignment * kAlignment;
-}
-
-int64_t divided(int64_t count, int64_t by) {
-  return (count + by - 1) / by;
-}
 
 // How the gradient of a group's weight, out_depth rows of taps x in_depth columns, is cut into blocks, and the pixels,
 // over which is summed, into chunks.
@@ -77,6 +70,7 @@ struct Cut {
 
 // A thread's own memory.
 struct Workspace {
+  Pieces pieces;
   int32_t* sums;
   int64_t* wide_sums;
   int32_t* column_sums;
@@ -87,26 +81,19 @@ struct Workspace {
   const int8_t** right_rows;
   char* left;
   char* right;
-  int64_t bytes;
 
-  Workspace(const Conv2d& conv, const Cut& cut, char* at) {
-    char* const begin = at;
-    const auto take = [&]<typename T>(T*& place, int64_t count) {
-      place = reinterpret_cast<T*>(at);
-      at += aligned(count * static_cast<int64_t>(sizeof(T)));
-    };
+  Workspace(const Conv2d& conv, const Cut& cut, void* at) : pieces(at) {
     const int64_t sums_count = (cut.block_rows + kSlackRows) * cut.block_columns();
-    take(sums, sums_count);
-    take(wide_sums, cut.wide ? sums_count : 0);
-    take(column_sums, cut.block_columns());
-    take(zeros, std::max(cut.block_rows, cut.block_columns()) + kAlignment);
-    take(padding, conv.in_depth() + kAlignment);
-    take(gathered, cut.by_taps ? 0 : cut.chunk_pixels * conv.taps() * conv.in_depth() + kAlignment);
-    take(left_rows, cut.chunk_pixels);
-    take(right_rows, cut.chunk_pixels);
-    take(left, cut.left_bytes());
-    take(right, cut.block_panels * cut.panel_bytes());
-    bytes = at - begin;
+    sums = pieces.take<int32_t>(sums_count);
+    wide_sums = pieces.take<int64_t>(cut.wide ? sums_count : 0);
+    column_sums = pieces.take<int32_t>(cut.block_columns());
+    zeros = pieces.take<int8_t>(std::max(cut.block_rows, cut.block_columns()) + kAlignment);
+    padding = pieces.take<int8_t>(conv.in_depth() + kAlignment);
+    gathered = pieces.take<int8_t>(cut.by_taps ? 0 : cut.chunk_pixels * conv.taps() * conv.in_depth() + kAlignment);
+    left_rows = pieces.take<const int8_t*>(cut.chunk_pixels);
+    right_rows = pieces.take<const int8_t*>(cut.chunk_pixels);
+    left = pieces.take<char>(cut.left_bytes());
+    right = pieces.take<char>(cut.block_panels * cut.panel_bytes());
   }
 };
 
@@ -340,7 +327,10 @@ class BlockGradient {
 } // namespace
 
 int64_t grad_weight_workspace_bytes(const Conv2d& conv, const Threads& threads) {
-  return Workspace(conv, Cut(conv, threads), nullptr).bytes;
+  if (conv.depthwise()) {
+    return depthwise_grad_weight_workspace_bytes(conv);
+  }
+  return Workspace(conv, Cut(conv, threads), nullptr).pieces.bytes();
 }
 
 float grad_weight(
@@ -352,6 +342,9 @@ float grad_weight(
     const Finish& how,
     const Threads& threads,
     void* workspace) {
+  if (conv.depthwise()) {
+    return depthwise_grad_weight(conv, grad_output, input, zero_point, grad_bias, how, threads, workspace);
+  }
   const Cut cut(conv, threads);
   const Operands operands{grad_output, input, zero_point};
   const int64_t thread_bytes = grad_weight_workspace_bytes(conv, threads);

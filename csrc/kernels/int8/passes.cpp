@@ -4,20 +4,17 @@
 #include <vector>
 
 #include "conv2d.h"
+#include "depthwise.h"
 #include "gather.h"
+#include "memory.h"
 #include "sums.h"
 
 namespace torch_odt::kernels::int8 {
 
 namespace {
 
-constexpr int64_t kAlignment = 64;
 constexpr int64_t kMostRows = 96; // whole tiles of all tables, or nearly so
 constexpr int64_t kLeftBytes = 131072;
-
-int64_t aligned(int64_t bytes) {
-  return (bytes + kAlignment - 1) / kAlignment * kAlignment;
-}
 
 // One product: all outputs of a phase, for one group after the other.
 struct Correlation {
@@ -128,6 +125,9 @@ void pack_forward_panel(
 } // namespace
 
 int64_t packed_bytes(const Conv2d& conv, Pass pass) {
+  if (conv.depthwise()) {
+    return depthwise_packed_bytes(conv, pass);
+  }
   int64_t bytes = 0;
   for (int64_t phase = 0; phase < phases_of(conv, pass); ++phase) {
     bytes += correlation_of(conv, pass, phase).group_bytes() * conv.groups;
@@ -136,6 +136,10 @@ int64_t packed_bytes(const Conv2d& conv, Pass pass) {
 }
 
 void pack_weight(const Conv2d& conv, Pass pass, const int8_t* weight, const Threads& threads, void* packed) {
+  if (conv.depthwise()) {
+    depthwise_pack_weight(conv, pass, weight, packed);
+    return;
+  }
   constexpr int64_t kPanelsAtOnce = 4;
   char* to = static_cast<char*>(packed);
   for (int64_t phase = 0; phase < phases_of(conv, pass); ++phase) {
@@ -169,6 +173,9 @@ void pack_weight(const Conv2d& conv, Pass pass, const int8_t* weight, const Thre
 }
 
 int64_t workspace_bytes(const Conv2d& conv, Pass pass) {
+  if (conv.depthwise()) {
+    return depthwise_workspace_bytes(conv, pass);
+  }
   int64_t most = 0;
   for (int64_t phase = 0; phase < phases_of(conv, pass); ++phase) {
     most = std::max(most, correlation_of(conv, pass, phase).left_bytes());
@@ -371,6 +378,9 @@ float forward(
     const Finish& how,
     const Threads& threads,
     void* workspace) {
+  if (conv.depthwise()) {
+    return depthwise_pass(conv, Pass::forward, input, zero_point, packed, bias, how, threads, workspace);
+  }
   const Source source{input, conv.in_channels, zero_point, bias};
   const Target target{conv.rows.output, conv.columns.output, conv.out_channels};
   return run_pass(conv, Pass::forward, source, target, packed, how, threads, workspace);
@@ -383,6 +393,9 @@ float grad_input(
     const Finish& how,
     const Threads& threads,
     void* workspace) {
+  if (conv.depthwise()) {
+    return depthwise_pass(conv, Pass::grad_input, grad_output, 0, packed, nullptr, how, threads, workspace);
+  }
   const Source source{grad_output, conv.out_channels, 0, nullptr};
   const Target target{conv.rows.input, conv.columns.input, conv.in_channels};
   return run_pass(conv, Pass::grad_input, source, target, packed, how, threads, workspace);

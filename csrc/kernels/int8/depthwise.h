@@ -1,0 +1,37 @@
+// Depthwise convolutions, see conv2d.h, whose functions call these where a convolution is one.
+#pragma once
+
+#include <cstdint>
+
+#include "conv2d.h"
+
+namespace torch_odt::kernels::int8 {
+
+int64_t depthwise_packed_bytes(const Conv2d& conv, Pass pass);
+void depthwise_pack_weight(const Conv2d& conv, Pass pass, const int8_t* weight, void* packed);
+int64_t depthwise_workspace_bytes(const Conv2d& conv, Pass pass);
+
+// Source and target are input and output of a pass, whichever it is.
+float depthwise_pass(
+    const Conv2d& conv,
+    Pass pass,
+    const int8_t* source,
+    int32_t zero_point,
+    const void* packed,
+    const int32_t* bias,
+    const Finish& how,
+    const Threads& threads,
+    void* workspace);
+
+int64_t depthwise_grad_weight_workspace_bytes(const Conv2d& conv);
+float depthwise_grad_weight(
+    const Conv2d& conv,
+    const int8_t* grad_output,
+    const int8_t* input,
+    int32_t zero_point,
+    const int64_t* grad_bias,
+    const Finish& how,
+    const Threads& threads,
+    void* workspace);
+
+} // namespace torch_odt::kernels::int8

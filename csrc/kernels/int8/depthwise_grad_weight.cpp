@@ -1,0 +1,196 @@
+#include <algorithm>
+#include <array>
+#include <cstring>
+#include <vector>
+
+#include "depthwise.h"
+#include "depthwise_tables.h"
+#include "memory.h"
+
+namespace torch_odt::kernels::int8 {
+
+namespace {
+
+constexpr int64_t kChannelsAtOnce = 64;
+constexpr int64_t kSlackPixels = 4;
+
+int64_t padded_outputs(const Conv2d& conv) {
+  return divided(conv.columns.output, 4) * 4;
+}
+
+// Pixels that a row of outputs sees.
+int64_t width_of(const Conv2d& conv) {
+  return (padded_outputs(conv) - 1) * conv.columns.stride + (conv.columns.kernel - 1) * conv.columns.dilation + 1 +
+      kSlackPixels;
+}
+
+struct Workspace {
+  Pieces pieces;
+  int32_t* sums; // [tap][channel]
+  int64_t* wide_sums; // [channel][tap]
+  int64_t* part_bias;
+  int8_t* zeros;
+  int8_t* padding;
+  const int8_t** gradients;
+  const int8_t** pixels;
+
+  Workspace(const Conv2d& conv, void* at) : pieces(at) {
+    sums = pieces.take<int32_t>(conv.taps() * kChannelsAtOnce);
+    wide_sums = pieces.take<int64_t>(conv.taps() * kChannelsAtOnce);
+    part_bias = pieces.take<int64_t>(kChannelsAtOnce);
+    zeros = pieces.take<int8_t>(conv.in_channels + kAlignment);
+    padding = pieces.take<int8_t>(conv.in_channels + kAlignment);
+    gradients = pieces.take<const int8_t*>(padded_outputs(conv));
+    pixels = pieces.take<const int8_t*>(width_of(conv));
+  }
+};
+
+// Some channels' gradient.
+class ChannelsGradient {
+ public:
+  ChannelsGradient(const Conv2d& conv, const int8_t* grad_output, const int8_t* input, int32_t zero_point, void* workspace)
+      : conv_(conv), grad_output_(grad_output), input_(input), zero_point_(zero_point), own_(conv, workspace) {
+    std::memset(own_.zeros, 0, static_cast<size_t>(conv.in_channels + kAlignment));
+    std::memset(own_.padding, zero_point, static_cast<size_t>(conv.in_channels + kAlignment));
+  }
+
+  float operator()(int64_t first, int64_t channels, const int64_t* grad_bias, const Finish& how) {
+    first_ = first;
+    channels_ = channels;
+    const int64_t lines = conv_.batch * conv_.rows.output;
+    const int64_t part = std::max<int64_t>(1, kMostDepth / std::max<int64_t>(1, conv_.columns.output));
+    std::fill_n(own_.wide_sums, conv_.taps() * kChannelsAtOnce, 0);
+    for (int64_t begin = 0; begin < lines; begin += part) {
+      const int64_t end = std::min(lines, begin + part);
+      std::fill_n(own_.sums, conv_.taps() * kChannelsAtOnce, 0);
+      for (int64_t line = begin; line < end; ++line) {
+        add_line(line);
+      }
+      widen(begin, end, lines, grad_bias);
+    }
+    return finish_channels(how);
+  }
+
+ private:
+  void add_line(int64_t line) {
+    const int64_t channels = conv_.in_channels;
+    const int8_t* const gradients = grad_output_ + line * conv_.columns.output * channels;
+    for (int64_t i = 0; i < padded_outputs(conv_); ++i) {
+      own_.gradients[i] = i < conv_.columns.output ? gradients + i * channels : own_.zeros;
+    }
+    for (int64_t tap = 0; tap < conv_.rows.kernel; ++tap) {
+      const int64_t row = conv_.rows.position(line % conv_.rows.output, tap);
+      const bool inside = row >= 0 && row < conv_.rows.input;
+      const int64_t place = (line / conv_.rows.output * conv_.rows.input + row) * conv_.columns.input;
+      for (int64_t i = 0; i < width_of(conv_); ++i) {
+        const int64_t position = i - conv_.columns.padding;
+        const bool shown = inside && position >= 0 && position < conv_.columns.input;
+        own_.pixels[i] = shown ? input_ + (place + position) * channels : own_.padding;
+      }
+      depthwise_table().sum_gradient(
+          {own_.gradients,
+           own_.pixels,
+           padded_outputs(conv_),
+           conv_.columns.kernel,
+           conv_.columns.stride,
+           conv_.columns.dilation,
+           first_,
+           channels_,
+           own_.sums + tap * conv_.columns.kernel * kChannelsAtOnce,
+           kChannelsAtOnce});
+    }
+  }
+
+  // Takes what int32 holds to where there is room, without what was added to each pixel.
+  void widen(int64_t begin, int64_t end, int64_t lines, const int64_t* grad_bias) {
+    if (begin == 0 && end == lines) {
+      std::copy_n(grad_bias + first_, channels_, own_.part_bias);
+    } else {
+      sum_part(begin, end);
+    }
+    const int64_t offset = zero_point_ + depthwise_table().pixel_offset;
+    for (int64_t channel = 0; channel < channels_; ++channel) {
+      for (int64_t tap = 0; tap < conv_.taps(); ++tap) {
+        const auto sum = static_cast<uint32_t>(own_.sums[tap * kChannelsAtOnce + channel]);
+        const auto bias = static_cast<uint32_t>(offset * own_.part_bias[channel]);
+        own_.wide_sums[channel * conv_.taps() + tap] += static_cast<int32_t>(sum - bias);
+      }
+    }
+  }
+
+  void sum_part(int64_t begin, int64_t end) {
+    std::fill_n(own_.part_bias, channels_, 0);
+    for (int64_t pixel = begin * conv_.columns.output; pixel < end * conv_.columns.output; ++pixel) {
+      for (int64_t channel = 0; channel < channels_; ++channel) {
+        own_.part_bias[channel] += grad_output_[pixel * conv_.in_channels + first_ + channel];
+      }
+    }
+  }
+
+  float finish_channels(const Finish& how) const {
+    return conv_.out_pixels() > kMostDepth ? finish_as<int64_t>(how) : finish_as<int32_t>(how);
+  }
+
+  template <typename Sum>
+  float finish_as(const Finish& how) const {
+    const int64_t taps = conv_.taps();
+    std::array<int64_t, kChannelsAtOnce> places;
+    std::array<Sum, kChannelsAtOnce * kBlockColumns> sums;
+    float largest = 0;
+    for (int64_t first = 0; first < taps; first += kBlockColumns) {
+      const int64_t columns = std::min(kBlockColumns, taps - first);
+      for (int64_t channel = 0; channel < channels_; ++channel) {
+        places[static_cast<size_t>(channel)] = (first_ + channel) * taps + first;
+        for (int64_t i = 0; i < columns; ++i) {
+          sums[static_cast<size_t>(channel * kBlockColumns + i)] =
+              static_cast<Sum>(own_.wide_sums[channel * taps + first + i]);
+        }
+      }
+      largest = std::max(
+          largest,
+          finish(
+              how,
+              Block<Sum>{sums.data(), kBlockColumns, channels_, columns, places.data(), first_, nullptr, nullptr}));
+    }
+    return largest;
+  }
+
+  const Conv2d& conv_;
+  const int8_t* const grad_output_;
+  const int8_t* const input_;
+  const int32_t zero_point_;
+  const Workspace own_;
+  int64_t first_ = 0;
+  int64_t channels_ = 0;
+};
+
+} // namespace
+
+int64_t depthwise_grad_weight_workspace_bytes(const Conv2d& conv) {
+  return Workspace(conv, nullptr).pieces.bytes();
+}
+
+float depthwise_grad_weight(
+    const Conv2d& conv,
+    const int8_t* grad_output,
+    const int8_t* input,
+    int32_t zero_point,
+    const int64_t* grad_bias,
+    const Finish& how,
+    const Threads& threads,
+    void* workspace) {
+  const int64_t thread_bytes = depthwise_grad_weight_workspace_bytes(conv);
+  std::vector<float> largest(static_cast<size_t>(threads.count), 0.0F);
+  threads.share(divided(conv.in_channels, kPanelColumns), [&](int64_t thread, int64_t begin, int64_t end) {
+    ChannelsGradient gradient(
+        conv, grad_output, input, zero_point, static_cast<char*>(workspace) + thread * thread_bytes);
+    float& most = largest[static_cast<size_t>(thread)];
+    const int64_t last = std::min(conv.in_channels, end * kPanelColumns);
+    for (int64_t channel = begin * kPanelColumns; channel < last; channel += kChannelsAtOnce) {
+      most = std::max(most, gradient(channel, std::min(kChannelsAtOnce, last - channel), grad_bias, how));
+    }
+  });
+  return *std::max_element(largest.begin(), largest.end());
+}
+
+} // namespace torch_odt::kernels::int8
