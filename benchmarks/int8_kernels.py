@@ -4,11 +4,11 @@
     python benchmarks/int8_kernels.py --layers listed --threads 1    # a look
 
 A process for each set and number of threads, in which torch is kept to the same set (ATEN_CPU_CAPABILITY,
-ONEDNN_MAX_CPU_ISA, MKL_ENABLE_INSTRUCTIONS). Batch 8 and channels_last throughout. What is compared is the backward pass:
-the gradients of input, weight and bias; int8's are the input's in int8 with stochastic rounding, weights packed anew, and
-the weight's in fp32. Beside it the forward pass: fp32, bf16, oneDNN's int8 where it is exact (VNNI), and int8 with packed
-weights. A layer's time is the least of several rounds in which all methods take turns. Promised are geometric means over
-the layers of a group: see PROMISES. Exits with 1 where one is not kept.
+ONEDNN_MAX_CPU_ISA, MKL_ENABLE_INSTRUCTIONS). Batch 8 and channels_last throughout. What is compared is the backward
+pass: the gradients of input, weight and bias; int8's are the input's in int8 with stochastic rounding, weights packed
+anew, and the weight's in fp32. Beside it the forward pass: fp32, bf16, oneDNN's int8 where it is exact (VNNI), and int8
+with packed weights. A layer's time is the least of several rounds in which all methods take turns. Promised are geometric
+means over the layers of a group: see PROMISES. Exits with 1 where one is not kept.
 """
 
 from __future__ import annotations
@@ -172,9 +172,7 @@ class Methods:
             ops.int8_conv2d_grad_input_quantized(
                 gradient, weight, None, scale, 1, 7, size[2:], stride, pad, one, layer.groups
             )
-            ops.int8_conv2d_grad_weight_scaled(
-                gradient, x, scale, 0, kernel[2:], stride, pad, one, layer.groups
-            )
+            ops.int8_conv2d_grad_weight_scaled(gradient, x, scale, 0, kernel[2:], stride, pad, one, layer.groups)
 
         def forward_int8() -> None:
             ops.int8_conv2d_quantized(
@@ -236,19 +234,15 @@ def measure(layer: Layer, rounds_seconds: float, exact_onednn: bool) -> dict[str
             if rounds:
                 least[which] = min(seconds, least.get(which, seconds))
         rounds += 1
-    row: dict[str, Any] = {"layer": layer.name, "kind": layer.kind, "operations": layer.operations, "batch": layer.batch}
+    row: dict[str, Any] = {
+        "layer": layer.name,
+        "kind": layer.kind,
+        "operations": layer.operations,
+        "batch": layer.batch,
+    }
     for (method, step), seconds in least.items():
         row[f"{method} {step} seconds"] = seconds
     return row
-
-
-def peak_operations_per_second(used: str) -> float:
-    """Operations a second that a product of matrices in the first caches reaches: what shares are taken of."""
-    layer = Layer("peak", 512, 512, 16)
-    least = min(
-        measure(layer, 1.0, False)["int8 forward seconds"] for _ in range(3)
-    )
-    return layer.operations / least
 
 
 def work(arguments: argparse.Namespace) -> None:
@@ -270,7 +264,16 @@ def rows_of(used: str, threads: int, arguments: argparse.Namespace) -> list[dict
     aten, onednn, mkl = TORCH_CAPS[used]
     caps = {"TORCH_ODT_ISA": used, "ATEN_CPU_CAPABILITY": aten, "ONEDNN_MAX_CPU_ISA": onednn}
     environment = {**os.environ, **caps, "MKL_ENABLE_INSTRUCTIONS": mkl, "OMP_NUM_THREADS": str(threads)}
-    command = [sys.executable, __file__, "--worker", used, "--threads", str(threads), "--seconds", str(arguments.seconds)]
+    command = [
+        sys.executable,
+        __file__,
+        "--worker",
+        used,
+        "--threads",
+        str(threads),
+        "--seconds",
+        str(arguments.seconds),
+    ]
     command += ["--layers", *arguments.layers]
     rows = []
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:

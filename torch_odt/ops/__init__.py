@@ -15,12 +15,49 @@ from torch_odt.ops.fused_batch_norm import (
     batch_norm_act_normalize,
     batch_norm_add_act_backward,
 )
+from torch_odt.ops.int8_arguments import (
+    Quantized,
+    QuantizedGradient,
+    WeightGradient,
+)
+from torch_odt.ops.int8_convolution import (
+    int8_conv2d,
+    int8_conv2d_quantized,
+    int8_conv2d_scaled,
+)
+from torch_odt.ops.int8_gradients import (
+    int8_conv2d_grad_input,
+    int8_conv2d_grad_input_quantized,
+    int8_conv2d_grad_input_scaled,
+    int8_conv2d_grad_weight,
+    int8_conv2d_grad_weight_scaled,
+    int8_conv2d_update_weight_,
+)
+from torch_odt.ops.int8_linear_layers import (
+    int8_linear,
+    int8_linear_grad_input,
+    int8_linear_grad_input_quantized,
+    int8_linear_grad_input_scaled,
+    int8_linear_grad_weight,
+    int8_linear_grad_weight_scaled,
+    int8_linear_quantized,
+    int8_linear_scaled,
+    int8_linear_update_weight_,
+)
+from torch_odt.ops.int8_packing import (
+    PackedInt8Weight,
+    int8_pack_weight,
+)
 from torch_odt.ops.masked import clamp_with_mask, clamp_with_mask_backward, scale_masked
 from torch_odt.ops.max_pool import max_pool2d_with_offsets, max_pool2d_with_offsets_backward
 from torch_odt.ops.overwriting_batch_norm import batch_norm_act_backward_, batch_norm_add_act_backward_
 from torch_odt.ops.random_bits import bernoulli_bits
 
 __all__ = [
+    "PackedInt8Weight",
+    "Quantized",
+    "QuantizedGradient",
+    "WeightGradient",
     "batch_norm_act",
     "batch_norm_act_backward",
     "batch_norm_act_backward_",
@@ -31,6 +68,25 @@ __all__ = [
     "bernoulli_bits",
     "clamp_with_mask",
     "clamp_with_mask_backward",
+    "int8_conv2d",
+    "int8_conv2d_grad_input",
+    "int8_conv2d_grad_input_quantized",
+    "int8_conv2d_grad_input_scaled",
+    "int8_conv2d_grad_weight",
+    "int8_conv2d_grad_weight_scaled",
+    "int8_conv2d_quantized",
+    "int8_conv2d_scaled",
+    "int8_conv2d_update_weight_",
+    "int8_linear",
+    "int8_linear_grad_input",
+    "int8_linear_grad_input_quantized",
+    "int8_linear_grad_input_scaled",
+    "int8_linear_grad_weight",
+    "int8_linear_grad_weight_scaled",
+    "int8_linear_quantized",
+    "int8_linear_scaled",
+    "int8_linear_update_weight_",
+    "int8_pack_weight",
     "max_pool2d_with_offsets",
     "max_pool2d_with_offsets_backward",
     "pack_bits",

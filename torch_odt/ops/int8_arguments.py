@@ -1,0 +1,83 @@
+"""What the int8 operators take and give back, in a form that is good to write and to read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from torch_odt.ops.int8_plain import Geometry
+
+Rounding = Literal["nearest", "stochastic", "pseudo_stochastic"]
+Pair = int | Sequence[int]
+ROUNDINGS: tuple[Rounding, ...] = ("nearest", "stochastic", "pseudo_stochastic")
+
+
+class Quantized(NamedTuple):
+    """An int8 tensor with what was noted on the way.
+
+    Attributes:
+        output: int8.
+        mask: uint8 of one bit an element, in the order of memory: set where nothing was clamped. See `unpack_bits`.
+        largest: float32 of shape (1,): the largest absolute value before rounding, in steps of the output. What the
+            next step's scale can be chosen by.
+    """
+
+    output: Tensor
+    mask: Tensor
+    largest: Tensor
+
+
+class QuantizedGradient(NamedTuple):
+    """An int8 gradient with its largest absolute value before rounding.
+
+    Attributes:
+        gradient: int8.
+        largest: float32 of shape (1,), in steps of the gradient.
+    """
+
+    gradient: Tensor
+    largest: Tensor
+
+
+class WeightGradient(NamedTuple):
+    """The gradients of a weight and of its bias.
+
+    Attributes:
+        weight: of the weight's shape, in torch.channels_last.
+        bias: int64 of shape (out_channels,): the output's gradient summed over all pixels, not scaled.
+    """
+
+    weight: Tensor
+    bias: Tensor
+
+
+def pair(value: Pair) -> tuple[int, int]:
+    """A number for rows and for columns."""
+    if isinstance(value, int):
+        return value, value
+    rows, columns = value
+    return rows, columns
+
+
+def number_of(rounding: Rounding) -> int:
+    """How the operators call a rounding."""
+    if rounding not in ROUNDINGS:
+        raise ValueError(f"rounding is {rounding!r}; choose one of {', '.join(ROUNDINGS)}")
+    return ROUNDINGS.index(rounding)
+
+
+def geometry_of(*windows: Any) -> Geometry:
+    """From the last arguments of every operator: stride, padding, dilation, groups."""
+    return Geometry(*windows)
+
+
+def empty_image(shape: Sequence[int], like: Tensor, dtype: torch.dtype) -> Tensor:
+    """As the operators give their results back."""
+    return torch.empty(shape, dtype=dtype, device=like.device, memory_format=torch.channels_last)
+
+
+def channels_last(image: Tensor) -> Tensor:
+    return image.contiguous(memory_format=torch.channels_last)

@@ -1,0 +1,206 @@
+"""The int8 operators in plain torch: for installations without a compiler, and what tests compare the kernels with.
+
+Sums are taken in float64, which holds them exactly; what becomes of them has the bits of the compiled operators.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+MOST_DEPTH = 65535  # terms whose sum fits into int32, whatever they are
+LOW_WORD = 0xFFFFFFFF
+FIRST_FACTOR, SECOND_FACTOR, GOLDEN = 0x7FEB352D, 0x846CA68B, 0x9E3779B9
+HUGE = 4194304.0  # beyond it int8 is clamped whatever the rest
+NEAREST, STOCHASTIC, PSEUDO_STOCHASTIC = range(3)
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """Which convolution is meant.
+
+    Attributes:
+        stride, padding, dilation: for rows and for columns.
+        groups: of channels.
+    """
+
+    stride: Sequence[int]
+    padding: Sequence[int]
+    dilation: Sequence[int]
+    groups: int
+
+    def check(self, name: str) -> None:
+        if any(len(pair) != 2 for pair in (self.stride, self.padding, self.dilation)):
+            raise RuntimeError(f"{name}: stride, padding and dilation are two numbers, for rows and for columns")
+        if min(*self.stride, *self.dilation, self.groups) < 1 or min(self.padding) < 0:
+            raise RuntimeError(f"{name}: stride, dilation and groups must be positive, and padding not negative")
+
+    def output_size(self, name: str, input_size: Sequence[int], kernel_size: Sequence[int]) -> list[int]:
+        """Rows and columns of the output."""
+        sizes = []
+        for size, kernel, stride, pad, dilation in zip(
+            input_size, kernel_size, self.stride, self.padding, self.dilation, strict=True
+        ):
+            reach = size + 2 * pad - dilation * (kernel - 1) - 1
+            if reach < 0:
+                raise RuntimeError(f"{name}: the kernel is larger than the padded input")
+            sizes.append(reach // stride + 1)
+        return sizes
+
+
+def check_int8(name: str, **tensors: Tensor) -> None:
+    for argument, tensor in tensors.items():
+        if tensor.dtype != torch.int8 or tensor.dim() != 4:
+            raise RuntimeError(f"{name}: {argument} must be an int8 CPU tensor of 4 dimensions")
+
+
+def check_channels(name: str, weight: Tensor, channels: int, groups: int) -> None:
+    if weight.shape[0] % groups or weight.shape[1] * groups != channels:
+        raise RuntimeError(
+            f"{name}: weight has {weight.shape[0]} x {weight.shape[1]} channels, which do not fit {channels} input "
+            f"channels in {groups} groups"
+        )
+
+
+def forward_sums(
+    name: str, input: Tensor, weight: Tensor, bias: Tensor | None, zero_point: int, geometry: Geometry
+) -> Tensor:
+    """The output, exactly, as int64."""
+    geometry.check(name)
+    check_int8(name, input=input, weight=weight)
+    check_channels(name, weight, input.shape[1], geometry.groups)
+    geometry.output_size(name, input.shape[2:], weight.shape[2:])
+    if not -128 <= zero_point <= 127:
+        raise RuntimeError(f"{name}: input_zero_point must be a value of int8, not {zero_point}")
+    shifted = input.double() - zero_point
+    terms = None if bias is None else bias.double()
+    g = geometry
+    return torch.conv2d(shifted, weight.double(), terms, g.stride, g.padding, g.dilation, g.groups).long()
+
+
+def _backward(grad_output: Tensor, input: Tensor, weight: Tensor, geometry: Geometry, wants_input: bool) -> Tensor:
+    g = geometry
+    found = torch.ops.aten.convolution_backward(
+        grad_output.double(), input, weight, None, g.stride, g.padding, g.dilation, False, (0, 0), g.groups,
+        (wants_input, not wants_input, False),
+    )  # fmt: skip
+    return found[0 if wants_input else 1].long()
+
+
+def grad_input_sums(
+    name: str, grad_output: Tensor, weight: Tensor, input_size: Sequence[int], geometry: Geometry
+) -> Tensor:
+    """The input's gradient, exactly, as int64."""
+    geometry.check(name)
+    check_int8(name, grad_output=grad_output, weight=weight)
+    out = geometry.output_size(name, input_size, weight.shape[2:])
+    if list(grad_output.shape[1:]) != [weight.shape[0], *out]:
+        raise RuntimeError(f"{name}: grad_output must have the output's shape, {weight.shape[0]} x {out[0]} x {out[1]}")
+    like = torch.empty(grad_output.shape[0], weight.shape[1] * geometry.groups, *input_size, dtype=torch.float64)
+    return _backward(grad_output, like, weight.double(), geometry, True)
+
+
+def grad_weight_sums(
+    name: str, grad_output: Tensor, input: Tensor, zero_point: int, kernel_size: Sequence[int], geometry: Geometry
+) -> tuple[Tensor, Tensor]:
+    """The gradients of weight and bias, exactly, as int64."""
+    geometry.check(name)
+    check_int8(name, grad_output=grad_output, input=input)
+    out = geometry.output_size(name, input.shape[2:], kernel_size)
+    if [grad_output.shape[0], *grad_output.shape[2:]] != [input.shape[0], *out]:
+        raise RuntimeError(f"{name}: grad_output must have the output's shape")
+    if input.shape[1] % geometry.groups or grad_output.shape[1] % geometry.groups:
+        raise RuntimeError(f"{name}: the channels of input and grad_output must be multiples of groups")
+    like = torch.empty(grad_output.shape[1], input.shape[1] // geometry.groups, *kernel_size, dtype=torch.float64)
+    found = _backward(grad_output, input.double() - zero_point, like, geometry, False)
+    return found, grad_output.sum((0, 2, 3), dtype=torch.int64)
+
+
+def by_pixels(image: Tensor) -> Tensor:
+    """The same numbers with channels last, in which order elements are counted."""
+    return image.permute(0, 2, 3, 1)
+
+
+def as_image(pixels: Tensor) -> Tensor:
+    """The other way round, in torch.channels_last."""
+    return pixels.permute(0, 3, 1, 2).contiguous(memory_format=torch.channels_last)
+
+
+def scaled(name: str, sums: Tensor, scale: Tensor, axis: int) -> Tensor:
+    """Sums times one number, or one for each index of an axis, as float32."""
+    if scale.dtype != torch.float32 or scale.numel() not in (1, sums.shape[axis]) or not bool(scale.isfinite().all()):
+        raise RuntimeError(f"{name}: scale must be a finite float32 tensor of one number or of one for each channel")
+    shape = [1] * sums.dim()
+    shape[axis] = -1
+    return sums.float() * scale.reshape(shape if scale.numel() > 1 else [1] * sums.dim())
+
+
+def _mixed(bits: Tensor) -> Tensor:
+    bits = bits ^ (bits >> 16)
+    bits = (bits * FIRST_FACTOR) & LOW_WORD
+    bits = bits ^ (bits >> 15)
+    return (bits * SECOND_FACTOR) & LOW_WORD
+
+
+def _key(seed: int, high: int) -> Tensor:
+    upper = _mixed(torch.tensor((high + GOLDEN) & LOW_WORD))
+    middle = _mixed((seed >> 32 & LOW_WORD) ^ upper ^ (upper >> 16))
+    lower = _mixed((seed & LOW_WORD) ^ middle ^ (middle >> 16))
+    return lower ^ (lower >> 16)
+
+
+def draws(count: int, seed: int) -> Tensor:
+    """What stochastic rounding draws for the first elements: numbers from 0 up to but without 1."""
+    index = torch.arange(count)
+    bits = _mixed((index * GOLDEN + _key(seed, 0)) & LOW_WORD)
+    return (bits >> 8).float() * 2.0**-24
+
+
+def shift_of(name: str, scale: Tensor) -> int:
+    """The bits that pseudo-stochastic rounding drops."""
+    fraction, exponent = torch.frexp(scale.flatten()[:1])
+    shift = 1 - int(exponent)
+    if scale.numel() != 1 or float(fraction) != 0.5 or not 0 <= shift <= 30:
+        raise RuntimeError(f"{name}: pseudo-stochastic rounding needs one scale, a power of two from 2^-30 to 1")
+    return shift
+
+
+def _shifted(sums: Tensor, shift: int) -> Tensor:
+    """NITI (arXiv 2009.13108), section 3.3: the lower half of the bits that are lost says whether the upper rounds."""
+    magnitude, half = sums.abs(), shift // 2
+    lost = magnitude & ((1 << shift) - 1)
+    random = (lost & ((1 << half) - 1)) << (shift - 2 * half)
+    return ((magnitude >> shift) + ((lost >> half) > random)) * sums.sign()
+
+
+def rounded(
+    name: str, sums: Tensor, values: Tensor, scale: Tensor, rounding: int, seed: int, before: Tensor | None = None
+) -> Tensor:
+    """Values, or what was before less them, as integers.
+
+    Args:
+        name: the operator's, for errors.
+        sums: what `values` are scaled from, with channels last.
+        values: float32.
+        scale: as it was given.
+        rounding: one of the three.
+        seed: for stochastic rounding.
+        before: what the values are taken from, if anything.
+    """
+    if rounding == PSEUDO_STOCHASTIC:
+        steps = _shifted(sums, shift_of(name, scale))
+        return steps if before is None else before.long() - steps
+    values = values if before is None else before.float() - values
+    values = values.clamp(max=HUGE)
+    if rounding == NEAREST:
+        return values.round().long()
+    if rounding != STOCHASTIC:
+        raise RuntimeError(f"{name}: rounding must be 0 (nearest), 1 (stochastic) or 2 (pseudo-stochastic)")
+    return (values + draws(values.numel(), seed).view(values.shape)).floor().long()
+
+
+def largest_of(values: Tensor) -> Tensor:
+    return values.abs().amax().reshape(1) if values.numel() else torch.zeros(1)
