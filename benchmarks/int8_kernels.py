@@ -7,8 +7,8 @@ A process for each set and number of threads, in which torch is kept to the same
 ONEDNN_MAX_CPU_ISA, MKL_ENABLE_INSTRUCTIONS). Batch 8 and channels_last throughout. What is compared is the backward
 pass: the gradients of input, weight and bias; int8's are the input's in int8 with stochastic rounding, weights packed
 anew, and the weight's in fp32. Beside it the forward pass: fp32, bf16, oneDNN's int8 where it is exact (VNNI), and int8
-with packed weights. A layer's time is the least of several rounds in which all methods take turns. Promised are geometric
-means over the layers of a group: see PROMISES. Exits with 1 where one is not kept.
+with packed weights. A layer's time is the least of several rounds in which all methods take turns. Promised are
+geometric means over the layers of a group: see PROMISES. Exits with 1 where one is not kept.
 """
 
 from __future__ import annotations

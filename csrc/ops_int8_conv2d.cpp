@@ -178,20 +178,49 @@ void set_range(const char* name, int64_t zero_point, int64_t low, int64_t high, 
   finish.high = static_cast<int32_t>(high);
 }
 
+// In front of packed weights: what they were packed for, so that others are told from them.
+constexpr int64_t kTagBytes = 64;
+
+uint64_t tag_of(const Conv2d& conv, Pass pass) {
+  // FNV-1a: G. Fowler, L. C. Noll and K.-P. Vo.
+  uint64_t tag = 0xcbf29ce484222325;
+  const auto add = [&tag](int64_t value) { tag = (tag ^ static_cast<uint64_t>(value)) * 0x100000001b3; };
+  for (const WindowAxis& axis : {conv.rows, conv.columns}) {
+    for (const int64_t value : {axis.kernel, axis.stride, axis.padding, axis.dilation}) {
+      add(value);
+    }
+  }
+  for (const int64_t value : {conv.in_channels, conv.out_channels, conv.groups}) {
+    add(value);
+  }
+  add(static_cast<int64_t>(pass));
+  add(static_cast<int64_t>(isa()));
+  return tag;
+}
+
 Tensor packed_for(
     const Conv2d& conv, Pass pass, const Tensor& weight, const std::optional<Tensor>& packed, const Threads& threads) {
-  const int64_t bytes = packed_bytes(conv, pass);
+  const int64_t bytes = kTagBytes + packed_bytes(conv, pass);
+  const uint64_t tag = tag_of(conv, pass);
   if (packed) {
     STD_TORCH_CHECK(
         packed->is_cpu() && packed->scalar_type() == ScalarType::Byte && packed->dim() == 1 &&
-            packed->numel() == bytes && (bytes == 0 || packed->stride(0) == 1),
+            packed->numel() == bytes && packed->stride(0) == 1 &&
+            std::memcmp(packed->const_data_ptr(), &tag, sizeof(tag)) == 0,
         "int8_conv2d: packed is not what int8_pack_weight made of this weight for this pass");
     return *packed;
   }
   Tensor result = empty_flat(bytes, ScalarType::Byte, weight);
+  auto* const to = static_cast<char*>(result.mutable_data_ptr());
+  std::memset(to, 0, kTagBytes);
+  std::memcpy(to, &tag, sizeof(tag));
   const Tensor dense = channels_last(weight);
-  pack_weight(conv, pass, bytes_of(dense), threads, result.mutable_data_ptr());
+  pack_weight(conv, pass, bytes_of(dense), threads, to + kTagBytes);
   return result;
+}
+
+const void* data_of_packed(const Tensor& packed) {
+  return static_cast<const char*>(packed.const_data_ptr()) + kTagBytes;
 }
 
 Tensor pack(
@@ -248,7 +277,7 @@ struct ForwardArguments {
         conv,
         bytes_of(image),
         static_cast<int32_t>(input_zero_point),
-        weights.const_data_ptr(),
+        data_of_packed(weights),
         bias ? static_cast<const int32_t*>(dense_bias.const_data_ptr()) : nullptr,
         finish,
         threads,
@@ -375,7 +404,7 @@ struct GradInputArguments {
     Tensor workspace =
         empty_flat(workspace_bytes(conv, Pass::grad_input) * threads.count, ScalarType::Byte, grad_output);
     return grad_input(
-        conv, bytes_of(gradient), weights.const_data_ptr(), finish, threads, workspace.mutable_data_ptr());
+        conv, bytes_of(gradient), data_of_packed(weights), finish, threads, workspace.mutable_data_ptr());
   }
 };
 

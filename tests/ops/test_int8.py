@@ -1,0 +1,441 @@
+"""int8 convolutions and linear layers: exactly what int64 sums say, in every layout, with any number of threads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+import torch_odt.ops as ops
+from torch_odt import _extensions
+from torch_odt.ops import int8_plain as plain
+
+odt = torch.ops.torch_odt
+
+
+def channels_last(x: Tensor) -> Tensor:
+    return x.contiguous(memory_format=torch.channels_last)
+
+
+def unaligned(x: Tensor) -> Tensor:
+    """In torch.channels_last, one byte beyond where memory begins."""
+    flat = torch.empty(x.numel() + 1, dtype=x.dtype)[1:]
+    n, c, h, w = x.shape
+    return flat.view(n, h, w, c).copy_(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+
+
+def every_other_channel(x: Tensor) -> Tensor:
+    return channels_last(torch.repeat_interleave(x, 2, dim=1))[:, ::2]
+
+
+LAYOUTS: list[Callable[[Tensor], Tensor]] = [channels_last, Tensor.contiguous, unaligned, every_other_channel]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A convolution with the tensors of both its passes."""
+
+    input: Tensor
+    weight: Tensor
+    grad_output: Tensor
+    zero_point: int
+    windows: dict[str, Any]
+
+    @property
+    def positional(self) -> tuple[Any, ...]:
+        return tuple(self.windows[key] for key in ("stride", "padding", "dilation", "groups"))
+
+    @property
+    def geometry(self) -> plain.Geometry:
+        return plain.Geometry(*self.positional)
+
+    @property
+    def sums(self) -> Tensor:
+        return plain.forward_sums("test", self.input, self.weight, None, self.zero_point, self.geometry)
+
+    @property
+    def input_sums(self) -> Tensor:
+        size = self.input.shape[2:]
+        return plain.grad_input_sums("test", self.grad_output, self.weight, size, self.geometry)
+
+    @property
+    def weight_sums(self) -> tuple[Tensor, Tensor]:
+        size = self.weight.shape[2:]
+        return plain.grad_weight_sums("test", self.grad_output, self.input, self.zero_point, size, self.geometry)
+
+
+def numbers(shape: tuple[int, ...], kind: str, seed: int) -> Tensor:
+    if kind != "random":
+        return torch.full(shape, {"lowest": -128, "highest": 127}[kind], dtype=torch.int8)
+    return torch.randint(-128, 128, shape, generator=torch.Generator().manual_seed(seed), dtype=torch.int8)
+
+
+def make_case(
+    batch: int,
+    channels: tuple[int, int],
+    size: tuple[int, int],
+    kernel: tuple[int, int],
+    *,
+    stride: tuple[int, int] = (1, 1),
+    padding: tuple[int, int] = (0, 0),
+    dilation: tuple[int, int] = (1, 1),
+    groups: int = 1,
+    zero_point: int = 0,
+    kind: str = "random",
+    layout: Callable[[Tensor], Tensor] = channels_last,
+) -> Case:
+    geometry = plain.Geometry(stride, padding, dilation, groups)
+    out = geometry.output_size("test", size, kernel)
+    return Case(
+        layout(numbers((batch, channels[0], *size), kind, 1)),
+        layout(numbers((channels[1], channels[0] // groups, *kernel), kind, 2)),
+        layout(numbers((batch, channels[1], *out), kind, 3)),
+        zero_point,
+        {"stride": stride, "padding": padding, "dilation": dilation, "groups": groups},
+    )
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    def two(low: int, high: int) -> tuple[int, int]:
+        return draw(st.integers(low, high)), draw(st.integers(low, high))
+
+    groups = draw(st.sampled_from([1, 1, 1, 2, 3, 16]))
+    inputs, outputs = groups * draw(st.integers(1, 20)), groups * draw(st.integers(1, 20))
+    if draw(st.booleans()) and groups > 1:
+        inputs = outputs = groups  # depthwise
+    kernel, dilation, padding = two(1, 4), two(1, 3), two(0, 3)
+    smallest = [max(1, d * (k - 1) + 1 - 2 * p) for k, d, p in zip(kernel, dilation, padding, strict=True)]
+    return make_case(
+        draw(st.integers(0, 3)),
+        (inputs, outputs),
+        (smallest[0] + draw(st.integers(0, 9)), smallest[1] + draw(st.integers(0, 9))),
+        kernel,
+        stride=two(1, 3),
+        padding=padding,
+        dilation=dilation,
+        groups=groups,
+        zero_point=draw(st.sampled_from([0, 0, -128, 127, 3])),
+        kind=draw(st.sampled_from(["random", "random", "lowest", "highest"])),
+        layout=draw(st.sampled_from(LAYOUTS)),
+    )
+
+
+@pytest.fixture(params=[1, 2])
+def threads(request: pytest.FixtureRequest) -> Iterator[int]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+def assert_exact(case: Case) -> None:
+    output = ops.int8_conv2d(case.input, case.weight, input_zero_point=case.zero_point, **case.windows)
+    assert output.dtype == torch.int32 and output.is_contiguous(memory_format=torch.channels_last)
+    assert torch.equal(output, case.sums)
+    of_input = ops.int8_conv2d_grad_input(case.grad_output, case.weight, case.input.shape[2:], **case.windows)
+    assert torch.equal(of_input, case.input_sums)
+    of_weight, of_bias = ops.int8_conv2d_grad_weight(
+        case.grad_output, case.input, case.weight.shape[2:], input_zero_point=case.zero_point, **case.windows
+    )
+    assert torch.equal(of_weight, case.weight_sums[0]) and torch.equal(of_bias, case.weight_sums[1])
+
+
+@given(cases())
+def test_sums_are_exact(case: Case) -> None:
+    assert_exact(case)
+
+
+@pytest.mark.parametrize("kind", ["random", "lowest", "highest"])
+@pytest.mark.parametrize(
+    ("channels", "size", "windows"),
+    [
+        ((64, 96), (20, 20), {"kernel": (1, 1)}),
+        ((24, 144), (33, 31), {"kernel": (1, 1)}),
+        ((3, 32), (64, 64), {"kernel": (3, 3), "stride": (2, 2), "padding": (1, 1)}),
+        ((64, 64), (14, 14), {"kernel": (3, 3), "padding": (1, 1)}),
+        ((144, 144), (28, 28), {"kernel": (3, 3), "padding": (1, 1), "groups": 144}),
+        ((144, 144), (28, 28), {"kernel": (3, 3), "padding": (1, 1), "stride": (2, 2), "groups": 144}),
+        ((700, 520), (1, 1), {"kernel": (1, 1)}),
+    ],
+)
+def test_layers_of_networks_are_exact(
+    threads: int, channels: tuple[int, int], size: tuple[int, int], windows: dict[str, Any], kind: str
+) -> None:
+    assert_exact(make_case(4, channels, size, kind=kind, zero_point=-3, **windows))
+
+
+def test_int_mm_agrees() -> None:
+    left, right = numbers((40, 72), "random", 1), numbers((24, 72), "random", 2)
+    assert torch.equal(ops.int8_linear(left, right), torch._int_mm(left, right.t()))
+    assert torch.equal(ops.int8_linear_grad_input(left[:, :24].contiguous(), right), torch._int_mm(left[:, :24], right))
+
+
+def test_more_pixels_than_int32_sums() -> None:
+    """All terms alike and as large as they get."""
+    case = make_case(3, (2, 2), (160, 160), (1, 1), kind="lowest", zero_point=127)
+    scale = torch.tensor([2.0**-30])
+    found = ops.int8_conv2d_grad_weight_scaled(
+        case.grad_output, case.input, scale, (1, 1), input_zero_point=case.zero_point, **case.windows
+    )
+    sums, bias = case.weight_sums
+    assert int(sums.max()) > 2**31
+    assert torch.equal(found.weight, plain.scaled("test", sums, scale, 0)) and torch.equal(found.bias, bias)
+    wide = make_case(3, (4, 4), (160, 160), (3, 3), kind="lowest", zero_point=127, groups=4, padding=(1, 1))
+    found = ops.int8_conv2d_grad_weight_scaled(
+        wide.grad_output, wide.input, scale, (3, 3), input_zero_point=wide.zero_point, **wide.windows
+    )
+    assert torch.equal(found.weight, plain.scaled("test", wide.weight_sums[0], scale, 0))
+    with pytest.raises(RuntimeError, match="more than 65535 pixels"):
+        ops.int8_conv2d_grad_weight(case.grad_output, case.input, (1, 1), **case.windows)
+
+
+def of(name: str, *arguments: Any) -> Any:
+    """What the operator makes in plain torch."""
+    from torch_odt.ops import int8_convolution, int8_gradients
+
+    body = {
+        "int8_conv2d_scaled": int8_convolution._scaled_plain,
+        "int8_conv2d_quantized": int8_convolution._quantized_plain,
+        "int8_conv2d_grad_input_scaled": int8_gradients._grad_input_scaled_plain,
+        "int8_conv2d_grad_input_quantized": int8_gradients._grad_input_quantized_plain,
+        "int8_conv2d_grad_weight_scaled": int8_gradients._grad_weight_scaled_plain,
+        "int8_conv2d_update_weight_": int8_gradients._update_weight_plain,
+    }[name]
+    return body(*arguments)
+
+
+def assert_same(name: str, *arguments: Any) -> None:
+    """Compiled and plain, bit by bit."""
+    found, expected = getattr(odt, name)(*arguments), of(name, *arguments)
+    for one, other in zip(
+        found if isinstance(found, tuple) else (found,),
+        expected if isinstance(expected, tuple) else (expected,),
+        strict=True,
+    ):
+        assert one.dtype == other.dtype
+        assert one.dim() < 4 or one.is_contiguous(memory_format=torch.channels_last)
+        assert torch.equal(one, other)
+
+
+@given(
+    cases(),
+    st.sampled_from([0, 1, 2]),
+    st.booleans(),
+    st.sampled_from([(-128, 127, 0), (0, 127, 0), (-5, 90, -7)]),
+)
+def test_what_becomes_of_sums(case: Case, rounding: int, per_channel: bool, limits: tuple[int, int, int]) -> None:
+    outputs = case.weight.shape[0]
+    count = outputs if per_channel and rounding != 2 else 1
+    scale = torch.linspace(0.001, 0.02, count) if rounding != 2 else torch.tensor([2.0**-7])
+    bias = torch.arange(outputs, dtype=torch.int32) * 100 - 300
+    zero, windows, one = case.zero_point, case.positional, scale[:1]
+    image = (case.input, case.weight, None)
+    low, high, output_zero = limits
+    size = list(case.input.shape[2:])
+    assert_same("int8_conv2d_scaled", *image, bias, scale, zero, *windows)
+    seed = 2**40 + 5
+    assert_same("int8_conv2d_quantized", *image, bias, scale, zero, output_zero, low, high, rounding, seed, *windows)
+    gradient = (case.grad_output, case.weight, None)
+    assert_same("int8_conv2d_grad_input_scaled", *gradient, one, size, *windows)
+    assert_same("int8_conv2d_grad_input_quantized", *gradient, one, rounding, seed, size, *windows)
+    kernel = list(case.weight.shape[2:])
+    assert_same("int8_conv2d_grad_weight_scaled", case.grad_output, case.input, scale, zero, kernel, *windows)
+    for dtype in (torch.int8, torch.float32):
+        updated, expected = (channels_last(case.weight.to(dtype)).clone() for _ in range(2))
+        arguments = (case.grad_output, case.input, scale, zero, rounding, seed, *windows)
+        of_bias = odt.int8_conv2d_update_weight_(updated, *arguments)
+        assert torch.equal(of_bias, of("int8_conv2d_update_weight_", expected, *arguments))
+        assert torch.equal(updated, expected)
+
+
+def test_threads_change_no_bit() -> None:
+    case = make_case(4, (32, 48), (30, 30), (3, 3), padding=(1, 1))
+    found = []
+    for count in (1, 2, 3):
+        torch.set_num_threads(count)
+        output = ops.int8_conv2d_quantized(
+            case.input, case.weight, torch.tensor([0.001]), rounding="stochastic", seed=3, **case.windows
+        )
+        gradient = ops.int8_conv2d_grad_input_quantized(
+            case.grad_output, case.weight, torch.tensor([0.001]), (30, 30), seed=4, **case.windows
+        )
+        found.append((*output, *gradient))
+    torch.set_num_threads(2)
+    for other in found[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True))
+
+
+def test_stochastic_rounding_is_right_on_average() -> None:
+    ones = torch.ones(1, 1, 400, 400, dtype=torch.int8)
+    kernel = torch.ones(1, 1, 1, 1, dtype=torch.int8)
+    for fraction in (0.1, 0.5, 0.85):
+        scale = torch.tensor([fraction])
+        means = [
+            float(
+                ops.int8_conv2d_quantized(ones, kernel, scale, rounding="stochastic", seed=seed).output.float().mean()
+            )
+            for seed in range(3)
+        ]
+        assert len(set(means)) == 3
+        assert all(abs(mean - fraction) < 0.006 for mean in means)
+
+
+def test_draws_are_spread_and_independent() -> None:
+    drawn = plain.draws(1 << 16, 7)
+    counts = torch.histc(drawn, 16, 0, 1)
+    assert float((counts - 4096).abs().max()) < 300
+    for lag in (1, 2, 16, 64):
+        pairs = torch.stack([drawn[:-lag], drawn[lag:]])
+        assert abs(float(torch.corrcoef(pairs)[0, 1])) < 0.02
+
+
+def test_mask_and_largest() -> None:
+    row = torch.tensor([[1, 10, 100]], dtype=torch.int8)
+    found = ops.int8_linear_quantized(
+        torch.tensor([[2]], dtype=torch.int8), row.t(), torch.tensor([1.0]), low=0, high=50
+    )
+    assert found.output.tolist() == [[2, 20, 50]]
+    assert ops.unpack_bits(found.mask, 0, 3).tolist() == [True, True, False]
+    assert found.largest.item() == 200
+
+
+def test_packed_weights_follow_the_weight() -> None:
+    case = make_case(2, (12, 20), (9, 9), (3, 3), stride=(2, 2), padding=(1, 1))
+    cached = ops.PackedInt8Weight(case.weight, **case.windows)
+    before = cached.for_forward()
+    assert cached.for_forward() is before
+
+    def run() -> tuple[Tensor, Tensor]:
+        return (
+            ops.int8_conv2d(case.input, case.weight, packed=cached.for_forward(), **case.windows),
+            ops.int8_conv2d_grad_input(
+                case.grad_output, case.weight, case.input.shape[2:], packed=cached.for_grad_input(), **case.windows
+            ),
+        )
+
+    assert all(torch.equal(a, b) for a, b in zip(run(), (case.sums, case.input_sums), strict=True))
+    case.weight.neg_()
+    assert cached.for_forward() is not before
+    assert all(torch.equal(a, b) for a, b in zip(run(), (case.sums, case.input_sums), strict=True))
+    ops.int8_conv2d_update_weight_(case.weight, case.grad_output, case.input, torch.tensor([0.01]), **case.windows)
+    assert torch.equal(run()[0], case.sums)
+    cached.forget()
+    assert torch.equal(run()[0], case.sums)
+
+
+def test_linear_layers() -> None:
+    x, weight, out = numbers((2, 5, 13), "random", 1), numbers((7, 13), "random", 2), numbers((2, 5, 7), "random", 3)
+    wide = [t.long() for t in (x, weight, out)]
+    assert torch.equal(ops.int8_linear(x, weight, input_zero_point=4), (wide[0] - 4) @ wide[1].t())
+    assert torch.equal(ops.int8_linear_grad_input(out, weight), wide[2] @ wide[1])
+    of_weight, of_bias = ops.int8_linear_grad_weight(out, x)
+    rows, columns = wide[2].flatten(0, 1), wide[0].flatten(0, 1)
+    assert torch.equal(of_weight, rows.t() @ columns) and torch.equal(of_bias, rows.sum(0))
+    half = torch.tensor([0.5])
+    assert torch.equal(ops.int8_linear_scaled(x, weight, half), (wide[0] @ wide[1].t()).float() / 2)
+    assert torch.equal(ops.int8_linear_grad_input_scaled(out, weight, half), (wide[2] @ wide[1]).float() / 2)
+    assert torch.equal(ops.int8_linear_grad_weight_scaled(out, x, half).weight, (rows.t() @ columns).float() / 2)
+    fine = torch.tensor([2.0**-10])
+    quantized = ops.int8_linear_grad_input_quantized(out, weight, fine, rounding="nearest").gradient
+    assert torch.equal(quantized, ((wide[2] @ wide[1]).float() / 1024).round().clamp(-128, 127).to(torch.int8))
+    updated = weight.float()
+    ops.int8_linear_update_weight_(updated, out, x, half)
+    assert torch.equal(updated, weight.float() - (rows.t() @ columns).float() / 2)
+
+
+def test_nothing_in_nothing_out() -> None:
+    empty = torch.empty(0, 4, 5, 5, dtype=torch.int8)
+    weight = numbers((6, 4, 3, 3), "random", 1)
+    assert ops.int8_conv2d(empty, weight).shape == (0, 6, 3, 3)
+    assert ops.int8_conv2d_grad_input(torch.empty(0, 6, 3, 3, dtype=torch.int8), weight, (5, 5)).shape == empty.shape
+    found = ops.int8_conv2d_grad_weight(torch.empty(0, 6, 3, 3, dtype=torch.int8), empty, 3)
+    assert found.weight.shape == weight.shape and not found.weight.any() and not found.bias.any()
+
+
+def out(x: Tensor) -> Tensor:
+    """A gradient for six output channels of a 3 x 3 kernel."""
+    return x[:, [0, 1, 2, 3, 0, 1], :3, :3]
+
+
+BAD: list[tuple[str, Callable[[Tensor, Tensor, Tensor], object]]] = [
+    ("input must be an int8", lambda x, w, s: ops.int8_conv2d(x.float(), w)),
+    ("weight must be an int8", lambda x, w, s: ops.int8_conv2d(x, w[0])),
+    ("6 x 4 channels, which do not fit 4 input channels in 2 groups", lambda x, w, s: ops.int8_conv2d(x, w, groups=2)),
+    ("kernel is larger than the padded input", lambda x, w, s: ops.int8_conv2d(x, w, dilation=3)),
+    ("positive", lambda x, w, s: ops.int8_conv2d(x, w, stride=0)),
+    ("input_zero_point must be a value of int8, not 200", lambda x, w, s: ops.int8_conv2d(x, w, input_zero_point=200)),
+    ("scale must be", lambda x, w, s: ops.int8_conv2d_scaled(x, w, s.expand(5))),
+    ("finite", lambda x, w, s: ops.int8_conv2d_scaled(x, w, s / 0)),
+    ("low, high and output_zero_point", lambda x, w, s: ops.int8_conv2d_quantized(x, w, s, low=5, high=4)),
+    ("power of two", lambda x, w, s: ops.int8_conv2d_quantized(x, w, 3 * s, rounding="pseudo_stochastic")),
+    ("grad_output must have the output's shape", lambda x, w, s: ops.int8_conv2d_grad_input(x, w, (5, 5))),
+    ("grad_output must have the output's shape", lambda x, w, s: ops.int8_conv2d_grad_weight(x, x, 3)),
+    ("memory_format=torch.channels_last", lambda x, w, s: ops.int8_conv2d_update_weight_(w.contiguous(), out(x), x, s)),
+    ("weight must have 2 dimensions", lambda x, w, s: ops.int8_linear(x, w)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("message", "call"), BAD, ids=[message for message, _ in BAD])
+def test_bad_input_is_named(message: str, call: Callable[[Tensor, Tensor, Tensor], object]) -> None:
+    x, weight = numbers((2, 4, 5, 5), "random", 1), channels_last(numbers((6, 4, 3, 3), "random", 2))
+    with pytest.raises(RuntimeError, match=message):
+        call(x, weight, torch.tensor([0.5]))
+
+
+def test_roundings_have_names() -> None:
+    x = torch.ones(1, 1, 1, 1, dtype=torch.int8)
+    with pytest.raises(ValueError, match="choose one of nearest, stochastic, pseudo_stochastic"):
+        ops.int8_conv2d_quantized(x, x, torch.tensor([1.0]), rounding="up")  # type: ignore[arg-type]
+
+
+@pytest.mark.skipif(not _extensions.has_kernels, reason="packs nothing")
+def test_packed_for_another_weight_is_refused() -> None:
+    x, weight = numbers((2, 4, 5, 5), "random", 1), numbers((6, 4, 3, 3), "random", 2)
+    with pytest.raises(RuntimeError, match="packed is not what"):
+        ops.int8_conv2d(x, weight, packed=ops.int8_pack_weight(weight[:, :1, :1, :1]))
+
+
+def test_operators_are_registered_as_torch_wants_them() -> None:
+    case = make_case(2, (6, 8), (7, 7), (3, 3), stride=(2, 2), padding=(1, 1), groups=2)
+    scale, bias, windows = torch.tensor([0.01]), torch.arange(8, dtype=torch.int32), case.positional
+    size, kernel = [7, 7], [3, 3]
+    image, gradient = (case.input, case.weight, None), (case.grad_output, case.weight, None)
+    weight = channels_last(case.weight.clone())
+    samples: dict[str, tuple[Any, ...]] = {
+        "int8_pack_weight": (case.weight, *windows, True),
+        "int8_conv2d": (*image, 3, *windows),
+        "int8_conv2d_scaled": (*image, bias, scale, 3, *windows),
+        "int8_conv2d_quantized": (*image, bias, scale, 3, 1, -128, 127, 1, 5, *windows),
+        "int8_conv2d_grad_input": (*gradient, size, *windows),
+        "int8_conv2d_grad_input_scaled": (*gradient, scale, size, *windows),
+        "int8_conv2d_grad_input_quantized": (*gradient, scale, 1, 5, size, *windows),
+        "int8_conv2d_grad_weight": (case.grad_output, case.input, 3, kernel, *windows),
+        "int8_conv2d_grad_weight_scaled": (case.grad_output, case.input, scale, 3, kernel, *windows),
+        "int8_conv2d_update_weight_": (weight, case.grad_output, case.input, scale, 3, 1, 5, *windows),
+    }
+    for name, arguments in samples.items():
+        torch.library.opcheck(getattr(odt, name).default, arguments)
+
+
+def test_a_quantised_layer_trains() -> None:
+    """Gradient descent in int8 from end to end: a convolution learns another one's weights."""
+    torch.manual_seed(0)
+    target = torch.randint(-60, 61, (8, 4, 3, 3), dtype=torch.int8)
+    learned = channels_last(torch.zeros_like(target))
+    errors = []
+    for step in range(150):
+        x = torch.randint(-20, 21, (8, 4, 10, 10), dtype=torch.int8)
+        difference = ops.int8_conv2d(x, learned, padding=1) - ops.int8_conv2d(x, target, padding=1)
+        errors.append(float(difference.float().square().mean()))
+        scale = difference.abs().max().clamp(min=1) / 127
+        gradient = (difference / scale).round().to(torch.int8)
+        rate = (scale * 2.0**-18).reshape(1)
+        ops.int8_conv2d_update_weight_(learned, gradient, x, rate, seed=step, padding=1)
+    assert errors[-1] < errors[0] / 300
