@@ -5,6 +5,7 @@
 
 #include <iterator>
 
+#include "kernels/int8/table.h"
 #include "kernels/isa.h"
 
 namespace {
@@ -23,9 +24,14 @@ PyObject* instruction_sets(PyObject*, PyObject*) {
   return names;
 }
 
+PyObject* int8_table(PyObject*, PyObject*) {
+  return PyUnicode_FromString(kernels::int8::table().name);
+}
+
 PyMethodDef methods[] = {
     {"instruction_set", instruction_set, METH_NOARGS, "The set that kernels use on this machine."},
     {"instruction_sets", instruction_sets, METH_NOARGS, "All sets that kernels are compiled for, each with its name."},
+    {"int8_table", int8_table, METH_NOARGS, "The table of int8 kernels that products of matrices use."},
     {nullptr, nullptr, 0, nullptr}};
 
 PyModuleDef definition = {PyModuleDef_HEAD_INIT, "_C", nullptr, -1, methods, nullptr, nullptr, nullptr, nullptr};

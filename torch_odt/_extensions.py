@@ -112,6 +112,21 @@ def instruction_set() -> str | None:
     return None if _kernels is None else str(_kernels.instruction_set())
 
 
+def int8_table() -> str | None:
+    """The table of int8 kernels in use: of those that the instruction set holds, the fastest.
+
+    When to choose it: to report on an installation, or to tell measurements of one table from those of another.
+
+    Returns:
+        "scalar", "avx2", "avx_vnni", "avx512_vnni", "amx", "neon", "neon_dotprod" or "neon_i8mm"; None without kernels.
+
+    Example:
+        >>> int8_table()  # doctest: +SKIP
+        'avx512_vnni'
+    """
+    return None if _kernels is None else str(_kernels.int8_table())
+
+
 def instruction_sets() -> tuple[str, ...]:
     """All instruction sets that kernels are written for, of every architecture, in the order of preference.
 

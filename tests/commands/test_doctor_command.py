@@ -50,6 +50,8 @@ def test_the_cap_on_instruction_sets_is_reported(word: str, state: str) -> None:
     assert ("OdtWarning: TORCH_ODT_ISA is 'sse9'" in done.stderr) == (word == "sse9")
     kernels = next(finding["what"] for finding in document["findings"] if finding["topic"] == "kernels")
     assert kernels.startswith("baseline") or word != "baseline"
+    tables = {"scalar", "avx2", "avx_vnni", "avx512_vnni", "amx", "neon", "neon_dotprod", "neon_i8mm"}
+    assert kernels.split("int8 by ")[1].split(",")[0].split(";")[0] in tables
 
 
 def test_cache_that_cannot_be_written(terminal: Terminal, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -109,10 +109,11 @@ def _extension_advice(reason: str) -> str:
 def _kernels() -> Iterator[Finding]:
     from torch_odt import _extensions as extensions
 
-    used = extensions.instruction_set()
+    used, table = extensions.instruction_set(), extensions.int8_table()
     cap = os.environ.get(extensions.ISA_VARIABLE)
     if used is None:
         return
+    used = f"{used}, int8 by {table}"
     if problem := extensions.why_uncapped():
         yield Finding("kernels", f"{used}; {problem}", "degraded", "name one of them, or unset it")
     elif cap:

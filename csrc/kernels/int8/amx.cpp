@@ -161,7 +161,7 @@ TORCH_ODT_TARGET void multiply(const Product& of) {
 } // namespace
 
 const Table& amx_table() {
-  static constexpr Table result = {1, 64, 0, true, pack_left_row, pack_left_columns, pack_right, multiply};
+  static constexpr Table result = {"amx", 1, 64, 0, true, pack_left_row, pack_left_columns, pack_right, multiply};
   return result;
 }
 

@@ -85,7 +85,7 @@ void multiply(const Product& of) {
 } // namespace
 
 const Table& avx2_table() {
-  static constexpr Table result = {2, 2, 0, false, pack_left_row, interleave, interleave, multiply};
+  static constexpr Table result = {"avx2", 2, 2, 0, false, pack_left_row, interleave, interleave, multiply};
   return result;
 }
 

@@ -39,8 +39,8 @@ struct Constants {
 
 template <Rounding kRounding>
 TORCH_ODT_TARGET_INLINE __m512i rounded(__m512 values, const Constants& all, uint32_t draws) {
-  // Beyond it int8 is clamped; an int32 would overflow.
-  values = _mm512_min_ps(values, _mm512_set1_ps(4194304.0F));
+  // Beyond these int8 is clamped; an int32 would overflow, and with a zero point it would wrap.
+  values = _mm512_max_ps(_mm512_min_ps(values, _mm512_set1_ps(4194304.0F)), _mm512_set1_ps(-4194304.0F));
   if constexpr (kRounding == Rounding::nearest) {
     return _mm512_cvt_roundps_epi32(values, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
   } else {

@@ -67,7 +67,7 @@ void multiply(const Product& of) {
 } // namespace
 
 const Table& neon_table() {
-  static constexpr Table result = {1, 4, 0, false, pack_left_row, interleave, interleave, multiply};
+  static constexpr Table result = {"neon", 1, 4, 0, false, pack_left_row, interleave, interleave, multiply};
   return result;
 }
 

@@ -74,7 +74,7 @@ void multiply(const Product& of) {
 } // namespace
 
 const Table& neon_dotprod_table() {
-  static constexpr Table result = {1, 4, 0, false, pack_left_row, interleave, interleave, multiply};
+  static constexpr Table result = {"neon_dotprod", 1, 4, 0, false, pack_left_row, interleave, interleave, multiply};
   return result;
 }
 

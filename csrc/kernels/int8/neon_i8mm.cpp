@@ -93,7 +93,7 @@ void multiply(const Product& of) {
 } // namespace
 
 const Table& neon_i8mm_table() {
-  static constexpr Table result = {1, 8, 0, false, pack_left_row, interleave, interleave, multiply};
+  static constexpr Table result = {"neon_i8mm", 1, 8, 0, false, pack_left_row, interleave, interleave, multiply};
   return result;
 }
 

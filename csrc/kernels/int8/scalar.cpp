@@ -41,7 +41,7 @@ void multiply(const Product& of) {
 } // namespace
 
 const Table& scalar_table() {
-  static constexpr Table result = {1, 4, 0, false, pack_left_row, interleave, interleave, multiply};
+  static constexpr Table result = {"scalar", 1, 4, 0, false, pack_left_row, interleave, interleave, multiply};
   return result;
 }
 

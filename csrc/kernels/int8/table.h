@@ -46,6 +46,7 @@ struct Interleaving {
 };
 
 struct Table {
+  const char* name;
   // Values as they are packed: int8, or int16 where the set multiplies no bytes.
   int64_t value_bytes;
   // The depth is filled up with zeros of the right operand to a multiple of this.
