@@ -2,7 +2,6 @@
 #if defined(__x86_64__) && defined(__GNUC__)
 
 #include "depthwise_tables.h"
-#include "interleave.h"
 #include "intrinsics_x86.h"
 
 #define TORCH_ODT_TARGET [[gnu::target("avx512f,avx512bw,avx512vl,avx512dq,avx512vnni")]]
@@ -55,14 +54,17 @@ struct Steps<1> {
   TORCH_ODT_TARGET_INLINE Steps load(
       const int8_t* a, const int8_t* b, const int8_t* c, const int8_t* d, int64_t channels, int8_t flips) {
     const auto some = static_cast<__mmask16>(channels >= kVector ? 0xffff : (1 << channels) - 1);
-    __m512i steps;
-    interleave_block(
-        (Bytes16)_mm_maskz_loadu_epi8(some, a),
-        (Bytes16)_mm_maskz_loadu_epi8(some, b),
-        (Bytes16)_mm_maskz_loadu_epi8(some, c),
-        (Bytes16)_mm_maskz_loadu_epi8(some, d),
-        flips,
-        &steps);
+    const __m128i first = _mm_maskz_loadu_epi8(some, a);
+    const __m128i second = _mm_maskz_loadu_epi8(some, b);
+    const __m128i third = _mm_maskz_loadu_epi8(some, c);
+    const __m128i fourth = _mm_maskz_loadu_epi8(some, d);
+    const __m256i pairs = _mm256_set_m128i(_mm_unpackhi_epi8(first, second), _mm_unpacklo_epi8(first, second));
+    const __m256i others = _mm256_set_m128i(_mm_unpackhi_epi8(third, fourth), _mm_unpacklo_epi8(third, fourth));
+    // Lanes of 16 bytes: the first and third quarter of the channels, then the second and fourth.
+    const __m256i odd = _mm256_unpacklo_epi16(pairs, others);
+    const __m256i even = _mm256_unpackhi_epi16(pairs, others);
+    const __m512i lanes = _mm512_inserti64x4(_mm512_castsi256_si512(odd), even, 1);
+    const __m512i steps = _mm512_xor_si512(_mm512_shuffle_i32x4(lanes, lanes, 0xd8), _mm512_set1_epi8(flips));
     return {{steps}};
   }
 };

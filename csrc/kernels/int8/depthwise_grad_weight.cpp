@@ -11,8 +11,8 @@ namespace torch_odt::kernels::int8 {
 
 namespace {
 
-constexpr int64_t kChannelsAtOnce = 64;
 constexpr int64_t kSlackPixels = 4;
+constexpr int64_t kChannelsOfBlock = 64;
 
 int64_t padded_outputs(const Conv2d& conv) {
   return divided(conv.columns.output, 4) * 4;
@@ -22,6 +22,11 @@ int64_t padded_outputs(const Conv2d& conv) {
 int64_t width_of(const Conv2d& conv) {
   return (padded_outputs(conv) - 1) * conv.columns.stride + (conv.columns.kernel - 1) * conv.columns.dilation + 1 +
       kSlackPixels;
+}
+
+// Channels of the sums, for whole vectors.
+int64_t padded_channels(const Conv2d& conv) {
+  return divided(conv.in_channels, kPanelColumns) * kPanelColumns;
 }
 
 struct Workspace {
@@ -35,9 +40,9 @@ struct Workspace {
   const int8_t** pixels;
 
   Workspace(const Conv2d& conv, void* at) : pieces(at) {
-    sums = pieces.take<int32_t>(conv.taps() * kChannelsAtOnce);
-    wide_sums = pieces.take<int64_t>(conv.taps() * kChannelsAtOnce);
-    part_bias = pieces.take<int64_t>(kChannelsAtOnce);
+    sums = pieces.take<int32_t>(conv.taps() * padded_channels(conv));
+    wide_sums = pieces.take<int64_t>(conv.taps() * padded_channels(conv));
+    part_bias = pieces.take<int64_t>(conv.in_channels);
     zeros = pieces.take<int8_t>(conv.in_channels + kAlignment);
     padding = pieces.take<int8_t>(conv.in_channels + kAlignment);
     gradients = pieces.take<const int8_t*>(padded_outputs(conv));
@@ -59,10 +64,10 @@ class ChannelsGradient {
     channels_ = channels;
     const int64_t lines = conv_.batch * conv_.rows.output;
     const int64_t part = std::max<int64_t>(1, kMostDepth / std::max<int64_t>(1, conv_.columns.output));
-    std::fill_n(own_.wide_sums, conv_.taps() * kChannelsAtOnce, 0);
+    std::fill_n(own_.wide_sums, conv_.taps() * padded_channels(conv_), 0);
     for (int64_t begin = 0; begin < lines; begin += part) {
       const int64_t end = std::min(lines, begin + part);
-      std::fill_n(own_.sums, conv_.taps() * kChannelsAtOnce, 0);
+      std::fill_n(own_.sums, conv_.taps() * padded_channels(conv_), 0);
       for (int64_t line = begin; line < end; ++line) {
         add_line(line);
       }
@@ -96,8 +101,8 @@ class ChannelsGradient {
            conv_.columns.dilation,
            first_,
            channels_,
-           own_.sums + tap * conv_.columns.kernel * kChannelsAtOnce,
-           kChannelsAtOnce});
+           own_.sums + tap * conv_.columns.kernel * padded_channels(conv_),
+           padded_channels(conv_)});
     }
   }
 
@@ -111,7 +116,7 @@ class ChannelsGradient {
     const int64_t offset = zero_point_ + depthwise_table().pixel_offset;
     for (int64_t channel = 0; channel < channels_; ++channel) {
       for (int64_t tap = 0; tap < conv_.taps(); ++tap) {
-        const auto sum = static_cast<uint32_t>(own_.sums[tap * kChannelsAtOnce + channel]);
+        const auto sum = static_cast<uint32_t>(own_.sums[tap * padded_channels(conv_) + channel]);
         const auto bias = static_cast<uint32_t>(offset * own_.part_bias[channel]);
         own_.wide_sums[channel * conv_.taps() + tap] += static_cast<int32_t>(sum - bias);
       }
@@ -133,26 +138,31 @@ class ChannelsGradient {
 
   template <typename Sum>
   float finish_as(const Finish& how) const {
-    const int64_t taps = conv_.taps();
-    std::array<int64_t, kChannelsAtOnce> places;
-    std::array<Sum, kChannelsAtOnce * kBlockColumns> sums;
     float largest = 0;
-    for (int64_t first = 0; first < taps; first += kBlockColumns) {
-      const int64_t columns = std::min(kBlockColumns, taps - first);
-      for (int64_t channel = 0; channel < channels_; ++channel) {
-        places[static_cast<size_t>(channel)] = (first_ + channel) * taps + first;
-        for (int64_t i = 0; i < columns; ++i) {
-          sums[static_cast<size_t>(channel * kBlockColumns + i)] =
-              static_cast<Sum>(own_.wide_sums[channel * taps + first + i]);
-        }
+    for (int64_t channel = 0; channel < channels_; channel += kChannelsOfBlock) {
+      for (int64_t tap = 0; tap < conv_.taps(); tap += kBlockColumns) {
+        largest = std::max(largest, finish_block<Sum>(channel, tap, how));
       }
-      largest = std::max(
-          largest,
-          finish(
-              how,
-              Block<Sum>{sums.data(), kBlockColumns, channels_, columns, places.data(), first_, nullptr, nullptr}));
     }
     return largest;
+  }
+
+  template <typename Sum>
+  float finish_block(int64_t channel, int64_t tap, const Finish& how) const {
+    const int64_t rows = std::min(kChannelsOfBlock, channels_ - channel);
+    const int64_t columns = std::min(kBlockColumns, conv_.taps() - tap);
+    std::array<int64_t, kChannelsOfBlock> places;
+    std::array<Sum, kChannelsOfBlock * kBlockColumns> sums;
+    for (int64_t row = 0; row < rows; ++row) {
+      places[static_cast<size_t>(row)] = (first_ + channel + row) * conv_.taps() + tap;
+      const int64_t* const from = own_.wide_sums + (channel + row) * conv_.taps() + tap;
+      for (int64_t i = 0; i < columns; ++i) {
+        sums[static_cast<size_t>(row * kBlockColumns + i)] = static_cast<Sum>(from[i]);
+      }
+    }
+    return finish(
+        how,
+        Block<Sum>{sums.data(), kBlockColumns, rows, columns, places.data(), first_ + channel, nullptr, nullptr});
   }
 
   const Conv2d& conv_;
@@ -184,11 +194,9 @@ float depthwise_grad_weight(
   threads.share(divided(conv.in_channels, kPanelColumns), [&](int64_t thread, int64_t begin, int64_t end) {
     ChannelsGradient gradient(
         conv, grad_output, input, zero_point, static_cast<char*>(workspace) + thread * thread_bytes);
-    float& most = largest[static_cast<size_t>(thread)];
+    const int64_t first = begin * kPanelColumns;
     const int64_t last = std::min(conv.in_channels, end * kPanelColumns);
-    for (int64_t channel = begin * kPanelColumns; channel < last; channel += kChannelsAtOnce) {
-      most = std::max(most, gradient(channel, std::min(kChannelsAtOnce, last - channel), grad_bias, how));
-    }
+    largest[static_cast<size_t>(thread)] = gradient(first, last - first, grad_bias, how);
   });
   return *std::max_element(largest.begin(), largest.end());
 }
