@@ -20,11 +20,11 @@ struct Steps {
   __m256i odd[2];
 };
 
-TORCH_ODT_TARGET_INLINE Steps split(const __m256i* steps) {
+TORCH_ODT_TARGET_INLINE Steps split(__m256i low, __m256i high) {
   Steps result;
 #pragma GCC unroll 2
   for (int half = 0; half < 2; ++half) {
-    const __m256i bytes = _mm256_loadu_si256(steps + half);
+    const __m256i bytes = half == 0 ? low : high;
     result.even[half] = _mm256_srai_epi16(_mm256_slli_epi16(bytes, 8), 8);
     result.odd[half] = _mm256_srai_epi16(bytes, 8);
   }
@@ -32,14 +32,15 @@ TORCH_ODT_TARGET_INLINE Steps split(const __m256i* steps) {
 }
 
 TORCH_ODT_TARGET_INLINE Steps load(const int8_t* a, const int8_t* b, const int8_t* c, const int8_t* d, int64_t channels) {
-  __m256i steps[2];
-  if (channels >= kChannels) {
-    interleave_block(load16(a), load16(b), load16(c), load16(d), 0, steps);
-  } else {
-    interleave_block(
-        load_some(a, channels), load_some(b, channels), load_some(c, channels), load_some(d, channels), 0, steps);
-  }
-  return split(steps);
+  const bool whole = channels >= kChannels;
+  const Steps16 steps = interleaved(
+      whole ? load16(a) : load_some(a, channels),
+      whole ? load16(b) : load_some(b, channels),
+      whole ? load16(c) : load_some(c, channels),
+      whole ? load16(d) : load_some(d, channels));
+  return split(
+      _mm256_set_m128i((__m128i)steps.fours[1], (__m128i)steps.fours[0]),
+      _mm256_set_m128i((__m128i)steps.fours[3], (__m128i)steps.fours[2]));
 }
 
 TORCH_ODT_TARGET_INLINE __m256i add_products(__m256i sum, const Steps& a, const Steps& b, int half) {
@@ -69,7 +70,8 @@ TORCH_ODT_TARGET void sum_group(const DepthwiseRow& of, int64_t output, int64_t 
           of.channels - channel);
 #pragma GCC unroll 2
       for (int i = 0; i < kGroup; ++i, weights += of.weights_stride) {
-        const Steps weight = split((const __m256i*)weights);
+        const Steps weight = split(
+            _mm256_loadu_si256((const __m256i*)weights), _mm256_loadu_si256((const __m256i*)weights + 1));
         sums[i][0] = add_products(sums[i][0], steps, weight, 0);
         sums[i][1] = add_products(sums[i][1], steps, weight, 1);
       }

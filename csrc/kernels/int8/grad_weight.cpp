@@ -14,6 +14,10 @@ namespace {
 
 constexpr int64_t kMostRows = 256;
 constexpr int64_t kMostColumns = 512;
+// Where there are few pixels, writing the gradient is most of the work: sums have to stay in the first cache.
+constexpr int64_t kFewPixels = 128;
+constexpr int64_t kFewRows = 64;
+constexpr int64_t kFewColumns = 512;
 constexpr int64_t kMostPixels = 2048;
 constexpr int64_t kPackedBytes = 393216;
 
@@ -33,8 +37,9 @@ struct Cut {
     const int64_t panels = divided(conv.taps() * conv.in_depth(), kPanelColumns);
     by_taps = conv.taps() == 1 || conv.in_depth() % kPanelColumns == 0;
     wide = conv.out_pixels() > kMostDepth;
-    row_blocks = divided(rows, kMostRows);
-    column_blocks = divided(panels, kMostColumns / kPanelColumns);
+    const bool few = conv.out_pixels() <= kFewPixels;
+    row_blocks = divided(rows, few ? kFewRows : kMostRows);
+    column_blocks = divided(panels, (few ? kFewColumns : kMostColumns) / kPanelColumns);
     const int64_t wanted = divided(threads.count, conv.groups);
     if (row_blocks * column_blocks < wanted) {
       column_blocks = std::min(panels, divided(wanted, row_blocks));

@@ -46,23 +46,28 @@ TORCH_ODT_INLINE Bytes16 load_some(const int8_t* from, int64_t count) {
   return result;
 }
 
-// 16 columns of four rows as 64 bytes, each with the bits of `flip` turned.
-TORCH_ODT_INLINE void interleave_block(Bytes16 a, Bytes16 b, Bytes16 c, Bytes16 d, int8_t flip, void* to) {
-  const Bytes16 flips = Bytes16{} + flip;
-  a ^= flips;
-  b ^= flips;
-  c ^= flips;
-  d ^= flips;
+// 16 columns of four rows as four vectors of four columns.
+struct Steps16 {
+  Bytes16 fours[4];
+};
+
+TORCH_ODT_INLINE Steps16 interleaved(Bytes16 a, Bytes16 b, Bytes16 c, Bytes16 d) {
   const Bytes16 low_ab = zip_low(a, b);
   const Bytes16 low_cd = zip_low(c, d);
   const Bytes16 high_ab = zip_high(a, b);
   const Bytes16 high_cd = zip_high(c, d);
-  const Bytes16 result[4] = {
-      zip_words_low(low_ab, low_cd),
-      zip_words_high(low_ab, low_cd),
-      zip_words_low(high_ab, high_cd),
-      zip_words_high(high_ab, high_cd)};
-  __builtin_memcpy(to, result, sizeof(result));
+  return {
+      {zip_words_low(low_ab, low_cd),
+       zip_words_high(low_ab, low_cd),
+       zip_words_low(high_ab, high_cd),
+       zip_words_high(high_ab, high_cd)}};
+}
+
+// The same as 64 bytes, each with the bits of `flip` turned.
+TORCH_ODT_INLINE void interleave_block(Bytes16 a, Bytes16 b, Bytes16 c, Bytes16 d, int8_t flip, void* to) {
+  const Bytes16 flips = Bytes16{} + flip;
+  const Steps16 result = interleaved(a ^ flips, b ^ flips, c ^ flips, d ^ flips);
+  __builtin_memcpy(to, &result, sizeof(result));
 }
 
 TORCH_ODT_INLINE void interleave_bytes(const Interleaving& of, int8_t flip) {
