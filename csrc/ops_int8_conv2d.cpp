@@ -522,7 +522,6 @@ struct GradWeightArguments {
     auto* const sums = static_cast<int64_t*>(grad_bias.mutable_data_ptr());
     Tensor workspace =
         empty_flat(grad_weight_workspace_bytes(conv, threads) * threads.count, ScalarType::Byte, input);
-    sum_pixels(bytes_of(gradient), conv.out_pixels(), conv.out_channels, threads, sums);
     grad_weight(
         conv,
         bytes_of(gradient),

@@ -72,20 +72,16 @@ float grad_input(
     const Threads& threads,
     void* workspace);
 
-// The weight's gradient, or an update of the weight with it. `grad_bias` is what sum_pixels() makes of the output's
-// gradient.
+// The weight's gradient, or an update of the weight with it; and the bias's, the sum of the output's over all pixels.
 int64_t grad_weight_workspace_bytes(const Conv2d& conv, const Threads& threads);
 float grad_weight(
     const Conv2d& conv,
     const int8_t* grad_output,
     const int8_t* input,
     int32_t zero_point,
-    const int64_t* grad_bias,
+    int64_t* grad_bias,
     const Finish& how,
     const Threads& threads,
     void* workspace);
-
-// The sum of each channel over all pixels: the gradient of a bias.
-void sum_pixels(const int8_t* image, int64_t pixels, int64_t channels, const Threads& threads, int64_t* sums);
 
 } // namespace torch_odt::kernels::int8

@@ -29,7 +29,7 @@ float depthwise_grad_weight(
     const int8_t* grad_output,
     const int8_t* input,
     int32_t zero_point,
-    const int64_t* grad_bias,
+    int64_t* grad_bias,
     const Finish& how,
     const Threads& threads,
     void* workspace);

@@ -95,7 +95,6 @@ void sum_row(const DepthwiseRow& of) {
 
 template <int kTaps>
 TORCH_ODT_TARGET void sum_taps(const DepthwiseGradient& of, int64_t tap, int64_t channel) {
-  const int64_t from = of.first_channel + channel;
   int32_t* const to = of.sums + tap * of.sums_stride + channel;
   __m256i sums[kTaps][2];
 #pragma GCC unroll 3
@@ -106,19 +105,19 @@ TORCH_ODT_TARGET void sum_taps(const DepthwiseGradient& of, int64_t tap, int64_t
   for (int64_t output = 0; output < of.outputs; output += 4) {
     const int8_t* const* const gradients = of.grad_output + output;
     const Steps gradient = load(
-        gradients[0] + from,
-        gradients[1] + from,
-        gradients[2] + from,
-        gradients[3] + from,
+        gradients[0] + channel,
+        gradients[1] + channel,
+        gradients[2] + channel,
+        gradients[3] + channel,
         of.channels - channel);
 #pragma GCC unroll 3
     for (int i = 0; i < kTaps; ++i) {
       const int8_t* const* const pixels = of.pixels + output * of.step + (tap + i) * of.spacing;
       const Steps steps = load(
-          pixels[0] + from,
-          pixels[of.step] + from,
-          pixels[2 * of.step] + from,
-          pixels[3 * of.step] + from,
+          pixels[0] + channel,
+          pixels[of.step] + channel,
+          pixels[2 * of.step] + channel,
+          pixels[3 * of.step] + channel,
           of.channels - channel);
       sums[i][0] = add_products(sums[i][0], steps, gradient, 0);
       sums[i][1] = add_products(sums[i][1], steps, gradient, 1);

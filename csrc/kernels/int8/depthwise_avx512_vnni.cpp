@@ -132,7 +132,6 @@ void sum_row(const DepthwiseRow& of) {
 // Some taps, whose sums stay in registers over the row.
 template <int kVectors, int kTaps>
 TORCH_ODT_TARGET void sum_taps(const DepthwiseGradient& of, int64_t tap, int64_t channel) {
-  const int64_t from = of.first_channel + channel;
   int32_t* const to = of.sums + tap * of.sums_stride + channel;
   __m512i sums[kTaps][kVectors];
 #pragma GCC unroll 3
@@ -145,20 +144,20 @@ TORCH_ODT_TARGET void sum_taps(const DepthwiseGradient& of, int64_t tap, int64_t
   for (int64_t output = 0; output < of.outputs; output += 4) {
     const int8_t* const* const gradients = of.grad_output + output;
     const auto gradient = Steps<kVectors>::load(
-        gradients[0] + from,
-        gradients[1] + from,
-        gradients[2] + from,
-        gradients[3] + from,
+        gradients[0] + channel,
+        gradients[1] + channel,
+        gradients[2] + channel,
+        gradients[3] + channel,
         of.channels - channel,
         0);
 #pragma GCC unroll 3
     for (int i = 0; i < kTaps; ++i) {
       const int8_t* const* const pixels = of.pixels + output * of.step + (tap + i) * of.spacing;
       const auto steps = Steps<kVectors>::load(
-          pixels[0] + from,
-          pixels[of.step] + from,
-          pixels[2 * of.step] + from,
-          pixels[3 * of.step] + from,
+          pixels[0] + channel,
+          pixels[of.step] + channel,
+          pixels[2 * of.step] + channel,
+          pixels[3 * of.step] + channel,
           of.channels - channel,
           kFlip);
 #pragma GCC unroll 4

@@ -6,6 +6,7 @@
 #include "depthwise.h"
 #include "depthwise_tables.h"
 #include "memory.h"
+#include "sums.h"
 
 namespace torch_odt::kernels::int8 {
 
@@ -33,7 +34,7 @@ struct Workspace {
   Pieces pieces;
   int32_t* sums; // [tap][channel]
   int64_t* wide_sums; // [channel][tap]
-  int64_t* part_bias;
+  int32_t* part_bias; // of the output's gradient
   int8_t* zeros;
   int8_t* padding;
   const int8_t** gradients;
@@ -42,7 +43,7 @@ struct Workspace {
   Workspace(const Conv2d& conv, void* at) : pieces(at) {
     sums = pieces.take<int32_t>(conv.taps() * padded_channels(conv));
     wide_sums = pieces.take<int64_t>(conv.taps() * padded_channels(conv));
-    part_bias = pieces.take<int64_t>(conv.in_channels);
+    part_bias = pieces.take<int32_t>(conv.in_channels);
     zeros = pieces.take<int8_t>(conv.in_channels + kAlignment);
     padding = pieces.take<int8_t>(conv.in_channels + kAlignment);
     gradients = pieces.take<const int8_t*>(padded_outputs(conv));
@@ -59,19 +60,21 @@ class ChannelsGradient {
     std::memset(own_.padding, zero_point, static_cast<size_t>(conv.in_channels + kAlignment));
   }
 
-  float operator()(int64_t first, int64_t channels, const int64_t* grad_bias, const Finish& how) {
+  float operator()(int64_t first, int64_t channels, int64_t* grad_bias, const Finish& how) {
     first_ = first;
     channels_ = channels;
     const int64_t lines = conv_.batch * conv_.rows.output;
     const int64_t part = std::max<int64_t>(1, kMostDepth / std::max<int64_t>(1, conv_.columns.output));
     std::fill_n(own_.wide_sums, conv_.taps() * padded_channels(conv_), 0);
+    std::fill_n(grad_bias + first, channels, 0);
     for (int64_t begin = 0; begin < lines; begin += part) {
       const int64_t end = std::min(lines, begin + part);
       std::fill_n(own_.sums, conv_.taps() * padded_channels(conv_), 0);
+      std::fill_n(own_.part_bias, channels, 0);
       for (int64_t line = begin; line < end; ++line) {
         add_line(line);
       }
-      widen(begin, end, lines, grad_bias);
+      widen(grad_bias + first);
     }
     return finish_channels(how);
   }
@@ -79,10 +82,11 @@ class ChannelsGradient {
  private:
   void add_line(int64_t line) {
     const int64_t channels = conv_.in_channels;
-    const int8_t* const gradients = grad_output_ + line * conv_.columns.output * channels;
+    const int8_t* const gradients = grad_output_ + line * conv_.columns.output * channels + first_;
     for (int64_t i = 0; i < padded_outputs(conv_); ++i) {
       own_.gradients[i] = i < conv_.columns.output ? gradients + i * channels : own_.zeros;
     }
+    add_rows(own_.gradients, conv_.columns.output, channels_, own_.part_bias);
     for (int64_t tap = 0; tap < conv_.rows.kernel; ++tap) {
       const int64_t row = conv_.rows.position(line % conv_.rows.output, tap);
       const bool inside = row >= 0 && row < conv_.rows.input;
@@ -90,7 +94,7 @@ class ChannelsGradient {
       for (int64_t i = 0; i < width_of(conv_); ++i) {
         const int64_t position = i - conv_.columns.padding;
         const bool shown = inside && position >= 0 && position < conv_.columns.input;
-        own_.pixels[i] = shown ? input_ + (place + position) * channels : own_.padding;
+        own_.pixels[i] = shown ? input_ + (place + position) * channels + first_ : own_.padding;
       }
       depthwise_table().sum_gradient(
           {own_.gradients,
@@ -99,7 +103,6 @@ class ChannelsGradient {
            conv_.columns.kernel,
            conv_.columns.stride,
            conv_.columns.dilation,
-           first_,
            channels_,
            own_.sums + tap * conv_.columns.kernel * padded_channels(conv_),
            padded_channels(conv_)});
@@ -107,27 +110,14 @@ class ChannelsGradient {
   }
 
   // Takes what int32 holds to where there is room, without what was added to each pixel.
-  void widen(int64_t begin, int64_t end, int64_t lines, const int64_t* grad_bias) {
-    if (begin == 0 && end == lines) {
-      std::copy_n(grad_bias + first_, channels_, own_.part_bias);
-    } else {
-      sum_part(begin, end);
-    }
+  void widen(int64_t* grad_bias) {
     const int64_t offset = zero_point_ + depthwise_table().pixel_offset;
     for (int64_t channel = 0; channel < channels_; ++channel) {
+      grad_bias[channel] += own_.part_bias[channel];
+      const auto bias = static_cast<uint32_t>(offset * own_.part_bias[channel]);
       for (int64_t tap = 0; tap < conv_.taps(); ++tap) {
         const auto sum = static_cast<uint32_t>(own_.sums[tap * padded_channels(conv_) + channel]);
-        const auto bias = static_cast<uint32_t>(offset * own_.part_bias[channel]);
         own_.wide_sums[channel * conv_.taps() + tap] += static_cast<int32_t>(sum - bias);
-      }
-    }
-  }
-
-  void sum_part(int64_t begin, int64_t end) {
-    std::fill_n(own_.part_bias, channels_, 0);
-    for (int64_t pixel = begin * conv_.columns.output; pixel < end * conv_.columns.output; ++pixel) {
-      for (int64_t channel = 0; channel < channels_; ++channel) {
-        own_.part_bias[channel] += grad_output_[pixel * conv_.in_channels + first_ + channel];
       }
     }
   }
@@ -185,7 +175,7 @@ float depthwise_grad_weight(
     const int8_t* grad_output,
     const int8_t* input,
     int32_t zero_point,
-    const int64_t* grad_bias,
+    int64_t* grad_bias,
     const Finish& how,
     const Threads& threads,
     void* workspace) {

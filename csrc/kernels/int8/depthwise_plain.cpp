@@ -58,8 +58,7 @@ TORCH_ODT_INLINE void sum_gradient_body(const DepthwiseGradient* of) {
       uint32_t sum = 0;
       for (int64_t output = 0; output < of->outputs; ++output) {
         const int8_t* const pixel = of->pixels[output * of->step + tap * of->spacing];
-        const int64_t from = of->first_channel + channel;
-        sum += static_cast<uint32_t>(int32_t{of->grad_output[output][from]} * pixel[from]);
+        sum += static_cast<uint32_t>(int32_t{of->grad_output[output][channel]} * pixel[channel]);
       }
       int32_t& to = of->sums[tap * of->sums_stride + channel];
       to = static_cast<int32_t>(static_cast<uint32_t>(to) + sum);

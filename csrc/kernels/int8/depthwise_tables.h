@@ -37,9 +37,8 @@ struct DepthwiseGradient {
   int64_t taps;
   int64_t step;
   int64_t spacing;
-  int64_t first_channel;
   int64_t channels;
-  // From the first channel on, filled up to 16.
+  // Filled up to 16 channels.
   int32_t* sums;
   int64_t sums_stride;
 };

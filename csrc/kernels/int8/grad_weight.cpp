@@ -7,6 +7,7 @@
 #include "depthwise.h"
 #include "gather.h"
 #include "memory.h"
+#include "sums.h"
 
 namespace torch_odt::kernels::int8 {
 
@@ -79,6 +80,8 @@ struct Workspace {
   int32_t* sums;
   int64_t* wide_sums;
   int32_t* column_sums;
+  int32_t* row_sums; // of the output's gradient
+  int64_t* wide_row_sums;
   int8_t* zeros;
   int8_t* padding; // what lies around the image
   int8_t* gathered;
@@ -92,6 +95,8 @@ struct Workspace {
     sums = pieces.take<int32_t>(sums_count);
     wide_sums = pieces.take<int64_t>(cut.wide ? sums_count : 0);
     column_sums = pieces.take<int32_t>(cut.block_columns());
+    row_sums = pieces.take<int32_t>(cut.block_rows);
+    wide_row_sums = pieces.take<int64_t>(cut.block_rows);
     zeros = pieces.take<int8_t>(std::max(cut.block_rows, cut.block_columns()) + kAlignment);
     padding = pieces.take<int8_t>(conv.in_depth() + kAlignment);
     gathered = pieces.take<int8_t>(cut.by_taps ? 0 : cut.chunk_pixels * conv.taps() * conv.in_depth() + kAlignment);
@@ -122,17 +127,29 @@ class BlockGradient {
     std::memset(own_.padding, operands.zero_point, static_cast<size_t>(conv.in_depth() + kAlignment));
   }
 
-  float operator()(int64_t group, int64_t row_block, int64_t column_block, const int64_t* grad_bias, const Finish& how) {
+  float operator()(int64_t group, int64_t row_block, int64_t column_block, int64_t* grad_bias, const Finish& how) {
     group_ = group;
     first_row_ = row_block * cut_.block_rows;
     rows_ = std::min(cut_.block_rows, conv_.out_depth() - first_row_);
     first_column_ = column_block * cut_.block_columns();
     columns_ = std::min(cut_.block_columns(), conv_.taps() * conv_.in_depth() - first_column_);
-    const int64_t pixels = conv_.out_pixels();
-    if (!cut_.wide) {
-      sum(0, pixels);
-      return finish_block<int32_t>(own_.sums, grad_bias, how);
+    sums_rows_ = column_block == 0 || operands_.zero_point != 0;
+    std::fill_n(own_.wide_row_sums, rows_, 0);
+    const float largest = cut_.wide ? sum_wide(how) : sum_narrow(how);
+    if (column_block == 0) {
+      std::copy_n(own_.wide_row_sums, rows_, grad_bias + group * conv_.out_depth() + first_row_);
     }
+    return largest;
+  }
+
+ private:
+  float sum_narrow(const Finish& how) {
+    sum(0, conv_.out_pixels());
+    return finish_block<int32_t>(own_.sums, how);
+  }
+
+  float sum_wide(const Finish& how) {
+    const int64_t pixels = conv_.out_pixels();
     const int64_t part = kMostDepth / cut_.chunk_pixels * cut_.chunk_pixels;
     std::fill_n(own_.wide_sums, rows_ * cut_.block_columns(), 0);
     for (int64_t begin = 0; begin < pixels; begin += part) {
@@ -140,12 +157,12 @@ class BlockGradient {
       widen();
     }
     std::fill_n(own_.column_sums, cut_.block_columns(), 0);
-    return finish_block<int64_t>(own_.wide_sums, grad_bias, how);
+    return finish_block<int64_t>(own_.wide_sums, how);
   }
 
- private:
   void sum(int64_t begin, int64_t end) {
     std::fill_n(own_.column_sums, cut_.block_columns(), 0);
+    std::fill_n(own_.row_sums, rows_, 0);
     if (begin == end) {
       std::fill_n(own_.sums, rows_ * cut_.block_columns(), 0);
     }
@@ -166,6 +183,9 @@ class BlockGradient {
            cut_.block_columns(),
            pixel > begin});
     }
+    for (int64_t row = 0; row < rows_; ++row) {
+      own_.wide_row_sums[row] += own_.row_sums[row];
+    }
   }
 
   void pack_left(int64_t first, int64_t count) {
@@ -173,6 +193,9 @@ class BlockGradient {
     const int8_t* from = operands_.grad_output + first * conv_.out_channels + channel;
     for (int64_t i = 0; i < count; ++i, from += conv_.out_channels) {
       own_.left_rows[i] = from;
+    }
+    if (sums_rows_) {
+      add_rows(own_.left_rows, count, rows_, own_.row_sums);
     }
     std::fill(own_.left_rows + count, own_.left_rows + table().padded(count), own_.zeros);
     const bool by_rows = table().left_by_rows;
@@ -280,7 +303,7 @@ class BlockGradient {
   }
 
   template <typename Sum>
-  float finish_block(const Sum* sums, const int64_t* grad_bias, const Finish& how) const {
+  float finish_block(const Sum* sums, const Finish& how) const {
     const int64_t width = conv_.taps() * conv_.in_depth();
     const int64_t channel = group_ * conv_.out_depth() + first_row_;
     std::array<Sum, kMostRows> row_terms;
@@ -290,7 +313,7 @@ class BlockGradient {
       const int64_t columns = std::min(kBlockColumns, columns_ - first);
       for (int64_t row = 0; row < rows_; ++row) {
         const auto at = static_cast<size_t>(row);
-        row_terms[at] = static_cast<Sum>(-operands_.zero_point * grad_bias[channel + row]);
+        row_terms[at] = static_cast<Sum>(-operands_.zero_point * own_.wide_row_sums[row]);
         places[at] = (channel + row) * width + first_column_ + first;
       }
       std::array<int32_t, kBlockColumns> column_terms;
@@ -327,6 +350,7 @@ class BlockGradient {
   int64_t rows_ = 0;
   int64_t first_column_ = 0;
   int64_t columns_ = 0;
+  bool sums_rows_ = false;
 };
 
 } // namespace
@@ -343,7 +367,7 @@ float grad_weight(
     const int8_t* grad_output,
     const int8_t* input,
     int32_t zero_point,
-    const int64_t* grad_bias,
+    int64_t* grad_bias,
     const Finish& how,
     const Threads& threads,
     void* workspace) {

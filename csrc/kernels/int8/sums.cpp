@@ -1,11 +1,8 @@
 #include "sums.h"
 
 #include <algorithm>
-#include <array>
-#include <mutex>
 
 #include "../isa.h"
-#include "conv2d.h"
 
 namespace torch_odt::kernels::int8 {
 
@@ -21,7 +18,6 @@ TORCH_ODT_INLINE void sum_values(const int8_t* values, int64_t count, int32_t* r
 
 // As many rows at a time as their sums fit into 16 bits.
 constexpr int64_t kRowsAtOnce = 255;
-constexpr int64_t kColumnsAtOnce = 64;
 
 // Vectors of each size: bytes, and as many words.
 template <int kBytes>
@@ -73,9 +69,6 @@ struct AddRows {
   }
 };
 
-// Pixels whose sum fits into int32.
-constexpr int64_t kPixelsAtOnce = int64_t{1} << 23;
-
 } // namespace
 
 int32_t sum_of(const int8_t* values, int64_t count) {
@@ -86,35 +79,6 @@ int32_t sum_of(const int8_t* values, int64_t count) {
 
 void add_rows(const int8_t* const* rows, int64_t count, int64_t columns, int32_t* sums) {
   run_with_vectors<AddRows>(rows, count, columns, sums);
-}
-
-void sum_pixels(const int8_t* image, int64_t pixels, int64_t channels, const Threads& threads, int64_t* sums) {
-  std::fill_n(sums, channels, 0);
-  constexpr int64_t kGrain = 4096;
-  std::mutex mutex;
-  const int64_t chunks = std::max<int64_t>(1, (pixels + kGrain - 1) / kGrain);
-  threads.share(chunks, [&](int64_t, int64_t begin, int64_t end) {
-    std::array<const int8_t*, kRowsAtOnce> rows;
-    std::array<int32_t, kColumnsAtOnce> some;
-    for (int64_t first = 0; first < channels; first += kColumnsAtOnce) {
-      const int64_t width = std::min(kColumnsAtOnce, channels - first);
-      const int64_t last_pixel = std::min(pixels, end * kGrain);
-      for (int64_t from = begin * kGrain; from < last_pixel; from += kPixelsAtOnce) {
-        some.fill(0);
-        for (int64_t pixel = from; pixel < std::min(last_pixel, from + kPixelsAtOnce); pixel += kRowsAtOnce) {
-          const int64_t count = std::min(kRowsAtOnce, std::min(last_pixel, from + kPixelsAtOnce) - pixel);
-          for (int64_t i = 0; i < count; ++i) {
-            rows[static_cast<size_t>(i)] = image + (pixel + i) * channels + first;
-          }
-          add_rows(rows.data(), count, width, some.data());
-        }
-        const std::lock_guard<std::mutex> lock(mutex);
-        for (int64_t i = 0; i < width; ++i) {
-          sums[first + i] += some[static_cast<size_t>(i)];
-        }
-      }
-    }
-  });
 }
 
 } // namespace torch_odt::kernels::int8

@@ -161,16 +161,15 @@ std::vector<int32_t> sums_of(const Int8Sample& sample, kernels::int8::Pass pass,
   return result;
 }
 
-std::vector<int32_t> grad_weight_sums_of(const Int8Sample& sample, int64_t threads) {
+std::vector<int32_t> grad_weight_sums_of(const Int8Sample& sample, int64_t threads, std::vector<int64_t>& grad_bias) {
   using namespace kernels::int8;
   std::vector<int32_t> result(sample.weight.size(), 77);
-  std::vector<int64_t> grad_bias(static_cast<size_t>(sample.conv.out_channels));
+  grad_bias.assign(static_cast<size_t>(sample.conv.out_channels), 77);
   const Threads all{threads};
   std::vector<char> workspace(static_cast<size_t>(grad_weight_workspace_bytes(sample.conv, all) * threads));
   Finish how;
   how.output = result.data();
   how.channels_are_rows = true;
-  sum_pixels(sample.grad_output.data(), sample.conv.out_pixels(), sample.conv.out_channels, all, grad_bias.data());
   kernels::int8::grad_weight(
       sample.conv,
       sample.grad_output.data(),

@@ -44,6 +44,6 @@ std::string text_of(const Conv2d& conv);
 
 // A pass with one thread or as with several, all of which run after one another.
 std::vector<int32_t> sums_of(const Int8Sample& sample, kernels::int8::Pass pass, int64_t threads);
-std::vector<int32_t> grad_weight_sums_of(const Int8Sample& sample, int64_t threads);
+std::vector<int32_t> grad_weight_sums_of(const Int8Sample& sample, int64_t threads, std::vector<int64_t>& grad_bias);
 
 } // namespace torch_odt::tests
