@@ -48,6 +48,7 @@ from torch_odt.ops.int8_packing import (
     PackedInt8Weight,
     int8_pack_weight,
 )
+from torch_odt.ops.int8_training import int8_training_conv2d
 from torch_odt.ops.masked import clamp_with_mask, clamp_with_mask_backward, scale_masked
 from torch_odt.ops.max_pool import max_pool2d_with_offsets, max_pool2d_with_offsets_backward
 from torch_odt.ops.overwriting_batch_norm import batch_norm_act_backward_, batch_norm_add_act_backward_
@@ -87,6 +88,7 @@ __all__ = [
     "int8_linear_scaled",
     "int8_linear_update_weight_",
     "int8_pack_weight",
+    "int8_training_conv2d",
     "max_pool2d_with_offsets",
     "max_pool2d_with_offsets_backward",
     "pack_bits",
