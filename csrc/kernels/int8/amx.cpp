@@ -23,14 +23,8 @@ struct TileConfiguration {
   uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
 };
 
-TORCH_ODT_TARGET void pack_left_row(const int8_t* values, int64_t count, void* to) {
-  auto* const bytes = static_cast<int8_t*>(to);
-  int64_t i = 0;
-  for (; i + 64 <= count; i += 64) {
-    _mm512_storeu_si512(bytes + i, _mm512_loadu_si512(values + i));
-  }
-  const __mmask64 rest = (uint64_t{1} << (count - i)) - 1;
-  _mm512_mask_storeu_epi8(bytes + i, rest, _mm512_maskz_loadu_epi8(rest, values + i));
+TORCH_ODT_TARGET void pack_left_rows(const LeftRows& of) {
+  copy_rows_avx512(of, 0);
 }
 
 TORCH_ODT_TARGET void pack_right(const Interleaving& of) {
@@ -161,7 +155,7 @@ TORCH_ODT_TARGET void multiply(const Product& of) {
 } // namespace
 
 const Table& amx_table() {
-  static constexpr Table result = {"amx", 1, 64, 0, true, pack_left_row, pack_left_columns, pack_right, multiply};
+  static constexpr Table result = {"amx", 1, 64, 0, true, pack_left_rows, pack_left_columns, pack_right, multiply};
   return result;
 }
 

@@ -11,15 +11,18 @@ namespace torch_odt::kernels::int8 {
 
 namespace {
 
-TORCH_ODT_TARGET void pack_left_row(const int8_t* values, int64_t count, void* to) {
-  auto* const words = static_cast<int16_t*>(to);
-  int64_t i = 0;
-  for (; i + 16 <= count; i += 16) {
-    const __m128i bytes = _mm_loadu_si128((const __m128i*)(values + i));
-    _mm256_storeu_si256((__m256i*)(words + i), _mm256_cvtepi8_epi16(bytes));
-  }
-  for (; i < count; ++i) {
-    words[i] = values[i];
+TORCH_ODT_TARGET void pack_left_rows(const LeftRows& of) {
+  for (int64_t row = 0; row < of.rows; ++row) {
+    const int8_t* const values = of.from + row * of.from_stride;
+    auto* const words = reinterpret_cast<int16_t*>(static_cast<char*>(of.to) + row * of.to_stride);
+    int64_t i = 0;
+    for (; i + 16 <= of.count; i += 16) {
+      const __m128i bytes = _mm_loadu_si128((const __m128i*)(values + i));
+      _mm256_storeu_si256((__m256i*)(words + i), _mm256_cvtepi8_epi16(bytes));
+    }
+    for (; i < of.count; ++i) {
+      words[i] = values[i];
+    }
   }
 }
 
@@ -85,7 +88,7 @@ void multiply(const Product& of) {
 } // namespace
 
 const Table& avx2_table() {
-  static constexpr Table result = {"avx2", 2, 2, 0, false, pack_left_row, interleave, interleave, multiply};
+  static constexpr Table result = {"avx2", 2, 2, 0, false, pack_left_rows, interleave, interleave, multiply};
   return result;
 }
 

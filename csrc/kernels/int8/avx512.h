@@ -10,6 +10,23 @@ namespace torch_odt::kernels::int8 {
 
 #define TORCH_ODT_AVX512_INLINE [[gnu::target("avx512f,avx512bw,avx512vl,avx512dq"), gnu::always_inline]] static inline
 
+TORCH_ODT_AVX512_INLINE void copy_rows_avx512(const LeftRows& of, int8_t flip) {
+  const __m512i flips = _mm512_set1_epi8(flip);
+  const int64_t whole = of.count / 64 * 64;
+  const __mmask64 rest = (uint64_t{1} << (of.count - whole)) - 1;
+  const int8_t* from = of.from;
+  char* to = static_cast<char*>(of.to);
+  for (int64_t row = 0; row < of.rows; ++row, from += of.from_stride, to += of.to_stride) {
+    for (int64_t i = 0; i < whole; i += 64) {
+      _mm512_storeu_si512(to + i, _mm512_xor_si512(_mm512_loadu_si512(from + i), flips));
+    }
+    if (rest != 0) {
+      const __m512i some = _mm512_maskz_loadu_epi8(rest, from + whole);
+      _mm512_mask_storeu_epi8(to + whole, rest, _mm512_xor_si512(some, flips));
+    }
+  }
+}
+
 // As interleave_block for four blocks of 16 columns at once.
 TORCH_ODT_AVX512_INLINE void interleave_64_columns(
     const int8_t* const* rows, int64_t column, __m512i flip, char* to, int64_t block_bytes) {

@@ -14,15 +14,8 @@ namespace {
 
 constexpr int8_t kFlip = -128;
 
-TORCH_ODT_TARGET void pack_left_row(const int8_t* values, int64_t count, void* to) {
-  auto* const bytes = static_cast<int8_t*>(to);
-  const __m512i flip = _mm512_set1_epi8(kFlip);
-  int64_t i = 0;
-  for (; i + 64 <= count; i += 64) {
-    _mm512_storeu_si512(bytes + i, _mm512_xor_si512(_mm512_loadu_si512(values + i), flip));
-  }
-  const __mmask64 rest = (uint64_t{1} << (count - i)) - 1;
-  _mm512_mask_storeu_epi8(bytes + i, rest, _mm512_xor_si512(_mm512_maskz_loadu_epi8(rest, values + i), flip));
+TORCH_ODT_TARGET void pack_left_rows(const LeftRows& of) {
+  copy_rows_avx512(of, kFlip);
 }
 
 TORCH_ODT_TARGET void pack_left_columns(const Interleaving& of) {
@@ -122,7 +115,7 @@ TORCH_ODT_TARGET void add_column_sums(const void* panel, int64_t steps, int32_t*
 } // namespace
 
 const Table& avx512_vnni_table() {
-  static constexpr Table result = {"avx512_vnni", 1, 4, 128, false, pack_left_row, pack_left_columns, pack_right, multiply, add_column_sums};
+  static constexpr Table result = {"avx512_vnni", 1, 4, 128, false, pack_left_rows, pack_left_columns, pack_right, multiply, add_column_sums};
   return result;
 }
 

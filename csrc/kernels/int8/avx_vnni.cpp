@@ -14,16 +14,19 @@ namespace {
 constexpr int8_t kFlip = -128;
 constexpr int kRows = 6;
 
-TORCH_ODT_TARGET void pack_left_row(const int8_t* values, int64_t count, void* to) {
-  auto* const bytes = static_cast<int8_t*>(to);
+TORCH_ODT_TARGET void pack_left_rows(const LeftRows& of) {
   const __m256i flip = _mm256_set1_epi8(kFlip);
-  int64_t i = 0;
-  for (; i + 32 <= count; i += 32) {
-    const __m256i some = _mm256_loadu_si256((const __m256i*)(values + i));
-    _mm256_storeu_si256((__m256i*)(bytes + i), _mm256_xor_si256(some, flip));
-  }
-  for (; i < count; ++i) {
-    bytes[i] = static_cast<int8_t>(values[i] ^ kFlip);
+  for (int64_t row = 0; row < of.rows; ++row) {
+    const int8_t* const values = of.from + row * of.from_stride;
+    char* const bytes = static_cast<char*>(of.to) + row * of.to_stride;
+    int64_t i = 0;
+    for (; i + 32 <= of.count; i += 32) {
+      const __m256i some = _mm256_loadu_si256((const __m256i*)(values + i));
+      _mm256_storeu_si256((__m256i*)(bytes + i), _mm256_xor_si256(some, flip));
+    }
+    for (; i < of.count; ++i) {
+      bytes[i] = static_cast<char>(values[i] ^ kFlip);
+    }
   }
 }
 
@@ -93,7 +96,7 @@ TORCH_ODT_TARGET void add_column_sums(const void* panel, int64_t steps, int32_t*
 } // namespace
 
 const Table& avx_vnni_table() {
-  static constexpr Table result = {"avx_vnni", 1, 4, 128, false, pack_left_row, pack_left_columns, pack_right, multiply, add_column_sums};
+  static constexpr Table result = {"avx_vnni", 1, 4, 128, false, pack_left_rows, pack_left_columns, pack_right, multiply, add_column_sums};
   return result;
 }
 

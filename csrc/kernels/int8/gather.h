@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <utility>
 
 #include "taps.h"
 
@@ -38,48 +39,103 @@ struct Pixel {
   }
 };
 
-// Calls copy(from, count, at) and fill(count, at) for all values under the taps of one output, in the order
-// [row][column][channel]; `at` counts values.
+// Calls copy(row, rows, from, from_stride, count, at) and fill(row, count, at) for all values under the taps of the
+// outputs from `begin` up to but without `end`, each of which is a row in the order [row][column][channel] of its taps:
+// `row` is counted from `begin`, `at` are values from the beginning of a row. Outputs side by side in an image whose taps
+// all lie inside of it are copied at once.
 template <typename Copy, typename Fill>
-void gather(const Image& image, const Taps& rows, const Taps& columns, const Pixel& of, const Copy& copy, const Fill& fill) {
-  const int64_t left = columns.start + of.column * columns.step;
-  const auto inside = [&](int64_t tap) {
-    const int64_t position = left + tap * columns.spacing;
-    return position >= 0 && position < columns.source;
-  };
-  int64_t first = 0;
-  while (first < columns.count && !inside(first)) {
-    ++first;
-  }
-  int64_t last = first;
-  while (last < columns.count && inside(last)) {
-    ++last;
-  }
-  const bool side_by_side = columns.spacing == 1 && image.depth == image.channels;
-  for (int64_t tap = 0; tap < rows.count; ++tap) {
-    const int64_t row = rows.start + of.row * rows.step + tap * rows.spacing;
-    const int64_t at = tap * columns.count * image.depth;
-    if (row < 0 || row >= rows.source || first == last) {
-      fill(columns.count * image.depth, at);
-      continue;
+class Gather {
+ public:
+  Gather(const Image& image, const Taps& rows, const Taps& columns, const Copy& copy, const Fill& fill)
+      : image_(image), rows_(rows), columns_(columns), copy_(copy), fill_(fill) {}
+
+  void operator()(int64_t begin, int64_t end) const {
+    Pixel pixel(begin, rows_, columns_);
+    for (int64_t row = 0; row < end - begin;) {
+      const int64_t outputs = std::min(end - begin - row, columns_.outputs - pixel.column);
+      gather_line(pixel, outputs, row);
+      row += outputs;
+      pixel.column += outputs - 1;
+      pixel.advance(rows_, columns_);
     }
-    const int8_t* const line = image.data +
-        ((of.sample * rows.source + row) * columns.source + left) * image.channels + image.first_channel;
-    if (first > 0) {
-      fill(first * image.depth, at);
-    }
-    if (side_by_side) {
-      copy(line + first * image.channels, (last - first) * image.depth, at + first * image.depth);
-    } else {
-      for (int64_t column = first; column < last; ++column) {
-        copy(line + column * columns.spacing * image.channels, image.depth, at + column * image.depth);
+  }
+
+ private:
+  // Outputs of one row of the image.
+  void gather_line(const Pixel& first, int64_t outputs, int64_t row) const {
+    const auto [begin, end] = inside(first.column, outputs);
+    const int64_t width = columns_.count * image_.depth;
+    for (int64_t tap = 0; tap < rows_.count; ++tap) {
+      const int64_t source_row = rows_.start + first.row * rows_.step + tap * rows_.spacing;
+      const int64_t at = tap * width;
+      if (source_row < 0 || source_row >= rows_.source) {
+        for (int64_t i = 0; i < outputs; ++i) {
+          fill_(row + i, width, at);
+        }
+        continue;
+      }
+      const int8_t* const line = image_.data +
+          (first.sample * rows_.source + source_row) * columns_.source * image_.channels + image_.first_channel;
+      for (int64_t i = 0; i < begin; ++i) {
+        gather_taps(line, first.column + i, row + i, at);
+      }
+      if (begin < end) {
+        copy_inside(line, first.column + begin, row + begin, end - begin, at);
+      }
+      for (int64_t i = end; i < outputs; ++i) {
+        gather_taps(line, first.column + i, row + i, at);
       }
     }
-    if (last < columns.count) {
-      fill((columns.count - last) * image.depth, at + last * image.depth);
+  }
+
+  // Which of the outputs from a column on have all taps inside the image.
+  std::pair<int64_t, int64_t> inside(int64_t column, int64_t outputs) const {
+    const auto is_inside = [&](int64_t i) {
+      const int64_t left = columns_.start + (column + i) * columns_.step;
+      return left >= 0 && left + (columns_.count - 1) * columns_.spacing < columns_.source;
+    };
+    int64_t begin = 0;
+    while (begin < outputs && !is_inside(begin)) {
+      ++begin;
+    }
+    int64_t end = outputs;
+    while (end > begin && !is_inside(end - 1)) {
+      --end;
+    }
+    return {begin, end};
+  }
+
+  void copy_inside(const int8_t* line, int64_t column, int64_t row, int64_t outputs, int64_t at) const {
+    const int8_t* const from = line + (columns_.start + column * columns_.step) * image_.channels;
+    const int64_t stride = columns_.step * image_.channels;
+    if (columns_.spacing == 1 && image_.depth == image_.channels) {
+      copy_(row, outputs, from, stride, columns_.count * image_.depth, at);
+      return;
+    }
+    for (int64_t tap = 0; tap < columns_.count; ++tap) {
+      const int8_t* const place = from + tap * columns_.spacing * image_.channels;
+      copy_(row, outputs, place, stride, image_.depth, at + tap * image_.depth);
     }
   }
-}
+
+  void gather_taps(const int8_t* line, int64_t column, int64_t row, int64_t at) const {
+    for (int64_t tap = 0; tap < columns_.count; ++tap) {
+      const int64_t position = columns_.start + column * columns_.step + tap * columns_.spacing;
+      const int64_t place = at + tap * image_.depth;
+      if (position >= 0 && position < columns_.source) {
+        copy_(row, 1, line + position * image_.channels, 0, image_.depth, place);
+      } else {
+        fill_(row, image_.depth, place);
+      }
+    }
+  }
+
+  const Image& image_;
+  const Taps& rows_;
+  const Taps& columns_;
+  const Copy& copy_;
+  const Fill& fill_;
+};
 
 // Whether outputs are what lies in the source, one for one.
 inline bool is_pointwise(const Taps& rows, const Taps& columns) {

@@ -276,19 +276,17 @@ class BlockGradient {
         group_ * conv_.in_depth(),
         conv_.in_depth(),
         static_cast<int8_t>(operands_.zero_point)};
-    Pixel pixel(first, rows_taps_, columns_taps_);
-    for (int64_t i = 0; i < count; ++i, pixel.advance(rows_taps_, columns_taps_)) {
-      int8_t* const to = own_.gathered + i * width;
-      gather(
-          image,
-          rows_taps_,
-          columns_taps_,
-          pixel,
-          [&](const int8_t* from, int64_t bytes, int64_t at) {
-            std::memcpy(to + at, from, static_cast<size_t>(bytes));
-          },
-          [&](int64_t bytes, int64_t at) { std::memset(to + at, image.padding, static_cast<size_t>(bytes)); });
-      own_.right_rows[i] = to + first_column_;
+    const auto copy = [&](int64_t row, int64_t rows, const int8_t* from, int64_t stride, int64_t values, int64_t at) {
+      for (int64_t i = 0; i < rows; ++i) {
+        std::memcpy(own_.gathered + (row + i) * width + at, from + i * stride, static_cast<size_t>(values));
+      }
+    };
+    const auto fill = [&](int64_t row, int64_t values, int64_t at) {
+      std::memset(own_.gathered + row * width + at, image.padding, static_cast<size_t>(values));
+    };
+    Gather(image, rows_taps_, columns_taps_, copy, fill)(first, first + count);
+    for (int64_t i = 0; i < count; ++i) {
+      own_.right_rows[i] = own_.gathered + i * width + first_column_;
     }
   }
 

@@ -70,6 +70,15 @@ TORCH_ODT_INLINE void interleave_block(Bytes16 a, Bytes16 b, Bytes16 c, Bytes16 
   __builtin_memcpy(to, &result, sizeof(result));
 }
 
+TORCH_ODT_INLINE void copy_rows(const LeftRows& of) {
+  for (int64_t row = 0; row < of.rows; ++row) {
+    __builtin_memcpy(
+        static_cast<char*>(of.to) + row * of.to_stride,
+        of.from + row * of.from_stride,
+        static_cast<unsigned long>(of.count));
+  }
+}
+
 TORCH_ODT_INLINE void interleave_bytes(const Interleaving& of, int8_t flip) {
   const int64_t whole = of.columns / kPanelColumns * kPanelColumns;
   for (int64_t step = 0; step < of.steps; ++step) {

@@ -16,8 +16,8 @@ namespace {
 constexpr int kRows = 6;
 constexpr int kFours = 4; // of columns in a panel
 
-void pack_left_row(const int8_t* values, int64_t count, void* to) {
-  __builtin_memcpy(to, values, static_cast<unsigned long>(count));
+void pack_left_rows(const LeftRows& of) {
+  copy_rows(of);
 }
 
 void interleave(const Interleaving& of) {
@@ -74,7 +74,7 @@ void multiply(const Product& of) {
 } // namespace
 
 const Table& neon_dotprod_table() {
-  static constexpr Table result = {"neon_dotprod", 1, 4, 0, false, pack_left_row, interleave, interleave, multiply};
+  static constexpr Table result = {"neon_dotprod", 1, 4, 0, false, pack_left_rows, interleave, interleave, multiply};
   return result;
 }
 

@@ -15,8 +15,8 @@ namespace {
 constexpr int kRowPairs = 2;
 constexpr int kColumnPairs = 8; // in a panel
 
-void pack_left_row(const int8_t* values, int64_t count, void* to) {
-  __builtin_memcpy(to, values, static_cast<unsigned long>(count));
+void pack_left_rows(const LeftRows& of) {
+  copy_rows(of);
 }
 
 void interleave(const Interleaving& of) {
@@ -93,7 +93,7 @@ void multiply(const Product& of) {
 } // namespace
 
 const Table& neon_i8mm_table() {
-  static constexpr Table result = {"neon_i8mm", 1, 8, 0, false, pack_left_row, interleave, interleave, multiply};
+  static constexpr Table result = {"neon_i8mm", 1, 8, 0, false, pack_left_rows, interleave, interleave, multiply};
   return result;
 }
 

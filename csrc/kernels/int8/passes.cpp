@@ -223,29 +223,25 @@ Left gather_block(
       return {first, image.channels};
     }
     if (image.depth == image.channels && part.depth() % kernels.depth_multiple == 0) {
-      kernels.pack_left_row(first, (end - begin) * image.depth, to);
+      kernels.pack_left_rows({first, 0, 1, (end - begin) * image.depth, to, 0});
       return {to, image.depth * kernels.value_bytes};
     }
-    for (int64_t i = 0; i < end - begin; ++i) {
-      kernels.pack_left_row(first + i * image.channels, image.depth, to + i * row_bytes);
-    }
+    kernels.pack_left_rows({first, image.channels, end - begin, image.depth, to, row_bytes});
     return {to, row_bytes};
   }
-  Pixel pixel(begin, part.rows, part.columns);
-  for (int64_t i = begin; i < end; ++i, to += row_bytes, pixel.advance(part.rows, part.columns)) {
-    const auto copy = [&](const int8_t* from, int64_t count, int64_t at) {
-      kernels.pack_left_row(from, count, to + at * kernels.value_bytes);
-    };
-    const auto fill = [&](int64_t count, int64_t at) {
-      if (kernels.value_bytes == 2) {
-        std::fill_n(reinterpret_cast<int16_t*>(to) + at, count, int16_t{image.padding});
-      } else {
-        std::memset(to + at, image.padding + kernels.left_offset, static_cast<size_t>(count));
-      }
-    };
-    gather(image, part.rows, part.columns, pixel, copy, fill);
-  }
-  return {to - (end - begin) * row_bytes, row_bytes};
+  const auto copy = [&](int64_t row, int64_t rows, const int8_t* from, int64_t stride, int64_t count, int64_t at) {
+    kernels.pack_left_rows({from, stride, rows, count, to + row * row_bytes + at * kernels.value_bytes, row_bytes});
+  };
+  const auto fill = [&](int64_t row, int64_t count, int64_t at) {
+    char* const place = to + row * row_bytes;
+    if (kernels.value_bytes == 2) {
+      std::fill_n(reinterpret_cast<int16_t*>(place) + at, count, int16_t{image.padding});
+    } else {
+      std::memset(place + at, image.padding + kernels.left_offset, static_cast<size_t>(count));
+    }
+  };
+  Gather(image, part.rows, part.columns, copy, fill)(begin, end);
+  return {to, row_bytes};
 }
 
 // Where in the target each row of a block begins.

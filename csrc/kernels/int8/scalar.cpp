@@ -6,8 +6,8 @@ namespace torch_odt::kernels::int8 {
 
 namespace {
 
-void pack_left_row(const int8_t* values, int64_t count, void* to) {
-  __builtin_memcpy(to, values, static_cast<unsigned long>(count));
+void pack_left_rows(const LeftRows& of) {
+  copy_rows(of);
 }
 
 void interleave(const Interleaving& of) {
@@ -41,7 +41,7 @@ void multiply(const Product& of) {
 } // namespace
 
 const Table& scalar_table() {
-  static constexpr Table result = {"scalar", 1, 4, 0, false, pack_left_row, interleave, interleave, multiply};
+  static constexpr Table result = {"scalar", 1, 4, 0, false, pack_left_rows, interleave, interleave, multiply};
   return result;
 }
 

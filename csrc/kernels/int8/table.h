@@ -45,6 +45,16 @@ struct Interleaving {
   int64_t step_bytes;
 };
 
+// Values of several rows of the left operand, each of which lies side by side.
+struct LeftRows {
+  const int8_t* from;
+  int64_t from_stride;
+  int64_t rows;
+  int64_t count; // of values in each row
+  void* to;
+  int64_t to_stride; // in bytes
+};
+
 struct Table {
   const char* name;
   // Values as they are packed: int8, or int16 where the set multiplies no bytes.
@@ -56,8 +66,7 @@ struct Table {
   // The left operand has to be packed with its steps side by side, rather than with its rows.
   bool left_by_rows;
 
-  // Packs values of a row of the left operand that lie side by side.
-  void (*pack_left_row)(const int8_t* values, int64_t count, void* to);
+  void (*pack_left_rows)(const LeftRows& rows);
   // Packs a left operand whose rows are columns in memory, side by side. Where left_by_rows holds, `block_bytes` are
   // those of a row, `step_bytes` are kStepBytes, and the steps must be a multiple of 16.
   void (*pack_left_columns)(const Interleaving& interleaving);
