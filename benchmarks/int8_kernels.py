@@ -7,9 +7,9 @@ A process for each set and number of threads, in which torch is kept to the same
 ONEDNN_MAX_CPU_ISA, MKL_ENABLE_INSTRUCTIONS). Batch 8 and channels_last throughout. What is compared is the backward
 pass: the gradients of input, weight and bias; int8's are the input's in int8 with stochastic rounding, weights packed
 anew, and the weight's in fp32. Beside it the forward pass: fp32, bf16, oneDNN's int8 where it is exact (VNNI), and int8
-with packed weights. A layer's time is the least of several rounds in which all methods take turns. Promised are
-geometric means over the layers of a group: see PROMISES. Memory is never given back to the system, for any method: page faults are
-no kernel's. Exits with 1 where one is not kept.
+with packed weights. A layer's time is the least of several rounds in which all methods take turns; no method gives
+memory back to the system, because page faults are no kernel's. Promised are geometric means over the layers of a group,
+see PROMISES; exits with 1 where one is not kept.
 """
 
 from __future__ import annotations
@@ -355,7 +355,7 @@ def print_summary(summary: dict[str, Any]) -> None:
     means = ", ".join(f"{value:.2f} {key}" for key, value in summary.items() if key.startswith("x "))
     promised = "" if summary["promised"] is None else f"; promised {summary['promised']}"
     verdict = "" if keeps(summary) else "  MISSED"
-    print(f"{summary['set']:12s} {summary['threads']} threads, {summary['layers']:3d} {summary['kind']:13s}", end="")
+    print(f"{summary['set']:12s} {summary['threads']} threads, {summary['layers']:3d} {summary['kind']:16s}", end="")
     print(f"{means}{promised}{verdict}")
 
 

@@ -65,6 +65,7 @@ Phase phase_of(const Conv2d& conv, Pass pass, int64_t index) {
 struct Workspace {
   Pieces pieces;
   int32_t* sums;
+  int32_t* terms; // added to the sums of each channel
   int8_t* padding;
   const int8_t** pixels;
 
@@ -75,6 +76,7 @@ struct Workspace {
       pointers = std::max(pointers, phase.rows.count * phase.width());
     }
     sums = pieces.take<int32_t>((kMostOutputs + 2) * kBlockColumns);
+    terms = pieces.take<int32_t>(conv.in_channels);
     padding = pieces.take<int8_t>(conv.in_channels + kAlignment);
     pixels = pieces.take<const int8_t*>(pointers);
   }
@@ -143,6 +145,17 @@ struct Rows {
   int64_t target_rows;
   int64_t target_columns;
 
+  // What a thread needs before its first row.
+  void prepare(const Workspace& own) const {
+    std::memset(own.padding, zero_point, static_cast<size_t>(phase.channels + kAlignment));
+    const auto* const weight_sums = reinterpret_cast<const int32_t*>(weights + phase.weights_bytes());
+    const auto offset = static_cast<uint32_t>(zero_point) + static_cast<uint32_t>(depthwise_table().pixel_offset);
+    for (int64_t channel = 0; channel < phase.channels; ++channel) {
+      const uint32_t of_bias = bias == nullptr ? 0 : static_cast<uint32_t>(bias[channel]);
+      own.terms[channel] = static_cast<int32_t>(of_bias - offset * static_cast<uint32_t>(weight_sums[channel]));
+    }
+  }
+
   // One row of outputs, numbered through all samples.
   float operator()(int64_t line, const Workspace& own) const {
     find_all_pixels(line, own);
@@ -187,14 +200,6 @@ struct Rows {
          phase.weights_stride(),
          own.sums,
          kBlockColumns});
-    const auto* const weight_sums = reinterpret_cast<const int32_t*>(weights + phase.weights_bytes());
-    const auto offset = static_cast<uint32_t>(zero_point) + static_cast<uint32_t>(depthwise_table().pixel_offset);
-    std::array<int32_t, kBlockColumns> terms;
-    for (int64_t i = 0; i < width; ++i) {
-      const uint32_t of_bias = bias == nullptr ? 0 : static_cast<uint32_t>(bias[channel + i]);
-      terms[static_cast<size_t>(i)] =
-          static_cast<int32_t>(of_bias - offset * static_cast<uint32_t>(weight_sums[channel + i]));
-    }
     const Taps& rows = phase.rows;
     const int64_t row =
         line / rows.outputs * target_rows + rows.first_output + line % rows.outputs * rows.output_step;
@@ -205,7 +210,7 @@ struct Rows {
     }
     return finish(
         how,
-        Block<int32_t>{own.sums, kBlockColumns, outputs, width, places.data(), channel, terms.data(), nullptr});
+        Block<int32_t>{own.sums, kBlockColumns, outputs, width, places.data(), channel, own.terms + channel, nullptr});
   }
 };
 
@@ -241,7 +246,7 @@ float depthwise_pass(
     const int64_t lines = conv.batch * phase.rows.outputs;
     threads.share(divided(lines, together), [&](int64_t thread, int64_t begin, int64_t end) {
       const Workspace own(conv, pass, static_cast<char*>(workspace) + thread * thread_bytes);
-      std::memset(own.padding, zero_point, static_cast<size_t>(conv.in_channels + kAlignment));
+      rows.prepare(own);
       float& most = largest[static_cast<size_t>(thread)];
       for (int64_t line = begin * together; line < std::min(lines, end * together); ++line) {
         most = std::max(most, rows(line, own));

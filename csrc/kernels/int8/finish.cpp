@@ -131,24 +131,15 @@ TORCH_ODT_INLINE int32_t shifted(int64_t sum, int64_t shift) {
   return sum < 0 ? -most : most;
 }
 
-// A block, with what belongs to its columns in arrays without an end that vectors could read beyond.
 template <typename Sum, int kBytes>
 struct State {
   using L = Lanes<kBytes>;
 
   const Finish how;
   const Block<Sum> block;
-  float multipliers[kBlockColumns];
-  int32_t terms[kBlockColumns];
+  const Columns columns;
 
-  TORCH_ODT_INLINE State(const Finish& finish, const Block<Sum>& of) : how(finish), block(of) {
-    for (int64_t i = 0; i < kBlockColumns; ++i) {
-      const bool inside = i < block.columns;
-      const int64_t channel = how.per_channel && !how.channels_are_rows ? block.first_channel + i : 0;
-      multipliers[i] = inside && how.multipliers != nullptr ? how.multipliers[channel] : 0;
-      terms[i] = inside && block.column_terms != nullptr ? block.column_terms[i] : 0;
-    }
-  }
+  TORCH_ODT_INLINE State(const Finish& finish, const Block<Sum>& of) : how(finish), block(of), columns(finish, of) {}
 
   TORCH_ODT_INLINE const Sum* sums(const Place& at) const {
     return block.sums + at.row * block.stride + at.column;
@@ -161,12 +152,12 @@ struct State {
   TORCH_ODT_INLINE typename L::Ints totals(const Place& at) const {
     static_assert(std::is_same_v<Sum, int32_t>);
     using Bits = typename L::Bits;
-    const Bits sum = L::template load<Bits>(sums(at)) + L::template load<Bits>(terms + at.column);
+    const Bits sum = L::template load<Bits>(sums(at)) + L::template load<Bits>(columns.terms + at.column);
     return (typename L::Ints)(sum + static_cast<uint32_t>(row_term(at)));
   }
 
   TORCH_ODT_INLINE int64_t total(const Place& at, int64_t lane) const {
-    return sums(at)[lane] + terms[at.column + lane] + row_term(at);
+    return sums(at)[lane] + columns.terms[at.column + lane] + row_term(at);
   }
 
   // `largest` keeps the bits of the largest: without a sign they are ordered as their numbers are.
@@ -184,7 +175,7 @@ struct State {
     if (how.per_channel && how.channels_are_rows) {
       values = L::product(values, Floats{} + how.multipliers[block.first_channel + at.row]);
     } else {
-      values = L::product(values, L::template load<Floats>(multipliers + at.column));
+      values = L::product(values, L::template load<Floats>(columns.multipliers + at.column));
     }
     const Ints inside = L::numbers() < static_cast<int32_t>(at.lanes);
     const Ints magnitude = (Ints)values & 0x7fffffff & inside;

@@ -50,6 +50,31 @@ struct Block {
   const Sum* row_terms; // added to each column, or null
 };
 
+// A block's numbers for its columns, in arrays that vectors may read to the end: zeros behind the last column.
+struct alignas(64) Columns {
+  float multipliers[kBlockColumns];
+  int32_t terms[kBlockColumns];
+
+  template <typename Sum>
+  Columns(const Finish& how, const Block<Sum>& block) {
+    const auto columns = static_cast<unsigned long>(block.columns);
+    if (how.multipliers == nullptr || (how.per_channel && how.channels_are_rows)) {
+      __builtin_memset(multipliers, 0, sizeof(multipliers));
+    } else if (how.per_channel) {
+      __builtin_memset(multipliers, 0, sizeof(multipliers));
+      __builtin_memcpy(multipliers, how.multipliers + block.first_channel, columns * sizeof(float));
+    } else {
+      for (float& multiplier : multipliers) {
+        multiplier = *how.multipliers;
+      }
+    }
+    __builtin_memset(terms, 0, sizeof(terms));
+    if (block.column_terms != nullptr) {
+      __builtin_memcpy(terms, block.column_terms, columns * sizeof(int32_t));
+    }
+  }
+};
+
 // Sets bits of a mask from `index` on.
 TORCH_ODT_INLINE void note_bits(uint8_t* mask, int64_t index, int64_t count, uint64_t bits) {
   uint8_t* const to = mask + index / 8;

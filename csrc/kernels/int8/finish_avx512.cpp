@@ -14,21 +14,6 @@ namespace {
 
 constexpr int64_t kLanes = 16;
 
-// A block's numbers for its columns, in arrays that vectors may read to the end.
-struct Columns {
-  alignas(64) float multipliers[kBlockColumns];
-  alignas(64) int32_t terms[kBlockColumns];
-
-  Columns(const Finish& how, const Block<int32_t>& block) {
-    for (int64_t i = 0; i < kBlockColumns; ++i) {
-      const bool inside = i < block.columns;
-      const int64_t channel = how.per_channel && !how.channels_are_rows ? block.first_channel + i : 0;
-      multipliers[i] = inside ? how.multipliers[channel] : 0;
-      terms[i] = inside && block.column_terms != nullptr ? block.column_terms[i] : 0;
-    }
-  }
-};
-
 // What all rows share, in registers.
 struct Constants {
   __m512i low;
@@ -56,6 +41,42 @@ TORCH_ODT_TARGET_INLINE __m512i rounded(__m512 values, const Constants& all, uin
   }
 }
 
+// What changes from one place to the next.
+struct Place {
+  const int32_t* sums;
+  int64_t column;
+  int64_t index; // in the output
+  __m512i row_term;
+  uint32_t draws;
+};
+
+template <Rounding kRounding, bool kMask, bool kAll>
+TORCH_ODT_TARGET_INLINE void lanes_to_int8(
+    const Finish& how, const Columns& columns, const Constants& all, const Place& at, int64_t lanes, __m512& largest) {
+  const auto inside = static_cast<__mmask16>(kAll ? 0xffff : (1U << lanes) - 1);
+  __m512i sum = _mm512_add_epi32(_mm512_loadu_si512(at.sums + at.column), _mm512_load_si512(columns.terms + at.column));
+  sum = _mm512_add_epi32(sum, at.row_term);
+  const __m512 multiplier = _mm512_load_ps(columns.multipliers + at.column);
+  const __m512 values = _mm512_maskz_mul_ps(inside, _mm512_cvtepi32_ps(sum), multiplier);
+  largest = _mm512_range_ps(largest, values, 0xb);
+  const __m512i whole = _mm512_add_epi32(rounded<kRounding>(values, all, at.draws), all.zero_point);
+  const __m512i between = _mm512_min_epi32(_mm512_max_epi32(whole, all.low), all.high);
+  auto* const output = static_cast<int8_t*>(how.output) + at.index;
+  if constexpr (kAll) {
+    _mm_storeu_si128((__m128i*)output, _mm512_cvtepi32_epi8(between));
+  } else {
+    _mm_mask_storeu_epi8(output, inside, _mm512_cvtepi32_epi8(between));
+  }
+  if constexpr (kMask) {
+    const __mmask16 kept = _mm512_mask_cmpeq_epi32_mask(inside, whole, between);
+    if (kAll && at.index % 8 == 0) {
+      __builtin_memcpy(how.mask + at.index / 8, &kept, sizeof(kept));
+    } else {
+      note_bits(how.mask, at.index, lanes, kept);
+    }
+  }
+}
+
 template <Rounding kRounding, bool kMask>
 TORCH_ODT_TARGET_INLINE float to_int8(const Finish& how, const Block<int32_t>& block) {
   const Columns columns(how, block);
@@ -67,32 +88,18 @@ TORCH_ODT_TARGET_INLINE float to_int8(const Finish& how, const Block<int32_t>& b
       _mm512_mullo_epi32(lane, _mm512_set1_epi32(static_cast<int32_t>(kGolden)))};
   Keys keys(how.seed);
   __m512 largest = _mm512_setzero_ps();
-  auto* const output = static_cast<int8_t*>(how.output);
+  const int64_t width = block.columns;
+  const int64_t whole = width / kLanes * kLanes;
   for (int64_t row = 0; row < block.rows; ++row) {
-    const int64_t place = block.places[row];
-    uint32_t draws = keys.at(place) + static_cast<uint32_t>(place) * kGolden;
-    const int32_t* const sums = block.sums + row * block.stride;
+    const int64_t index = block.places[row];
+    const uint32_t draws = keys.at(index) + static_cast<uint32_t>(index) * kGolden;
     const __m512i row_term = _mm512_set1_epi32(block.row_terms == nullptr ? 0 : block.row_terms[row]);
-    for (int64_t column = 0; column < block.columns; column += kLanes, draws += kLanes * kGolden) {
-      const int64_t lanes = block.columns - column < kLanes ? block.columns - column : kLanes;
-      const auto inside = static_cast<__mmask16>((1U << lanes) - 1);
-      __m512i sum = _mm512_add_epi32(_mm512_loadu_si512(sums + column), _mm512_load_si512(columns.terms + column));
-      sum = _mm512_add_epi32(sum, row_term);
-      const __m512 multiplier = _mm512_load_ps(columns.multipliers + column);
-      const __m512 values = _mm512_maskz_mul_ps(inside, _mm512_cvtepi32_ps(sum), multiplier);
-      largest = _mm512_range_ps(largest, values, 0xb);
-      const __m512i whole = _mm512_add_epi32(rounded<kRounding>(values, all, draws), all.zero_point);
-      const __m512i between = _mm512_min_epi32(_mm512_max_epi32(whole, all.low), all.high);
-      const __m128i bytes = _mm512_cvtepi32_epi8(between);
-      if (lanes == kLanes) {
-        _mm_storeu_si128((__m128i*)(output + place + column), bytes);
-      } else {
-        _mm_mask_storeu_epi8(output + place + column, inside, bytes);
-      }
-      if constexpr (kMask) {
-        const __mmask16 kept = _mm512_mask_cmpeq_epi32_mask(inside, whole, between);
-        note_bits(how.mask, place + column, lanes, kept);
-      }
+    Place at{block.sums + row * block.stride, 0, index, row_term, draws};
+    for (; at.column < whole; at.column += kLanes, at.index += kLanes, at.draws += kLanes * kGolden) {
+      lanes_to_int8<kRounding, kMask, true>(how, columns, all, at, kLanes, largest);
+    }
+    if (at.column < width) {
+      lanes_to_int8<kRounding, kMask, false>(how, columns, all, at, width - at.column, largest);
     }
   }
   return _mm512_reduce_max_ps(_mm512_abs_ps(largest));
