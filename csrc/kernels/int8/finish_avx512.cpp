@@ -22,10 +22,16 @@ struct Constants {
   __m512i draw_steps;
 };
 
+// Large values as others that int8 is clamped to as well. What int32 does not hold becomes its lowest number, which needs
+// care above zero, and below it where a zero point would wrap it around.
+template <bool kFullRange>
+TORCH_ODT_TARGET_INLINE __m512 limited(__m512 values) {
+  values = _mm512_min_ps(values, _mm512_set1_ps(4194304.0F));
+  return kFullRange ? values : _mm512_max_ps(values, _mm512_set1_ps(-4194304.0F));
+}
+
 template <Rounding kRounding>
 TORCH_ODT_TARGET_INLINE __m512i rounded(__m512 values, const Constants& all, uint32_t draws) {
-  // Beyond these int8 is clamped; an int32 would overflow, and with a zero point it would wrap.
-  values = _mm512_max_ps(_mm512_min_ps(values, _mm512_set1_ps(4194304.0F)), _mm512_set1_ps(-4194304.0F));
   if constexpr (kRounding == Rounding::nearest) {
     return _mm512_cvt_roundps_epi32(values, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
   } else {
@@ -50,24 +56,29 @@ struct Place {
   uint32_t draws;
 };
 
-template <Rounding kRounding, bool kMask, bool kAll>
+// kFullRange: there is neither a zero point nor a clamp above what int8 holds, nor a mask, nor terms of rows.
+template <Rounding kRounding, bool kFullRange, bool kAll>
 TORCH_ODT_TARGET_INLINE void lanes_to_int8(
     const Finish& how, const Columns& columns, const Constants& all, const Place& at, int64_t lanes, __m512& largest) {
   const auto inside = static_cast<__mmask16>(kAll ? 0xffff : (1U << lanes) - 1);
   __m512i sum = _mm512_add_epi32(_mm512_loadu_si512(at.sums + at.column), _mm512_load_si512(columns.terms + at.column));
-  sum = _mm512_add_epi32(sum, at.row_term);
+  if constexpr (!kFullRange) {
+    sum = _mm512_add_epi32(sum, at.row_term);
+  }
   const __m512 multiplier = _mm512_load_ps(columns.multipliers + at.column);
   const __m512 values = _mm512_maskz_mul_ps(inside, _mm512_cvtepi32_ps(sum), multiplier);
   largest = _mm512_range_ps(largest, values, 0xb);
-  const __m512i whole = _mm512_add_epi32(rounded<kRounding>(values, all, at.draws), all.zero_point);
-  const __m512i between = _mm512_min_epi32(_mm512_max_epi32(whole, all.low), all.high);
   auto* const output = static_cast<int8_t*>(how.output) + at.index;
+  const __m512i nearby = rounded<kRounding>(limited<kFullRange>(values), all, at.draws);
+  const __m512i whole = kFullRange ? nearby : _mm512_add_epi32(nearby, all.zero_point);
+  const __m512i between = kFullRange ? whole : _mm512_min_epi32(_mm512_max_epi32(whole, all.low), all.high);
+  const __m128i bytes = _mm512_cvtsepi32_epi8(between);
   if constexpr (kAll) {
-    _mm_storeu_si128((__m128i*)output, _mm512_cvtepi32_epi8(between));
+    _mm_storeu_si128((__m128i*)output, bytes);
   } else {
-    _mm_mask_storeu_epi8(output, inside, _mm512_cvtepi32_epi8(between));
+    _mm_mask_storeu_epi8(output, inside, bytes);
   }
-  if constexpr (kMask) {
+  if (!kFullRange && how.mask != nullptr) {
     const __mmask16 kept = _mm512_mask_cmpeq_epi32_mask(inside, whole, between);
     if (kAll && at.index % 8 == 0) {
       __builtin_memcpy(how.mask + at.index / 8, &kept, sizeof(kept));
@@ -77,7 +88,7 @@ TORCH_ODT_TARGET_INLINE void lanes_to_int8(
   }
 }
 
-template <Rounding kRounding, bool kMask>
+template <Rounding kRounding, bool kFullRange>
 TORCH_ODT_TARGET_INLINE float to_int8(const Finish& how, const Block<int32_t>& block) {
   const Columns columns(how, block);
   const __m512i lane = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
@@ -96,10 +107,10 @@ TORCH_ODT_TARGET_INLINE float to_int8(const Finish& how, const Block<int32_t>& b
     const __m512i row_term = _mm512_set1_epi32(block.row_terms == nullptr ? 0 : block.row_terms[row]);
     Place at{block.sums + row * block.stride, 0, index, row_term, draws};
     for (; at.column < whole; at.column += kLanes, at.index += kLanes, at.draws += kLanes * kGolden) {
-      lanes_to_int8<kRounding, kMask, true>(how, columns, all, at, kLanes, largest);
+      lanes_to_int8<kRounding, kFullRange, true>(how, columns, all, at, kLanes, largest);
     }
     if (at.column < width) {
-      lanes_to_int8<kRounding, kMask, false>(how, columns, all, at, width - at.column, largest);
+      lanes_to_int8<kRounding, kFullRange, false>(how, columns, all, at, width - at.column, largest);
     }
   }
   return _mm512_reduce_max_ps(_mm512_abs_ps(largest));
@@ -129,13 +140,18 @@ TORCH_ODT_TARGET float to_floats(const Finish& how, const Block<int32_t>& block)
   return _mm512_reduce_max_ps(_mm512_abs_ps(largest));
 }
 
+bool has_full_range(const Finish& how, const Block<int32_t>& block) {
+  return how.zero_point == 0 && how.low == -128 && how.high == 127 && how.mask == nullptr && block.row_terms == nullptr;
+}
+
 TORCH_ODT_TARGET float to_int8_nearest(const Finish& how, const Block<int32_t>& block) {
-  return how.mask == nullptr ? to_int8<Rounding::nearest, false>(how, block) : to_int8<Rounding::nearest, true>(how, block);
+  return has_full_range(how, block) ? to_int8<Rounding::nearest, true>(how, block)
+                                    : to_int8<Rounding::nearest, false>(how, block);
 }
 
 TORCH_ODT_TARGET float to_int8_stochastic(const Finish& how, const Block<int32_t>& block) {
-  return how.mask == nullptr ? to_int8<Rounding::stochastic, false>(how, block)
-                             : to_int8<Rounding::stochastic, true>(how, block);
+  return has_full_range(how, block) ? to_int8<Rounding::stochastic, true>(how, block)
+                                    : to_int8<Rounding::stochastic, false>(how, block);
 }
 
 } // namespace

@@ -45,12 +45,15 @@ struct Sums {
   }
 
   Block<Sum> block(int64_t columns) const {
-    return {values.data(), kStride, kRows, columns, places.data(), 2, column_terms.data(), row_terms.data()};
+    const Sum* const rows = row_terms.empty() ? nullptr : row_terms.data();
+    return {values.data(), kStride, kRows, columns, places.data(), 2, column_terms.data(), rows};
   }
 
   Sum total(int64_t row, int64_t column) const {
     using Bits = std::make_unsigned_t<Sum>;
-    const auto at = [](const auto& from, int64_t index) { return static_cast<Bits>(from[static_cast<size_t>(index)]); };
+    const auto at = [](const auto& from, int64_t index) {
+      return from.empty() ? Bits{0} : static_cast<Bits>(from[static_cast<size_t>(index)]);
+    };
     return static_cast<Sum>(at(values, row * kStride + column) + at(column_terms, column) + at(row_terms, row));
   }
 };
@@ -146,7 +149,9 @@ void check_all_int8() {
     for (const Rounding rounding : {Rounding::nearest, Rounding::stochastic, Rounding::pseudo_stochastic}) {
       const Context by("rounding " + text_of(rounding));
       for (const int64_t shift : {0, 1, 6, 9}) {
-        const Sums<Sum> sums(columns, std::ldexp(1.0F, -static_cast<int>(shift)));
+        Sums<Sum> sums(columns, std::ldexp(1.0F, -static_cast<int>(shift)));
+        Sums<Sum> without_row_terms = sums;
+        without_row_terms.row_terms.clear();
         for (const bool per_channel : {false, true}) {
           for (const bool rows : {false, true}) {
             if (per_channel && rounding == Rounding::pseudo_stochastic) {
@@ -161,6 +166,7 @@ void check_all_int8() {
               how.seed = 0x123456789abcdef;
               how.shift = shift;
               check_int8(how, sums, columns, false);
+              check_int8(how, without_row_terms, columns, false);
               how.zero_point = -7;
               how.low = -100;
               how.high = 90;
