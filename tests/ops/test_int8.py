@@ -288,12 +288,13 @@ def test_stochastic_rounding_is_right_on_average() -> None:
 
 
 def test_draws_are_spread_and_independent() -> None:
-    drawn = plain.draws(1 << 16, 7)
-    counts = torch.histc(drawn, 16, 0, 1)
-    assert float((counts - 4096).abs().max()) < 300
-    for lag in (1, 2, 16, 64):
-        pairs = torch.stack([drawn[:-lag], drawn[lag:]])
-        assert abs(float(torch.corrcoef(pairs)[0, 1])) < 0.02
+    for width in (1 << 16, 96, 24, 1):
+        drawn = plain.draws(1 << 16, width, 7)
+        counts = torch.histc(drawn, 16, 0, 1)
+        assert float((counts - 4096).abs().max()) < 300
+        for lag in (1, 2, 8, 16, 24, 32, 64, 96):
+            pairs = torch.stack([drawn[:-lag], drawn[lag:]])
+            assert abs(float(torch.corrcoef(pairs)[0, 1])) < 0.02
 
 
 def test_mask_and_largest() -> None:

@@ -222,7 +222,9 @@ def _quantized_plain(
     sums = plain.forward_sums(name, input, weight, bias, zero_point, geometry_of(*windows))
     sums = plain.by_pixels(sums)
     values = plain.scaled(name, sums, scale, 3)
-    whole = plain.rounded(name, sums, values, scale, rounding, seed) + output_zero_point
+    groups = 1 if plain.is_depthwise(weight.shape, windows[-1]) else windows[-1]
+    width = weight.shape[0] // groups
+    whole = plain.rounded(name, sums, values, scale, rounding, seed, width) + output_zero_point
     mask = pack_bits(((whole >= low) & (whole <= high)).flatten())
     return plain.as_image(whole.clamp(low, high).to(torch.int8)), mask, plain.largest_of(values)
 

@@ -319,7 +319,8 @@ def _grad_input_quantized_plain(
     sums = plain.grad_input_sums(name, grad_output, weight, input_size, geometry_of(*windows))
     sums = plain.by_pixels(sums)
     values = plain.scaled(name, sums, scale, 0)
-    whole = plain.rounded(name, sums, values, scale, rounding, seed)
+    width = windows[-1] if plain.is_depthwise(weight.shape, windows[-1]) else weight.shape[1]
+    whole = plain.rounded(name, sums, values, scale, rounding, seed, width)
     return plain.as_image(whole.clamp(-128, 127).to(torch.int8)), plain.largest_of(values)
 
 
@@ -400,7 +401,8 @@ def _update_weight_plain(
         return bias
     sums = plain.by_pixels(sums)
     values = plain.scaled(name, sums, scale, 0)
-    whole = plain.rounded(name, sums, values, scale, rounding, seed, plain.by_pixels(weight))
+    width = weight[0].numel()
+    whole = plain.rounded(name, sums, values, scale, rounding, seed, width, plain.by_pixels(weight))
     weight.copy_(plain.as_image(whole.clamp(-127, 127)))
     return bias
 

@@ -51,6 +51,11 @@ class Geometry:
         return sizes
 
 
+def is_depthwise(weight_shape: Sequence[int], groups: int) -> bool:
+    """Whether each channel is a group of its own, forward and backward."""
+    return weight_shape[0] == groups and weight_shape[1] == 1
+
+
 def check_int8(name: str, **tensors: Tensor) -> None:
     for argument, tensor in tensors.items():
         if tensor.dtype != torch.int8 or tensor.dim() != 4:
@@ -142,21 +147,30 @@ def _mixed(bits: Tensor) -> Tensor:
     bits = bits ^ (bits >> 16)
     bits = (bits * FIRST_FACTOR) & LOW_WORD
     bits = bits ^ (bits >> 15)
-    return (bits * SECOND_FACTOR) & LOW_WORD
+    bits = (bits * SECOND_FACTOR) & LOW_WORD
+    return bits ^ (bits >> 16)
 
 
-def _key(seed: int, high: int) -> Tensor:
-    upper = _mixed(torch.tensor((high + GOLDEN) & LOW_WORD))
-    middle = _mixed((seed >> 32 & LOW_WORD) ^ upper ^ (upper >> 16))
-    lower = _mixed((seed & LOW_WORD) ^ middle ^ (middle >> 16))
-    return lower ^ (lower >> 16)
+def _key(seed: int) -> Tensor:
+    upper = _mixed(torch.tensor(GOLDEN))
+    return _mixed((seed & LOW_WORD) ^ _mixed((seed >> 32 & LOW_WORD) ^ upper))
 
 
-def draws(count: int, seed: int) -> Tensor:
-    """What stochastic rounding draws for the first elements: numbers from 0 up to but without 1."""
+def draws(count: int, width: int, seed: int) -> Tensor:
+    """What stochastic rounding draws for the elements of a result: numbers from 0 up to but without 1.
+
+    Args:
+        count: of elements, in rows one after another.
+        width: of a row: the channels of a group at one pixel, or a row of a weight. Two columns that are 16 apart share
+            a hash.
+        seed: of the call.
+    """
     index = torch.arange(count)
-    bits = _mixed((index * GOLDEN + _key(seed, 0)) & LOW_WORD)
-    return (bits >> 8).float() * 2.0**-24
+    column = index % max(width, 1)
+    place = index - column + column // 32 * 16 + column % 16
+    bits = _mixed((place * GOLDEN + _key(seed)) & LOW_WORD)
+    half = torch.where(column % 32 >= 16, bits >> 16, bits & 0xFFFF)
+    return half.float() * 2.0**-16
 
 
 def shift_of(name: str, scale: Tensor) -> int:
@@ -177,7 +191,14 @@ def _shifted(sums: Tensor, shift: int) -> Tensor:
 
 
 def rounded(
-    name: str, sums: Tensor, values: Tensor, scale: Tensor, rounding: int, seed: int, before: Tensor | None = None
+    name: str,
+    sums: Tensor,
+    values: Tensor,
+    scale: Tensor,
+    rounding: int,
+    seed: int,
+    width: int,
+    before: Tensor | None = None,
 ) -> Tensor:
     """Values, or what was before less them, as integers.
 
@@ -187,7 +208,7 @@ def rounded(
         values: float32.
         scale: as it was given.
         rounding: one of the three.
-        seed: for stochastic rounding.
+        seed, width: for stochastic rounding, see `draws`.
         before: what the values are taken from, if anything.
     """
     if rounding == PSEUDO_STOCHASTIC:
@@ -199,7 +220,7 @@ def rounded(
         return values.round().long()
     if rounding != STOCHASTIC:
         raise RuntimeError(f"{name}: rounding must be 0 (nearest), 1 (stochastic) or 2 (pseudo-stochastic)")
-    return (values + draws(values.numel(), seed).view(values.shape)).floor().long()
+    return (values + draws(values.numel(), width, seed).view(values.shape)).floor().long()
 
 
 def largest_of(values: Tensor) -> Tensor:

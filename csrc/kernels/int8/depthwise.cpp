@@ -210,7 +210,7 @@ struct Rows {
     }
     return finish(
         how,
-        Block<int32_t>{own.sums, kBlockColumns, outputs, width, places.data(), channel, own.terms + channel, nullptr});
+        Block<int32_t>{own.sums, kBlockColumns, outputs, width, places.data(), channel, channel, own.terms + channel, nullptr});
   }
 };
 

@@ -152,7 +152,7 @@ class ChannelsGradient {
     }
     return finish(
         how,
-        Block<Sum>{sums.data(), kBlockColumns, rows, columns, places.data(), first_ + channel, nullptr, nullptr});
+        Block<Sum>{sums.data(), kBlockColumns, rows, columns, places.data(), tap, first_ + channel, nullptr, nullptr});
   }
 
   const Conv2d& conv_;

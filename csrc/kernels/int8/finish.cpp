@@ -15,7 +15,7 @@ namespace {
 // Some columns of a row, the last ones of which may be none.
 struct Place {
   int64_t row;
-  int64_t column;
+  int64_t column; // in the block
   int64_t lanes;
   int64_t index; // in the output
   uint32_t key; // of what is drawn for the row
@@ -98,11 +98,9 @@ struct Lanes {
     return near > value ? near - 1.0F : near;
   }
 
-  // From 0 up to but without 1, for the elements from `index` on.
-  TORCH_ODT_INLINE static Floats drawn(uint32_t key, int64_t index) {
+  TORCH_ODT_INLINE static Bits hashes(uint32_t key, int64_t first) {
     const Bits steps = (Bits)numbers() * kGolden;
-    const Bits bits = mixed(steps + (static_cast<uint32_t>(index) * kGolden + key)) >> 8;
-    return __builtin_convertvector((Ints)bits, Floats) * 0x1p-24F;
+    return mixed(steps + (static_cast<uint32_t>(first) * kGolden + key));
   }
 
   // NITI (arXiv 2009.13108), section 3.3: of the bits that a shift loses, the lower half is the random number that says
@@ -131,6 +129,28 @@ TORCH_ODT_INLINE int32_t shifted(int64_t sum, int64_t shift) {
   return sum < 0 ? -most : most;
 }
 
+// What is kept from one place to the next.
+template <int kBytes>
+struct Kept {
+  using L = Lanes<kBytes>;
+
+  typename L::Ints largest = {}; // as bits: without a sign they are ordered as their numbers are
+  typename L::Bits hashes[16 / L::kCount] = {};
+
+  // From 0 up to but without 1. Columns come one after another, the lower halves' 16 before the upper halves'.
+  TORCH_ODT_INLINE typename L::Floats drawn(const Place& at, int64_t first_column) {
+    const int64_t column = first_column + at.column;
+    const bool upper = takes_upper_half(column);
+    typename L::Bits& bits = hashes[column % 16 / L::kCount];
+    if (!upper || at.column < 16) {
+      bits = L::hashes(at.key, at.index - column + hash_of(column));
+    }
+    const typename L::Bits half = upper ? bits >> 16 : bits & 0xffffU;
+    return __builtin_convertvector((typename L::Ints)half, typename L::Floats) * kDrawUnit;
+  }
+};
+
+// A block, with what belongs to its columns.
 template <typename Sum, int kBytes>
 struct State {
   using L = Lanes<kBytes>;
@@ -160,8 +180,7 @@ struct State {
     return sums(at)[lane] + columns.terms[at.column + lane] + row_term(at);
   }
 
-  // `largest` keeps the bits of the largest: without a sign they are ordered as their numbers are.
-  TORCH_ODT_INLINE typename L::Floats scaled(const Place& at, typename L::Ints& largest) const {
+  TORCH_ODT_INLINE typename L::Floats scaled(const Place& at, Kept<kBytes>& kept) const {
     using Floats = typename L::Floats;
     using Ints = typename L::Ints;
     Floats values;
@@ -179,7 +198,7 @@ struct State {
     }
     const Ints inside = L::numbers() < static_cast<int32_t>(at.lanes);
     const Ints magnitude = (Ints)values & 0x7fffffff & inside;
-    largest = largest < magnitude ? magnitude : largest;
+    kept.largest = kept.largest < magnitude ? magnitude : kept.largest;
     return values;
   }
 };
@@ -206,7 +225,7 @@ TORCH_ODT_INLINE void store_lanes(const Vector& values, int64_t lanes, T* to) {
 
 struct ToSums {
   template <typename Sum, int kBytes>
-  TORCH_ODT_INLINE static void lanes(const State<Sum, kBytes>& state, const Place& at, typename Lanes<kBytes>::Ints&) {
+  TORCH_ODT_INLINE static void lanes(const State<Sum, kBytes>& state, const Place& at, Kept<kBytes>&) {
     Sum* const to = static_cast<Sum*>(state.how.output) + at.index;
     if constexpr (std::is_same_v<Sum, int32_t>) {
       store_lanes(state.totals(at), at.lanes, to);
@@ -220,17 +239,17 @@ struct ToSums {
 
 struct ToFloats {
   template <typename Sum, int kBytes>
-  TORCH_ODT_INLINE static void lanes(const State<Sum, kBytes>& state, const Place& at, typename Lanes<kBytes>::Ints& largest) {
-    store_lanes(state.scaled(at, largest), at.lanes, static_cast<float*>(state.how.output) + at.index);
+  TORCH_ODT_INLINE static void lanes(const State<Sum, kBytes>& state, const Place& at, Kept<kBytes>& kept) {
+    store_lanes(state.scaled(at, kept), at.lanes, static_cast<float*>(state.how.output) + at.index);
   }
 };
 
 struct UpdateFloats {
   template <typename Sum, int kBytes>
-  TORCH_ODT_INLINE static void lanes(const State<Sum, kBytes>& state, const Place& at, typename Lanes<kBytes>::Ints& largest) {
+  TORCH_ODT_INLINE static void lanes(const State<Sum, kBytes>& state, const Place& at, Kept<kBytes>& kept) {
     using Floats = typename Lanes<kBytes>::Floats;
     float* const weights = static_cast<float*>(state.how.output) + at.index;
-    const Floats step = state.scaled(at, largest);
+    const Floats step = state.scaled(at, kept);
     if (at.lanes == Lanes<kBytes>::kCount) {
       store_lanes(Lanes<kBytes>::template load<Floats>(weights) - step, at.lanes, weights);
       return;
@@ -245,7 +264,7 @@ struct UpdateFloats {
 template <Rounding kRounding, bool kUpdate>
 struct ToInt8 {
   template <typename Sum, int kBytes>
-  TORCH_ODT_INLINE static void lanes(const State<Sum, kBytes>& state, const Place& at, typename Lanes<kBytes>::Ints& largest) {
+  TORCH_ODT_INLINE static void lanes(const State<Sum, kBytes>& state, const Place& at, Kept<kBytes>& kept) {
     using L = Lanes<kBytes>;
     using Floats = typename L::Floats;
     using Ints = typename L::Ints;
@@ -260,7 +279,7 @@ struct ToInt8 {
     const int32_t zero_point = kUpdate ? 0 : how.zero_point;
     const Floats low = Floats{} + static_cast<float>(how.low - zero_point);
     const Floats high = Floats{} + static_cast<float>(how.high - zero_point);
-    const Floats rounded = round(state, at, before, largest);
+    const Floats rounded = round(state, at, before, kept);
     const Ints value = __builtin_convertvector(L::between(rounded, low, high), Ints) + zero_point;
     store_lanes(L::narrowed(value), at.lanes, output);
     if (how.mask != nullptr) {
@@ -274,11 +293,11 @@ struct ToInt8 {
       const State<Sum, kBytes>& state,
       const Place& at,
       const typename Lanes<kBytes>::Floats& before,
-      typename Lanes<kBytes>::Ints& largest) {
+      Kept<kBytes>& kept) {
     using L = Lanes<kBytes>;
     using Floats = typename L::Floats;
     using Ints = typename L::Ints;
-    const Floats scaled = state.scaled(at, largest);
+    const Floats scaled = state.scaled(at, kept);
     if constexpr (kRounding == Rounding::pseudo_stochastic) {
       Ints steps;
       if constexpr (std::is_same_v<Sum, int32_t>) {
@@ -295,7 +314,7 @@ struct ToInt8 {
     if constexpr (kRounding == Rounding::nearest) {
       return L::nearest(values);
     }
-    return L::floor_of(values + L::drawn(at.key, at.index));
+    return L::floor_of(values + kept.drawn(at, state.block.first_column));
   }
 
   template <typename Narrow>
@@ -319,21 +338,21 @@ struct Blocks {
     TORCH_ODT_INLINE static void run(const Finish* how, const Block<Sum>* block, float* largest) {
       constexpr int64_t kCount = Lanes<kBytes>::kCount;
       const State<Sum, kBytes> state(*how, *block);
-      typename Lanes<kBytes>::Ints most = {};
+      Kept<kBytes> kept;
       Keys keys(how->seed);
       for (int64_t row = 0; row < state.block.rows; ++row) {
         const int64_t place = state.block.places[row];
-        const uint32_t key = keys.at(place);
+        const uint32_t key = keys.at(place - state.block.first_column);
         int64_t column = 0;
         for (; column + kCount <= state.block.columns; column += kCount) {
-          Make::lanes(state, Place{row, column, kCount, place + column, key}, most);
+          Make::lanes(state, Place{row, column, kCount, place + column, key}, kept);
         }
         if (column < state.block.columns) {
-          Make::lanes(state, Place{row, column, state.block.columns - column, place + column, key}, most);
+          Make::lanes(state, Place{row, column, state.block.columns - column, place + column, key}, kept);
         }
       }
       for (int i = 0; i < kCount; ++i) {
-        *largest = std::max(*largest, std::bit_cast<float>(static_cast<int32_t>(most[i])));
+        *largest = std::max(*largest, std::bit_cast<float>(static_cast<int32_t>(kept.largest[i])));
       }
     }
   };

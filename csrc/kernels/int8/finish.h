@@ -9,7 +9,7 @@ namespace torch_odt::kernels::int8 {
 
 enum class Rounding {
   nearest, // to even where two are as near
-  stochastic, // up with the probability of the fraction, by a number drawn from the seed and the element's index alone
+  stochastic, // up with the probability of the fraction, by a number drawn from the seed and the element's place alone
   pseudo_stochastic, // NITI's: by `shift` bits, of which the lower half is the random number for the upper one
 };
 
@@ -44,7 +44,8 @@ struct Block {
   int64_t stride;
   int64_t rows;
   int64_t columns; // kBlockColumns at most
-  const int64_t* places; // where in the output each row begins
+  const int64_t* places; // where in the output each row of the block begins
+  int64_t first_column; // of the row of the output that it is a part of; a multiple of 16
   int64_t first_channel;
   const int32_t* column_terms; // added to each row, or null
   const Sum* row_terms; // added to each column, or null

@@ -30,19 +30,23 @@ TORCH_ODT_TARGET_INLINE __m512 limited(__m512 values) {
   return kFullRange ? values : _mm512_max_ps(values, _mm512_set1_ps(-4194304.0F));
 }
 
+TORCH_ODT_TARGET_INLINE __m512i hashes(const Constants& all, uint32_t first) {
+  __m512i bits = _mm512_add_epi32(all.draw_steps, _mm512_set1_epi32(static_cast<int32_t>(first)));
+  bits = _mm512_xor_si512(bits, _mm512_srli_epi32(bits, 16));
+  bits = _mm512_mullo_epi32(bits, _mm512_set1_epi32(static_cast<int32_t>(kFirstFactor)));
+  bits = _mm512_xor_si512(bits, _mm512_srli_epi32(bits, 15));
+  bits = _mm512_mullo_epi32(bits, _mm512_set1_epi32(static_cast<int32_t>(kSecondFactor)));
+  return _mm512_xor_si512(bits, _mm512_srli_epi32(bits, 16));
+}
+
+// `draws` are 16-bit numbers.
 template <Rounding kRounding>
-TORCH_ODT_TARGET_INLINE __m512i rounded(__m512 values, const Constants& all, uint32_t draws) {
+TORCH_ODT_TARGET_INLINE __m512i rounded(__m512 values, __m512i draws) {
   if constexpr (kRounding == Rounding::nearest) {
     return _mm512_cvt_roundps_epi32(values, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
   } else {
-    __m512i bits = _mm512_add_epi32(all.draw_steps, _mm512_set1_epi32(static_cast<int32_t>(draws)));
-    bits = _mm512_xor_si512(bits, _mm512_srli_epi32(bits, 16));
-    bits = _mm512_mullo_epi32(bits, _mm512_set1_epi32(static_cast<int32_t>(kFirstFactor)));
-    bits = _mm512_xor_si512(bits, _mm512_srli_epi32(bits, 15));
-    bits = _mm512_mullo_epi32(bits, _mm512_set1_epi32(static_cast<int32_t>(kSecondFactor)));
-    const __m512 draw = _mm512_cvtepi32_ps(_mm512_srli_epi32(bits, 8));
     // The product is exact: as a fused multiply-add it has the bits of a multiplication and an addition.
-    const __m512 raised = _mm512_fmadd_ps(draw, _mm512_set1_ps(0x1p-24F), values);
+    const __m512 raised = _mm512_fmadd_ps(_mm512_cvtepi32_ps(draws), _mm512_set1_ps(kDrawUnit), values);
     return _mm512_cvt_roundps_epi32(raised, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
   }
 }
@@ -53,13 +57,18 @@ struct Place {
   int64_t column;
   int64_t index; // in the output
   __m512i row_term;
-  uint32_t draws;
 };
 
 // kFullRange: there is neither a zero point nor a clamp above what int8 holds, nor a mask, nor terms of rows.
 template <Rounding kRounding, bool kFullRange, bool kAll>
 TORCH_ODT_TARGET_INLINE void lanes_to_int8(
-    const Finish& how, const Columns& columns, const Constants& all, const Place& at, int64_t lanes, __m512& largest) {
+    const Finish& how,
+    const Columns& columns,
+    const Constants& all,
+    const Place& at,
+    __m512i draws,
+    int64_t lanes,
+    __m512& largest) {
   const auto inside = static_cast<__mmask16>(kAll ? 0xffff : (1U << lanes) - 1);
   __m512i sum = _mm512_add_epi32(_mm512_loadu_si512(at.sums + at.column), _mm512_load_si512(columns.terms + at.column));
   if constexpr (!kFullRange) {
@@ -69,7 +78,7 @@ TORCH_ODT_TARGET_INLINE void lanes_to_int8(
   const __m512 values = _mm512_maskz_mul_ps(inside, _mm512_cvtepi32_ps(sum), multiplier);
   largest = _mm512_range_ps(largest, values, 0xb);
   auto* const output = static_cast<int8_t*>(how.output) + at.index;
-  const __m512i nearby = rounded<kRounding>(limited<kFullRange>(values), all, at.draws);
+  const __m512i nearby = rounded<kRounding>(limited<kFullRange>(values), draws);
   const __m512i whole = kFullRange ? nearby : _mm512_add_epi32(nearby, all.zero_point);
   const __m512i between = kFullRange ? whole : _mm512_min_epi32(_mm512_max_epi32(whole, all.low), all.high);
   const __m128i bytes = _mm512_cvtsepi32_epi8(between);
@@ -99,18 +108,30 @@ TORCH_ODT_TARGET_INLINE float to_int8(const Finish& how, const Block<int32_t>& b
       _mm512_mullo_epi32(lane, _mm512_set1_epi32(static_cast<int32_t>(kGolden)))};
   Keys keys(how.seed);
   __m512 largest = _mm512_setzero_ps();
-  const int64_t width = block.columns;
-  const int64_t whole = width / kLanes * kLanes;
+  const int64_t whole = block.columns / kLanes * kLanes;
   for (int64_t row = 0; row < block.rows; ++row) {
     const int64_t index = block.places[row];
-    const uint32_t draws = keys.at(index) + static_cast<uint32_t>(index) * kGolden;
+    const uint32_t key = keys.at(index - block.first_column);
     const __m512i row_term = _mm512_set1_epi32(block.row_terms == nullptr ? 0 : block.row_terms[row]);
-    Place at{block.sums + row * block.stride, 0, index, row_term, draws};
-    for (; at.column < whole; at.column += kLanes, at.index += kLanes, at.draws += kLanes * kGolden) {
-      lanes_to_int8<kRounding, kFullRange, true>(how, columns, all, at, kLanes, largest);
+    Place at{block.sums + row * block.stride, 0, index, row_term};
+    __m512i bits = _mm512_setzero_si512();
+    const auto draw = [&]() __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq"), always_inline)) {
+      const int64_t column = block.first_column + at.column;
+      const bool upper = takes_upper_half(column);
+      if (!upper || at.column == 0) {
+        const auto first = static_cast<uint32_t>(at.index - column + hash_of(column));
+        bits = hashes(all, first * kGolden + key);
+      }
+      return upper ? _mm512_srli_epi32(bits, 16) : _mm512_and_si512(bits, _mm512_set1_epi32(0xffff));
+    };
+    constexpr bool kDraws = kRounding == Rounding::stochastic;
+    for (; at.column < whole; at.column += kLanes, at.index += kLanes) {
+      const __m512i draws = kDraws ? draw() : bits;
+      lanes_to_int8<kRounding, kFullRange, true>(how, columns, all, at, draws, kLanes, largest);
     }
-    if (at.column < width) {
-      lanes_to_int8<kRounding, kFullRange, false>(how, columns, all, at, width - at.column, largest);
+    if (at.column < block.columns) {
+      const __m512i draws = kDraws ? draw() : bits;
+      lanes_to_int8<kRounding, kFullRange, false>(how, columns, all, at, draws, block.columns - at.column, largest);
     }
   }
   return _mm512_reduce_max_ps(_mm512_abs_ps(largest));

@@ -330,6 +330,7 @@ class BlockGradient {
                   rows_,
                   columns,
                   places.data(),
+                  first_column_ + first,
                   channel,
                   column_terms.data(),
                   row_terms.data()}));

@@ -322,7 +322,7 @@ struct Task {
     return finish(
         how,
         Block<int32_t>{
-            sums, panels * kPanelColumns, rows, columns, block_places.data(), channel, terms.data(), nullptr});
+            sums, panels * kPanelColumns, rows, columns, block_places.data(), first, channel, terms.data(), nullptr});
   }
 };
 

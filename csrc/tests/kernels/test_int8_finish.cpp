@@ -23,6 +23,7 @@ struct Sums {
   std::vector<Sum> row_terms;
   std::vector<float> multipliers;
   std::vector<int64_t> places;
+  int64_t first_column = 0;
 
   explicit Sums(int64_t columns, float multiplier)
       : values(kRows * kStride), column_terms(kBlockColumns), row_terms(kRows), multipliers(kBlockColumns + 8) {
@@ -40,13 +41,13 @@ struct Sums {
     }
     for (int64_t row = 0; row < kRows; ++row) {
       row_terms[static_cast<size_t>(row)] = static_cast<Sum>(row * 1000 - 2000);
-      places.push_back(row * columns + 3);
+      places.push_back(row * columns + 19);
     }
   }
 
   Block<Sum> block(int64_t columns) const {
     const Sum* const rows = row_terms.empty() ? nullptr : row_terms.data();
-    return {values.data(), kStride, kRows, columns, places.data(), 2, column_terms.data(), rows};
+    return {values.data(), kStride, kRows, columns, places.data(), first_column, 2, column_terms.data(), rows};
   }
 
   Sum total(int64_t row, int64_t column) const {
@@ -100,9 +101,11 @@ double rounded(const Finish& how, const Sums<Sum>& sums, int64_t row, int64_t co
   if (how.rounding == Rounding::nearest) {
     return std::nearbyint(result);
   }
-  const int64_t place = sums.places[static_cast<size_t>(row)] + column;
-  const uint32_t bits = mixed(static_cast<uint32_t>(place) * kGolden + key_of(how.seed, 0)) >> 8;
-  return std::floor(plus(result, static_cast<float>(bits) * 0x1p-24F));
+  const int64_t in_row = sums.first_column + column;
+  const int64_t hash = sums.places[static_cast<size_t>(row)] - sums.first_column + in_row / 32 * 16 + in_row % 16;
+  const uint32_t bits = mixed(static_cast<uint32_t>(hash) * kGolden + key_of(how.seed, 0));
+  const uint32_t half = in_row / 16 % 2 != 0 ? bits >> 16 : bits & 0xffff;
+  return std::floor(plus(result, static_cast<float>(half) * 0x1p-16F));
 }
 
 int8_t clamped(const Finish& how, double value) {
@@ -112,7 +115,7 @@ int8_t clamped(const Finish& how, double value) {
 template <typename Sum>
 void check_int8(Finish how, const Sums<Sum>& sums, int64_t columns, bool with_mask) {
   const bool update = how.result == Result::int8_update;
-  std::vector<int8_t> output(static_cast<size_t>(kRows * columns + 8));
+  std::vector<int8_t> output(static_cast<size_t>(kRows * columns + 24));
   for (size_t i = 0; i < output.size(); ++i) {
     output[i] = static_cast<int8_t>(i * 29);
   }
@@ -152,6 +155,7 @@ void check_all_int8() {
         Sums<Sum> sums(columns, std::ldexp(1.0F, -static_cast<int>(shift)));
         Sums<Sum> without_row_terms = sums;
         without_row_terms.row_terms.clear();
+        without_row_terms.first_column = 16;
         for (const bool per_channel : {false, true}) {
           for (const bool rows : {false, true}) {
             if (per_channel && rounding == Rounding::pseudo_stochastic) {
@@ -192,7 +196,7 @@ void check_floats() {
   for (const int64_t columns : {1, 15, 32, 100}) {
     const Sums<Sum> sums(columns, 0.37F);
     for (const bool rows : {false, true}) {
-      std::vector<float> output(static_cast<size_t>(kRows * columns + 8), 5.0F);
+      std::vector<float> output(static_cast<size_t>(kRows * columns + 24), 5.0F);
       std::vector<float> updated = output;
       std::vector<Sum> plain(output.size());
       Finish how;
