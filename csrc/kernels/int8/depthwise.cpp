@@ -75,7 +75,7 @@ struct Workspace {
       const Phase phase = phase_of(conv, pass, i);
       pointers = std::max(pointers, phase.rows.count * phase.width());
     }
-    sums = pieces.take<int32_t>((kMostOutputs + 2) * kBlockColumns);
+    sums = pieces.take<int32_t>((kMostOutputs + 2) * kCachedColumns);
     terms = pieces.take<int32_t>(conv.in_channels);
     padding = pieces.take<int8_t>(conv.in_channels + kAlignment);
     pixels = pieces.take<const int8_t*>(pointers);
@@ -162,7 +162,7 @@ struct Rows {
     float largest = 0;
     for (int64_t first = 0; first < phase.columns.outputs; first += kMostOutputs) {
       const int64_t outputs = std::min(kMostOutputs, phase.columns.outputs - first);
-      for (int64_t channel = 0; channel < phase.channels; channel += kBlockColumns) {
+      for (int64_t channel = 0; channel < phase.channels; channel += kCachedColumns) {
         largest = std::max(largest, block(line, first, outputs, channel, own));
       }
     }
@@ -184,7 +184,7 @@ struct Rows {
 
   float block(int64_t line, int64_t first, int64_t outputs, int64_t channel, const Workspace& own) const {
     const Taps& columns = phase.columns;
-    const int64_t width = std::min(kBlockColumns, phase.channels - channel);
+    const int64_t width = std::min(kCachedColumns, phase.channels - channel);
     depthwise_table().sum_row(
         {own.pixels + first * columns.step,
          phase.width(),
@@ -199,7 +199,7 @@ struct Rows {
          weights,
          phase.weights_stride(),
          own.sums,
-         kBlockColumns});
+         kCachedColumns});
     const Taps& rows = phase.rows;
     const int64_t row =
         line / rows.outputs * target_rows + rows.first_output + line % rows.outputs * rows.output_step;
@@ -210,7 +210,7 @@ struct Rows {
     }
     return finish(
         how,
-        Block<int32_t>{own.sums, kBlockColumns, outputs, width, places.data(), channel, channel, own.terms + channel, nullptr});
+        Block<int32_t>{own.sums, kCachedColumns, outputs, width, places.data(), channel, channel, own.terms + channel, nullptr});
   }
 };
 

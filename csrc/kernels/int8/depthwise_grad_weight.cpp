@@ -130,7 +130,7 @@ class ChannelsGradient {
   float finish_as(const Finish& how) const {
     float largest = 0;
     for (int64_t channel = 0; channel < channels_; channel += kChannelsOfBlock) {
-      for (int64_t tap = 0; tap < conv_.taps(); tap += kBlockColumns) {
+      for (int64_t tap = 0; tap < conv_.taps(); tap += kCachedColumns) {
         largest = std::max(largest, finish_block<Sum>(channel, tap, how));
       }
     }
@@ -140,19 +140,19 @@ class ChannelsGradient {
   template <typename Sum>
   float finish_block(int64_t channel, int64_t tap, const Finish& how) const {
     const int64_t rows = std::min(kChannelsOfBlock, channels_ - channel);
-    const int64_t columns = std::min(kBlockColumns, conv_.taps() - tap);
+    const int64_t columns = std::min(kCachedColumns, conv_.taps() - tap);
     std::array<int64_t, kChannelsOfBlock> places;
-    std::array<Sum, kChannelsOfBlock * kBlockColumns> sums;
+    std::array<Sum, kChannelsOfBlock * kCachedColumns> sums;
     for (int64_t row = 0; row < rows; ++row) {
       places[static_cast<size_t>(row)] = (first_ + channel + row) * conv_.taps() + tap;
       const int64_t* const from = own_.wide_sums + (channel + row) * conv_.taps() + tap;
       for (int64_t i = 0; i < columns; ++i) {
-        sums[static_cast<size_t>(row * kBlockColumns + i)] = static_cast<Sum>(from[i]);
+        sums[static_cast<size_t>(row * kCachedColumns + i)] = static_cast<Sum>(from[i]);
       }
     }
     return finish(
         how,
-        Block<Sum>{sums.data(), kBlockColumns, rows, columns, places.data(), tap, first_ + channel, nullptr, nullptr});
+        Block<Sum>{sums.data(), kCachedColumns, rows, columns, places.data(), tap, first_ + channel, nullptr, nullptr});
   }
 
   const Conv2d& conv_;

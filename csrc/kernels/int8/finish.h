@@ -15,8 +15,9 @@ enum class Rounding {
 
 enum class Result { sums, floats, int8, float_update, int8_update };
 
-// The most columns of a block.
-inline constexpr int64_t kBlockColumns = 128;
+// The most columns of a block; and of one whose sums are to stay in the first cache with some rows.
+inline constexpr int64_t kBlockColumns = 512;
+inline constexpr int64_t kCachedColumns = 128;
 
 struct Finish {
   Result result = Result::sums;
@@ -59,17 +60,18 @@ struct alignas(64) Columns {
   template <typename Sum>
   Columns(const Finish& how, const Block<Sum>& block) {
     const auto columns = static_cast<unsigned long>(block.columns);
+    const unsigned long padded = (columns + 15) / 16 * 16;
     if (how.multipliers == nullptr || (how.per_channel && how.channels_are_rows)) {
-      __builtin_memset(multipliers, 0, sizeof(multipliers));
+      __builtin_memset(multipliers, 0, padded * sizeof(float));
     } else if (how.per_channel) {
-      __builtin_memset(multipliers, 0, sizeof(multipliers));
+      __builtin_memset(multipliers, 0, padded * sizeof(float));
       __builtin_memcpy(multipliers, how.multipliers + block.first_channel, columns * sizeof(float));
     } else {
-      for (float& multiplier : multipliers) {
-        multiplier = *how.multipliers;
+      for (unsigned long i = 0; i < padded; ++i) {
+        multipliers[i] = *how.multipliers;
       }
     }
-    __builtin_memset(terms, 0, sizeof(terms));
+    __builtin_memset(terms, 0, padded * sizeof(int32_t));
     if (block.column_terms != nullptr) {
       __builtin_memcpy(terms, block.column_terms, columns * sizeof(int32_t));
     }

@@ -128,7 +128,10 @@ class BlockGradient {
   }
 
   float operator()(int64_t group, int64_t row_block, int64_t column_block, int64_t* grad_bias, const Finish& how) {
+    // One chunk of pixels is packed once for all blocks of the same columns, which come one after another.
+    right_is_packed_ = conv_.out_pixels() <= cut_.chunk_pixels && group == group_ && column_block == column_block_;
     group_ = group;
+    column_block_ = column_block;
     first_row_ = row_block * cut_.block_rows;
     rows_ = std::min(cut_.block_rows, conv_.out_depth() - first_row_);
     first_column_ = column_block * cut_.block_columns();
@@ -161,7 +164,9 @@ class BlockGradient {
   }
 
   void sum(int64_t begin, int64_t end) {
-    std::fill_n(own_.column_sums, cut_.block_columns(), 0);
+    if (!right_is_packed_) {
+      std::fill_n(own_.column_sums, cut_.block_columns(), 0);
+    }
     std::fill_n(own_.row_sums, rows_, 0);
     if (begin == end) {
       std::fill_n(own_.sums, rows_ * cut_.block_columns(), 0);
@@ -169,7 +174,9 @@ class BlockGradient {
     for (int64_t pixel = begin; pixel < end; pixel += cut_.chunk_pixels) {
       const int64_t count = std::min(cut_.chunk_pixels, end - pixel);
       pack_left(pixel, count);
-      pack_right(pixel, count);
+      if (!right_is_packed_) {
+        pack_right(pixel, count);
+      }
       table().multiply(
           {own_.left,
            cut_.left_row_bytes(),
@@ -344,7 +351,9 @@ class BlockGradient {
   const Workspace own_;
   const Taps rows_taps_;
   const Taps columns_taps_;
-  int64_t group_ = 0;
+  int64_t group_ = -1;
+  int64_t column_block_ = -1;
+  bool right_is_packed_ = false;
   int64_t first_row_ = 0;
   int64_t rows_ = 0;
   int64_t first_column_ = 0;
@@ -382,8 +391,8 @@ float grad_weight(
     BlockGradient block(conv, cut, operands, static_cast<char*>(workspace) + thread * thread_bytes);
     float& most = largest[static_cast<size_t>(thread)];
     for (int64_t item = begin; item < end; ++item) {
-      const int64_t row_block = item % blocks / cut.column_blocks;
-      most = std::max(most, block(item / blocks, row_block, item % cut.column_blocks, grad_bias, how));
+      const int64_t column_block = item % blocks / cut.row_blocks;
+      most = std::max(most, block(item / blocks, item % cut.row_blocks, column_block, grad_bias, how));
     }
   });
   return *std::max_element(largest.begin(), largest.end());

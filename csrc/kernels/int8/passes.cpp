@@ -53,7 +53,7 @@ struct Correlation {
   }
 };
 
-constexpr int64_t kSumsBytes = (kMostRows + kSlackRows) * kBlockColumns * 4;
+constexpr int64_t kSumsBytes = (kMostRows + kSlackRows) * kCachedColumns * 4;
 
 int64_t phases_of(const Conv2d& conv, Pass pass) {
   return pass == Pass::forward ? 1 : conv.rows.stride * conv.columns.stride;
@@ -274,8 +274,8 @@ struct Task {
     float largest = 0;
     for (int64_t group = 0; group < groups; ++group) {
       const Left left = gather_block(part, source, group, begin, end, pixels, left_place);
-      for (int64_t panel = first_panel; panel < last_panel; panel += kBlockColumns / kPanelColumns) {
-        const int64_t panels = std::min(last_panel - panel, kBlockColumns / kPanelColumns);
+      for (int64_t panel = first_panel; panel < last_panel; panel += kCachedColumns / kPanelColumns) {
+        const int64_t panels = std::min(last_panel - panel, kCachedColumns / kPanelColumns);
         largest = std::max(largest, multiply(left, group, panel, panels, end - begin, places, sums));
       }
     }
@@ -310,7 +310,7 @@ struct Task {
     const int64_t columns = std::min(panels * kPanelColumns, part.target_depth - first);
     const int64_t channel = group * part.target_depth + first;
     const uint32_t offset = static_cast<uint32_t>(source.zero_point) + static_cast<uint32_t>(table().left_offset);
-    std::array<int32_t, kBlockColumns> terms;
+    std::array<int32_t, kCachedColumns> terms;
     for (int64_t i = 0; i < columns; ++i) {
       const uint32_t bias = source.bias == nullptr ? 0 : static_cast<uint32_t>(source.bias[channel + i]);
       terms[static_cast<size_t>(i)] = static_cast<int32_t>(bias - offset * static_cast<uint32_t>(column_sums[i]));
