@@ -388,7 +388,7 @@ def main() -> int:
         print_summary(summary)
     if arguments.out:
         arguments.out.mkdir(parents=True, exist_ok=True)
-        result = {"machine": describe_machine(), "batch": BATCH, "rows": rows, "summaries": means}
+        result = {"machine": describe_machine(arguments), "batch": BATCH, "rows": rows, "summaries": means}
         (arguments.out / "int8_kernels.json").write_text(json.dumps(result, indent=1))
     return 0 if all(map(keeps, means)) else 1
 
