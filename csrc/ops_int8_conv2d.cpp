@@ -58,7 +58,13 @@ void check_int8(const Tensor& tensor, const char* name, const char* argument) {
       " must be an int8 CPU tensor of 4 dimensions");
 }
 
-Conv2d conv_of(const Geometry& geometry, int64_t batch, const Pair& input_size, int64_t in_channels, const Tensor& weight) {
+Conv2d conv_of(
+    const Geometry& geometry,
+    Pass pass,
+    int64_t batch,
+    const Pair& input_size,
+    int64_t in_channels,
+    const Tensor& weight) {
   STD_TORCH_CHECK(
       weight.size(0) % geometry.groups == 0 && weight.size(1) * geometry.groups == in_channels,
       geometry.name,
@@ -79,7 +85,7 @@ Conv2d conv_of(const Geometry& geometry, int64_t batch, const Pair& input_size, 
       weight.size(0),
       geometry.groups};
   STD_TORCH_CHECK(
-      conv.taps() * std::max(conv.in_depth(), conv.out_depth()) <= kMostDepth,
+      conv.taps() * (pass == Pass::forward ? conv.in_depth() : conv.out_depth()) <= kMostDepth,
       geometry.name,
       ": int32 holds no sums over more than ",
       kMostDepth,
@@ -133,7 +139,7 @@ struct Rescaling {
 
 Rescaling rescaling(const char* name, Result result, const Tensor& scale, int64_t channels, bool channels_are_rows) {
   STD_TORCH_CHECK(
-      scale.is_cpu() && scale.scalar_type() == ScalarType::Float && (scale.numel() == 1 || scale.numel() == channels),
+      scale.is_cpu() && scale.scalar_type() == ScalarType::Float && (scale.numel() == 1 || (channels > 0 && scale.numel() == channels)),
       name,
       ": scale must be a float32 CPU tensor of one number or of one for each of the ",
       channels,
@@ -235,8 +241,8 @@ Tensor pack(
   check_int8(weight, geometry.name, "weight");
   // The image's size does not matter.
   const Pair size{dilation[0] * (weight.size(2) - 1) + 1, dilation[1] * (weight.size(3) - 1) + 1};
-  const Conv2d conv = conv_of(geometry, 1, size, weight.size(1) * groups, weight);
   const Pass pass = for_grad_input ? Pass::grad_input : Pass::forward;
+  const Conv2d conv = conv_of(geometry, pass, 1, size, weight.size(1) * groups, weight);
   return packed_for(conv, pass, weight, std::nullopt, {static_cast<int64_t>(torch::stable::get_num_threads()), run_tasks});
 }
 
@@ -253,7 +259,7 @@ struct ForwardArguments {
     check_int8(input, geometry.name, "input");
     check_int8(weight, geometry.name, "weight");
     check_zero_point(input_zero_point, geometry.name);
-    return conv_of(geometry, input.size(0), {input.size(2), input.size(3)}, input.size(1), weight);
+    return conv_of(geometry, Pass::forward, input.size(0), {input.size(2), input.size(3)}, input.size(1), weight);
   }
 
   Pair output_sizes(const Conv2d& conv) const {
@@ -378,7 +384,7 @@ struct GradInputArguments {
     check_int8(weight, geometry.name, "weight");
     STD_TORCH_CHECK(input_size.size() == 2, geometry.name, ": input_size are two numbers, of rows and of columns");
     const Conv2d conv =
-        conv_of(geometry, grad_output.size(0), input_size, weight.size(1) * geometry.groups, weight);
+        conv_of(geometry, Pass::grad_input, grad_output.size(0), input_size, weight.size(1) * geometry.groups, weight);
     STD_TORCH_CHECK(
         grad_output.size(1) == conv.out_channels && grad_output.size(2) == conv.rows.output &&
             grad_output.size(3) == conv.columns.output,
@@ -617,7 +623,9 @@ Tensor conv2d_update_weight_(
       ": weight is updated in place, and must be contiguous in memory_format=torch.channels_last");
   Rescaling made =
       rescaling(name, in_bytes ? Result::int8_update : Result::float_update, scale, conv.out_channels, true);
-  set_rounding(name, rounding, seed, made);
+  if (in_bytes) {
+    set_rounding(name, rounding, seed, made);
+  }
   made.finish.low = -127;
   made.finish.output = weight.mutable_data_ptr();
   return arguments.run(conv, made.finish);

@@ -192,6 +192,11 @@ def test_more_pixels_than_int32_sums() -> None:
         wide.grad_output, wide.input, scale, (3, 3), input_zero_point=wide.zero_point, **wide.windows
     )
     assert torch.equal(found.weight, plain.scaled("test", wide.weight_sums[0], scale, 0))
+    long = make_case(1, (2, 2), (1, 70000), (1, 1), kind="lowest", zero_point=127, groups=2)
+    found = ops.int8_conv2d_grad_weight_scaled(
+        long.grad_output, long.input, scale, (1, 1), input_zero_point=long.zero_point, **long.windows
+    )
+    assert torch.equal(found.weight, plain.scaled("test", long.weight_sums[0], scale, 0))
     with pytest.raises(RuntimeError, match="more than 65535 pixels"):
         ops.int8_conv2d_grad_weight(case.grad_output, case.input, (1, 1), **case.windows)
 
@@ -211,9 +216,14 @@ def of(name: str, *arguments: Any) -> Any:
     return body(*arguments)
 
 
+def ours(name: str, *arguments: Any) -> Any:
+    """What the compiled operator makes."""
+    return getattr(odt, name)(*arguments)
+
+
 def assert_same(name: str, *arguments: Any) -> None:
     """Compiled and plain, bit by bit."""
-    found, expected = getattr(odt, name)(*arguments), of(name, *arguments)
+    found, expected = ours(name, *arguments), of(name, *arguments)
     for one, other in zip(
         found if isinstance(found, tuple) else (found,),
         expected if isinstance(expected, tuple) else (expected,),
@@ -255,7 +265,19 @@ def test_what_becomes_of_sums(case: Case, rounding: int, per_channel: bool, limi
         assert torch.equal(updated, expected)
 
 
-def test_threads_change_no_bit() -> None:
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize("depth", [36, 100])
+def test_threads_share_no_byte_of_a_mask(depth: int) -> None:
+    case = make_case(1, (256, 2 * depth), (6, 8), (3, 3), padding=(1, 1), groups=2)
+    for _ in range(30):
+        image = (case.input, case.weight, None, None, torch.tensor([0.004]), 0, 0, -100, 90, 0, 0)
+        found, expected = (call("int8_conv2d_quantized", *image, *case.positional) for call in (ours, of))
+        assert torch.equal(found[1], expected[1])
+
+
+def test_threads_change_no_bit(request: pytest.FixtureRequest) -> None:
+    before = torch.get_num_threads()
+    request.addfinalizer(lambda: torch.set_num_threads(before))
     case = make_case(4, (32, 48), (30, 30), (3, 3), padding=(1, 1))
     found = []
     for count in (1, 2, 3):
@@ -267,7 +289,6 @@ def test_threads_change_no_bit() -> None:
             case.grad_output, case.weight, torch.tensor([0.001]), (30, 30), seed=4, **case.windows
         )
         found.append((*output, *gradient))
-    torch.set_num_threads(2)
     for other in found[1:]:
         assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True))
 
@@ -358,6 +379,18 @@ def test_nothing_in_nothing_out() -> None:
     assert ops.int8_conv2d_grad_input(torch.empty(0, 6, 3, 3, dtype=torch.int8), weight, (5, 5)).shape == empty.shape
     found = ops.int8_conv2d_grad_weight(torch.empty(0, 6, 3, 3, dtype=torch.int8), empty, 3)
     assert found.weight.shape == weight.shape and not found.weight.any() and not found.bias.any()
+    pixels, nothing = numbers((2, 3, 4, 4), "random", 1), torch.empty(2, 0, 4, 4, dtype=torch.int8)
+    found = ops.int8_conv2d_grad_weight(pixels, nothing, 1)
+    assert found.weight.shape == (3, 0, 1, 1) and torch.equal(found.bias, pixels.sum((0, 2, 3)))
+    assert ops.int8_conv2d_grad_weight(nothing, pixels, 1).weight.shape == (0, 3, 1, 1)
+    assert not ops.int8_linear(torch.empty(3, 0, dtype=torch.int8), torch.empty(5, 0, dtype=torch.int8)).any()
+
+
+def test_sums_of_few_terms_into_many_channels() -> None:
+    x, weight = numbers((2, 4), "random", 1), numbers((70000, 4), "random", 2)
+    assert torch.equal(ops.int8_linear(x, weight), x.long() @ weight.long().t())
+    with pytest.raises(RuntimeError, match="more than 65535 terms"):
+        ops.int8_linear_grad_input(numbers((2, 70000), "random", 3), weight)
 
 
 def out(x: Tensor) -> Tensor:

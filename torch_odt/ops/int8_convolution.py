@@ -90,7 +90,7 @@ def int8_conv2d_scaled(
     Args:
         input, weight, packed, input_zero_point, stride, padding, dilation, groups: see `int8_conv2d`.
         scale: float32, one number or one for each output channel: the input's scale times the weight's.
-        bias: int32 of shape (out_channels,), in units of the sums, or None.
+        bias: int32 of shape (out_channels,), in units of the sums, or None; int32 has to hold the sums with it.
 
     Returns:
         float32 of shape (N, out_channels, H', W'), in torch.channels_last.
@@ -134,7 +134,7 @@ def int8_conv2d_quantized(
     Args:
         input, weight, packed, input_zero_point, stride, padding, dilation, groups: see `int8_conv2d`.
         scale: float32, one number or one for each output channel: the scales of input and weight over the output's.
-        bias: int32 of shape (out_channels,), in units of the sums, or None.
+        bias: int32 of shape (out_channels,), in units of the sums, or None; int32 has to hold the sums with it.
         output_zero_point: which value of the output stands for 0.
         low, high: the bounds of the output, values of int8.
         rounding: "nearest" (to even), "stochastic" (up with the probability of the fraction; the same on every
@@ -234,7 +234,7 @@ def _quantized_fake(
 ) -> tuple[Tensor, Tensor, Tensor]:
     output = empty_image(_output_shape(input, weight, geometry_of(*rest[-4:])), input, torch.int8)
     mask = torch.empty((output.numel() + 7) // 8, dtype=torch.uint8, device=input.device)
-    return output, mask, torch.empty(1, device=input.device)
+    return output, mask, torch.empty(1, dtype=torch.float32, device=input.device)
 
 
 register("int8_conv2d", f"({IMAGE}, int input_zero_point, {WINDOWS}) -> Tensor", _conv2d_plain, _conv2d_fake)

@@ -296,7 +296,7 @@ def _grad_input_scaled_plain(
 ) -> Tensor:
     name = "int8_conv2d_grad_input_scaled"
     sums = plain.grad_input_sums(name, grad_output, weight, input_size, geometry_of(*windows))
-    return channels_last(plain.scaled(name, sums, scale[:1] if scale.dim() else scale, 0))
+    return channels_last(plain.scaled(name, sums[None], scale, 0)[0])
 
 
 def _grad_input_scaled_fake(
@@ -318,7 +318,7 @@ def _grad_input_quantized_plain(
     name = "int8_conv2d_grad_input_quantized"
     sums = plain.grad_input_sums(name, grad_output, weight, input_size, geometry_of(*windows))
     sums = plain.by_pixels(sums)
-    values = plain.scaled(name, sums, scale, 0)
+    values = plain.scaled(name, sums[None], scale, 0)[0]
     width = windows[-1] if plain.is_depthwise(weight.shape, windows[-1]) else weight.shape[1]
     whole = plain.rounded(name, sums, values, scale, rounding, seed, width)
     return plain.as_image(whole.clamp(-128, 127).to(torch.int8)), plain.largest_of(values)
@@ -335,7 +335,7 @@ def _grad_input_quantized_fake(
     *windows: Any,
 ) -> tuple[Tensor, Tensor]:
     gradient = empty_image(_input_shape(grad_output, weight, input_size, windows[-1]), grad_output, torch.int8)
-    return gradient, torch.empty(1, device=weight.device)
+    return gradient, torch.empty(1, dtype=torch.float32, device=weight.device)
 
 
 def _grad_weight_plain(

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from torch_odt.ops import int8_convolution as conv
@@ -295,7 +295,7 @@ def _image(rows: Tensor) -> Tensor:
     """Rows as images of one pixel."""
     if not rows.dim():
         raise RuntimeError("int8_linear: a tensor of features must have a dimension for them")
-    return rows.reshape(-1, rows.shape[-1], 1, 1) if rows.shape[-1] else rows.new_empty(0, 0, 1, 1)
+    return rows.reshape(math.prod(rows.shape[:-1]), rows.shape[-1], 1, 1)
 
 
 def _kernel(weight: Tensor) -> Tensor:
@@ -305,4 +305,4 @@ def _kernel(weight: Tensor) -> Tensor:
 
 
 def _rows(image: Tensor, shape: Sequence[int]) -> Tensor:
-    return image.reshape(*shape, image.shape[1]) if image.shape[1] else torch.empty(*shape, 0, dtype=image.dtype)
+    return image.reshape(*shape, image.shape[1])

@@ -53,8 +53,8 @@ class PackedInt8Weight:
     """A weight and what was packed of it, anew whenever the weight has changed.
 
     When to choose it: for a layer that is called several times between updates, as in inference, gradient accumulation
-    or recomputation. Changes are told by the tensor's version counter, which writing through `.data` or another
-    library does not move: call `forget()` then.
+    or recomputation. Changes are told by the tensor's version counter, which writing through `.data`, another
+    library or an operator under `torch.ops` does not move, and inference tensors do not have: call `forget()` then.
 
     Args:
         weight, stride, padding, dilation, groups: see `int8_pack_weight`.
@@ -86,7 +86,8 @@ class PackedInt8Weight:
         self._kept.clear()
 
     def _packed(self, for_grad_input: bool) -> Tensor:
-        state = (self.weight._version, self.weight.data_ptr())
+        version = -1 if self.weight.is_inference() else self.weight._version
+        state = (version, self.weight.data_ptr())
         kept = self._kept.get(for_grad_input)
         if kept is None or kept[0] != state:
             packed = int8_pack_weight(

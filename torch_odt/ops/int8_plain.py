@@ -62,6 +62,16 @@ def check_int8(name: str, **tensors: Tensor) -> None:
             raise RuntimeError(f"{name}: {argument} must be an int8 CPU tensor of 4 dimensions")
 
 
+def check_zero_point(name: str, zero_point: int) -> None:
+    if not -128 <= zero_point <= 127:
+        raise RuntimeError(f"{name}: input_zero_point must be a value of int8, not {zero_point}")
+
+
+def check_depth(name: str, depth: int) -> None:
+    if depth > MOST_DEPTH:
+        raise RuntimeError(f"{name}: int32 holds no sums over more than {MOST_DEPTH} terms")
+
+
 def check_channels(name: str, weight: Tensor, channels: int, groups: int) -> None:
     if weight.shape[0] % groups or weight.shape[1] * groups != channels:
         raise RuntimeError(
@@ -78,8 +88,8 @@ def forward_sums(
     check_int8(name, input=input, weight=weight)
     check_channels(name, weight, input.shape[1], geometry.groups)
     geometry.output_size(name, input.shape[2:], weight.shape[2:])
-    if not -128 <= zero_point <= 127:
-        raise RuntimeError(f"{name}: input_zero_point must be a value of int8, not {zero_point}")
+    check_zero_point(name, zero_point)
+    check_depth(name, weight[0].numel() if weight.shape[0] else 0)
     shifted = input.double() - zero_point
     terms = None if bias is None else bias.double()
     g = geometry
@@ -104,6 +114,7 @@ def grad_input_sums(
     out = geometry.output_size(name, input_size, weight.shape[2:])
     if list(grad_output.shape[1:]) != [weight.shape[0], *out]:
         raise RuntimeError(f"{name}: grad_output must have the output's shape, {weight.shape[0]} x {out[0]} x {out[1]}")
+    check_depth(name, weight.shape[0] // geometry.groups * weight.shape[2] * weight.shape[3])
     like = torch.empty(grad_output.shape[0], weight.shape[1] * geometry.groups, *input_size, dtype=torch.float64)
     return _backward(grad_output, like, weight.double(), geometry, True)
 
@@ -114,6 +125,7 @@ def grad_weight_sums(
     """The gradients of weight and bias, exactly, as int64."""
     geometry.check(name)
     check_int8(name, grad_output=grad_output, input=input)
+    check_zero_point(name, zero_point)
     out = geometry.output_size(name, input.shape[2:], kernel_size)
     if [grad_output.shape[0], *grad_output.shape[2:]] != [input.shape[0], *out]:
         raise RuntimeError(f"{name}: grad_output must have the output's shape")
@@ -215,7 +227,7 @@ def rounded(
         steps = _shifted(sums, shift_of(name, scale))
         return steps if before is None else before.long() - steps
     values = values if before is None else before.float() - values
-    values = values.clamp(max=HUGE)
+    values = values.clamp(-HUGE, HUGE)
     if rounding == NEAREST:
         return values.round().long()
     if rounding != STOCHASTIC:
@@ -224,4 +236,4 @@ def rounded(
 
 
 def largest_of(values: Tensor) -> Tensor:
-    return values.abs().amax().reshape(1) if values.numel() else torch.zeros(1)
+    return values.abs().amax().reshape(1) if values.numel() else torch.zeros(1, dtype=torch.float32)

@@ -15,6 +15,7 @@ namespace {
 
 constexpr int64_t kMostRows = 256;
 constexpr int64_t kMostColumns = 512;
+constexpr int64_t kWideColumns = 256; // of sums in 64 bits
 // Where there are few pixels, writing the gradient is most of the work: sums have to stay in the first cache.
 constexpr int64_t kFewPixels = 128;
 constexpr int64_t kFewRows = 64;
@@ -40,7 +41,7 @@ struct Cut {
     wide = conv.out_pixels() > kMostDepth;
     const bool few = conv.out_pixels() <= kFewPixels;
     row_blocks = divided(rows, few ? kFewRows : kMostRows);
-    column_blocks = divided(panels, (few ? kFewColumns : kMostColumns) / kPanelColumns);
+    column_blocks = divided(panels, (few ? kFewColumns : wide ? kWideColumns : kMostColumns) / kPanelColumns);
     const int64_t wanted = divided(threads.count, conv.groups);
     if (row_blocks * column_blocks < wanted) {
       column_blocks = std::min(panels, divided(wanted, row_blocks));
@@ -50,7 +51,9 @@ struct Cut {
     row_blocks = divided(rows, block_rows);
     block_panels = divided(panels, column_blocks);
     column_blocks = divided(panels, block_panels);
-    const int64_t pixel_bytes = (block_rows + kSlackRows + block_panels * kPanelColumns) * table().value_bytes;
+    const int64_t packed_values = block_rows + kSlackRows + block_panels * kPanelColumns;
+    const int64_t gathered_values = by_taps ? 0 : conv.taps() * conv.in_depth();
+    const int64_t pixel_bytes = packed_values * table().value_bytes + gathered_values;
     const int64_t fitting = kPackedBytes / pixel_bytes / kAlignment * kAlignment;
     const int64_t all = divided(conv.out_pixels(), kAlignment) * kAlignment;
     chunk_pixels = std::min(std::clamp(fitting, kAlignment, kMostPixels), std::max(all, kAlignment));
@@ -363,8 +366,34 @@ class BlockGradient {
 
 } // namespace
 
+namespace {
+
+// Rows of outputs whose sums int32 holds; longer ones are cut elsewhere.
+bool goes_by_lines(const Conv2d& conv) {
+  return conv.depthwise() && conv.columns.output <= kMostDepth;
+}
+
+bool is_empty(const Conv2d& conv) {
+  return conv.out_channels == 0 || conv.in_channels == 0;
+}
+
+// Without weights there is still a bias.
+void sum_bias(const Conv2d& conv, const int8_t* grad_output, int64_t* grad_bias) {
+  std::fill_n(grad_bias, conv.out_channels, 0);
+  for (int64_t pixel = 0; pixel < conv.out_pixels(); ++pixel) {
+    for (int64_t channel = 0; channel < conv.out_channels; ++channel) {
+      grad_bias[channel] += grad_output[pixel * conv.out_channels + channel];
+    }
+  }
+}
+
+} // namespace
+
 int64_t grad_weight_workspace_bytes(const Conv2d& conv, const Threads& threads) {
-  if (conv.depthwise()) {
+  if (is_empty(conv)) {
+    return 0;
+  }
+  if (goes_by_lines(conv)) {
     return depthwise_grad_weight_workspace_bytes(conv);
   }
   return Workspace(conv, Cut(conv, threads), nullptr).pieces.bytes();
@@ -379,7 +408,11 @@ float grad_weight(
     const Finish& how,
     const Threads& threads,
     void* workspace) {
-  if (conv.depthwise()) {
+  if (is_empty(conv)) {
+    sum_bias(conv, grad_output, grad_bias);
+    return 0;
+  }
+  if (goes_by_lines(conv)) {
     return depthwise_grad_weight(conv, grad_output, input, zero_point, grad_bias, how, threads, workspace);
   }
   const Cut cut(conv, threads);

@@ -345,7 +345,7 @@ float run_pass(
     const int64_t rows = part.block_rows();
     const int64_t blocks = (pixels + rows - 1) / rows;
     // Few rows are shared out by columns, but not within a byte of a mask.
-    const bool by_columns = blocks < threads.count && (how.mask == nullptr || target.channels % 8 == 0);
+    const bool by_columns = blocks < threads.count && (how.mask == nullptr || part.target_depth % 8 == 0);
     const int64_t cuts = by_columns ? std::min(part.panels(), threads.count) : 1;
     threads.share(blocks * cuts, [&](int64_t thread, int64_t begin, int64_t end) {
       float& most = largest[static_cast<size_t>(thread)];
