@@ -87,9 +87,11 @@ def forward_sums(
     geometry.check(name)
     check_int8(name, input=input, weight=weight)
     check_channels(name, weight, input.shape[1], geometry.groups)
-    geometry.output_size(name, input.shape[2:], weight.shape[2:])
+    out = geometry.output_size(name, input.shape[2:], weight.shape[2:])
     check_zero_point(name, zero_point)
     check_depth(name, weight[0].numel() if weight.shape[0] else 0)
+    if not weight.numel():
+        return torch.zeros(input.shape[0], weight.shape[0], *out, dtype=torch.int64)
     shifted = input.double() - zero_point
     terms = None if bias is None else bias.double()
     g = geometry
@@ -98,6 +100,8 @@ def forward_sums(
 
 def _backward(grad_output: Tensor, input: Tensor, weight: Tensor, geometry: Geometry, wants_input: bool) -> Tensor:
     g = geometry
+    if not weight.numel():
+        return torch.zeros_like(input if wants_input else weight, dtype=torch.int64)
     found = torch.ops.aten.convolution_backward(
         grad_output.double(), input, weight, None, g.stride, g.padding, g.dilation, False, (0, 0), g.groups,
         (wants_input, not wants_input, False),
