@@ -91,7 +91,8 @@ def forward_sums(
     check_zero_point(name, zero_point)
     check_depth(name, weight[0].numel() if weight.shape[0] else 0)
     if not weight.numel():
-        return torch.zeros(input.shape[0], weight.shape[0], *out, dtype=torch.int64)
+        empty = torch.zeros(input.shape[0], weight.shape[0], *out, dtype=torch.int64)
+        return empty if bias is None else empty + bias[:, None, None]
     shifted = input.double() - zero_point
     terms = None if bias is None else bias.double()
     g = geometry
