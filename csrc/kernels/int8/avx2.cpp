@@ -4,6 +4,7 @@
 #include "interleave.h"
 #include "intrinsics_x86.h"
 #include "table.h"
+#include "tiles.h"
 
 #define TORCH_ODT_TARGET [[gnu::target("avx2")]]
 
@@ -76,13 +77,7 @@ TORCH_ODT_TARGET void multiply_tile(const Product& of, const char* left, const c
 }
 
 void multiply(const Product& of) {
-  for (int64_t panel = 0; panel < of.panels; ++panel) {
-    const char* const right = static_cast<const char*>(of.right) + panel * of.panel_bytes;
-    for (int64_t row = 0; row < of.rows; row += kRows) {
-      const char* const left = static_cast<const char*>(of.left) + row * of.left_row_bytes;
-      multiply_tile(of, left, right, of.sums + row * of.sums_stride + panel * kPanelColumns);
-    }
-  }
+  multiply_in_tiles<kRows, multiply_tile>(of);
 }
 
 } // namespace

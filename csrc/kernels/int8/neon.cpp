@@ -5,6 +5,7 @@
 
 #include "interleave.h"
 #include "table.h"
+#include "tiles.h"
 
 namespace torch_odt::kernels::int8 {
 
@@ -55,13 +56,7 @@ void multiply_tile(const Product& of, const char* left, const char* right, int32
 }
 
 void multiply(const Product& of) {
-  for (int64_t panel = 0; panel < of.panels; ++panel) {
-    const char* const right = static_cast<const char*>(of.right) + panel * of.panel_bytes;
-    for (int64_t row = 0; row < of.rows; row += kRows) {
-      const char* const left = static_cast<const char*>(of.left) + row * of.left_row_bytes;
-      multiply_tile(of, left, right, of.sums + row * of.sums_stride + panel * kPanelColumns);
-    }
-  }
+  multiply_in_tiles<kRows, multiply_tile>(of);
 }
 
 } // namespace

@@ -5,6 +5,7 @@
 
 #include "interleave.h"
 #include "table.h"
+#include "tiles.h"
 
 #define TORCH_ODT_TARGET [[gnu::target("arch=armv8.2-a+dotprod+i8mm")]]
 
@@ -81,13 +82,7 @@ TORCH_ODT_TARGET void multiply_tile(const Product& of, const char* left, const c
 }
 
 void multiply(const Product& of) {
-  for (int64_t panel = 0; panel < of.panels; ++panel) {
-    const char* const right = static_cast<const char*>(of.right) + panel * of.panel_bytes;
-    for (int64_t row = 0; row < of.rows; row += 2 * kRowPairs) {
-      const char* const left = static_cast<const char*>(of.left) + row * of.left_row_bytes;
-      multiply_tile(of, left, right, of.sums + row * of.sums_stride + panel * kPanelColumns);
-    }
-  }
+  multiply_in_tiles<2 * kRowPairs, multiply_tile>(of);
 }
 
 } // namespace

@@ -1,0 +1,203 @@
+#include "ops_int8.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+
+#include <torch/headeronly/core/MemoryFormat.h>
+
+namespace torch_odt {
+
+using kernels::int8::Rounding;
+using kernels::int8::kMostDepth;
+using torch::headeronly::MemoryFormat;
+
+namespace {
+
+void run_tasks(int64_t tasks, void (*task)(const void*, int64_t), const void* context) {
+  torch::stable::parallel_for(0, tasks, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t index = begin; index < end; ++index) {
+      task(context, index);
+    }
+  });
+}
+
+// Work below which a thread costs more than it saves, in multiply-adds.
+constexpr int64_t kGrainProducts = 1 << 20;
+
+// In front of packed weights: what they were packed for, so that others are told from them.
+constexpr int64_t kTagBytes = 64;
+
+uint64_t tag_of(const Conv2d& conv, Pass pass) {
+  // FNV-1a: G. Fowler, L. C. Noll and K.-P. Vo.
+  uint64_t tag = 0xcbf29ce484222325;
+  const auto add = [&tag](int64_t value) { tag = (tag ^ static_cast<uint64_t>(value)) * 0x100000001b3; };
+  for (const WindowAxis& axis : {conv.rows, conv.columns}) {
+    for (const int64_t value : {axis.kernel, axis.stride, axis.padding, axis.dilation}) {
+      add(value);
+    }
+  }
+  for (const int64_t value : {conv.in_channels, conv.out_channels, conv.groups}) {
+    add(value);
+  }
+  add(static_cast<int64_t>(pass));
+  add(static_cast<int64_t>(kernels::isa()));
+  return tag;
+}
+
+} // namespace
+
+void check_int8(const Tensor& tensor, const char* name, const char* argument) {
+  STD_TORCH_CHECK(
+      tensor.is_cpu() && tensor.scalar_type() == ScalarType::Char && tensor.dim() == 4,
+      name,
+      ": ",
+      argument,
+      " must be an int8 CPU tensor of 4 dimensions");
+}
+
+Conv2d conv_of(
+    const Geometry& geometry,
+    Pass pass,
+    int64_t batch,
+    const Pair& input_size,
+    int64_t in_channels,
+    const Tensor& weight) {
+  STD_TORCH_CHECK(
+      weight.size(0) % geometry.groups == 0 && weight.size(1) * geometry.groups == in_channels,
+      geometry.name,
+      ": weight has ",
+      weight.size(0),
+      " x ",
+      weight.size(1),
+      " channels, which do not fit ",
+      in_channels,
+      " input channels in ",
+      geometry.groups,
+      " groups");
+  const Conv2d conv{
+      batch,
+      geometry.axis(0, input_size[0], weight.size(2)),
+      geometry.axis(1, input_size[1], weight.size(3)),
+      in_channels,
+      weight.size(0),
+      geometry.groups};
+  STD_TORCH_CHECK(
+      conv.taps() * (pass == Pass::forward ? conv.in_depth() : conv.out_depth()) <= kMostDepth,
+      geometry.name,
+      ": int32 holds no sums over more than ",
+      kMostDepth,
+      " terms");
+  return conv;
+}
+
+void check_zero_point(int64_t zero_point, const char* name) {
+  STD_TORCH_CHECK(
+      zero_point >= -128 && zero_point <= 127, name, ": input_zero_point must be a value of int8, not ", zero_point);
+}
+
+Tensor channels_last(const Tensor& tensor) {
+  return torch::stable::contiguous(tensor, MemoryFormat::ChannelsLast);
+}
+
+const int8_t* bytes_of(const Tensor& tensor) {
+  return static_cast<const int8_t*>(tensor.const_data_ptr());
+}
+
+Tensor empty_image(const Pair& sizes, ScalarType dtype, const Tensor& like) {
+  return torch::stable::empty(sizes, dtype, std::nullopt, like.device(), std::nullopt, MemoryFormat::ChannelsLast);
+}
+
+Tensor empty_flat(int64_t count, ScalarType dtype, const Tensor& like) {
+  return torch::stable::empty({count}, dtype, std::nullopt, like.device());
+}
+
+Threads threads_for(const Conv2d& conv) {
+  const int64_t products = conv.out_pixels() * conv.out_channels * conv.taps() * conv.in_depth();
+  const auto available = static_cast<int64_t>(torch::stable::get_num_threads());
+  return {std::clamp<int64_t>(products / kGrainProducts, 1, available), run_tasks};
+}
+
+Threads all_threads() {
+  return {static_cast<int64_t>(torch::stable::get_num_threads()), run_tasks};
+}
+
+Rescaling rescaling(const char* name, Result result, const Tensor& scale, int64_t channels, bool channels_are_rows) {
+  STD_TORCH_CHECK(
+      scale.is_cpu() && scale.scalar_type() == ScalarType::Float && (scale.numel() == 1 || (channels > 0 && scale.numel() == channels)),
+      name,
+      ": scale must be a float32 CPU tensor of one number or of one for each of the ",
+      channels,
+      " output channels");
+  const Tensor dense = torch::stable::contiguous(scale);
+  const auto* const values = static_cast<const float*>(dense.const_data_ptr());
+  Rescaling made;
+  made.multipliers.assign(values, values + scale.numel());
+  for (const float value : made.multipliers) {
+    STD_TORCH_CHECK(std::isfinite(value), name, ": scale must be finite");
+  }
+  made.finish.result = result;
+  made.finish.multipliers = made.multipliers.data();
+  made.finish.per_channel = scale.numel() > 1;
+  made.finish.channels_are_rows = channels_are_rows;
+  return made;
+}
+
+void set_rounding(const char* name, int64_t rounding, int64_t seed, Rescaling& made) {
+  STD_TORCH_CHECK(rounding >= 0 && rounding <= 2, name, ": rounding must be 0 (nearest), 1 (stochastic) or 2 (pseudo-stochastic)");
+  Finish& finish = made.finish;
+  finish.rounding = static_cast<Rounding>(rounding);
+  finish.seed = static_cast<uint64_t>(seed);
+  if (finish.rounding == Rounding::pseudo_stochastic) {
+    int exponent = 0;
+    const float fraction = std::frexp(made.multipliers.front(), &exponent);
+    finish.shift = 1 - exponent;
+    STD_TORCH_CHECK(
+        made.multipliers.size() == 1 && fraction == 0.5F && finish.shift >= 0 && finish.shift <= 30,
+        name,
+        ": pseudo-stochastic rounding needs one scale, a power of two from 2^-30 to 1");
+  }
+}
+
+void set_range(const char* name, int64_t zero_point, int64_t low, int64_t high, Finish& finish) {
+  STD_TORCH_CHECK(
+      -128 <= low && low <= high && high <= 127 && zero_point >= -128 && zero_point <= 127,
+      name,
+      ": low, high and output_zero_point must be values of int8, and low at most high");
+  finish.zero_point = static_cast<int32_t>(zero_point);
+  finish.low = static_cast<int32_t>(low);
+  finish.high = static_cast<int32_t>(high);
+}
+
+Tensor packed_for(
+    const Conv2d& conv, Pass pass, const Tensor& weight, const std::optional<Tensor>& packed, const Threads& threads) {
+  const int64_t bytes = kTagBytes + kernels::int8::packed_bytes(conv, pass);
+  const uint64_t tag = tag_of(conv, pass);
+  if (packed) {
+    STD_TORCH_CHECK(
+        packed->is_cpu() && packed->scalar_type() == ScalarType::Byte && packed->dim() == 1 &&
+            packed->numel() == bytes && packed->stride(0) == 1 &&
+            std::memcmp(packed->const_data_ptr(), &tag, sizeof(tag)) == 0,
+        "int8_conv2d: packed is not what int8_pack_weight made of this weight for this pass");
+    return *packed;
+  }
+  Tensor result = empty_flat(bytes, ScalarType::Byte, weight);
+  auto* const to = static_cast<char*>(result.mutable_data_ptr());
+  std::memset(to, 0, kTagBytes);
+  std::memcpy(to, &tag, sizeof(tag));
+  const Tensor dense = channels_last(weight);
+  kernels::int8::pack_weight(conv, pass, bytes_of(dense), threads, to + kTagBytes);
+  return result;
+}
+
+const void* data_of_packed(const Tensor& packed) {
+  return static_cast<const char*>(packed.const_data_ptr()) + kTagBytes;
+}
+
+Tensor one_number(float value, const Tensor& like) {
+  Tensor result = empty_flat(1, ScalarType::Float, like);
+  *static_cast<float*>(result.mutable_data_ptr()) = value;
+  return result;
+}
+
+} // namespace torch_odt

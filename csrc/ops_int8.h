@@ -1,0 +1,90 @@
+// What the int8 operators share: checked arguments, how sums become another type, packed weights, threads.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <vector>
+
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/core/ScalarType.h>
+
+#include "kernels/int8/conv2d.h"
+
+// Hidden, as the types of the stable ABI are.
+namespace torch_odt [[gnu::visibility("hidden")]] {
+
+using kernels::WindowAxis;
+using kernels::int8::Conv2d;
+using kernels::int8::Finish;
+using kernels::int8::Pass;
+using kernels::int8::Result;
+using kernels::int8::Threads;
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
+using Pair = std::vector<int64_t>;
+
+// The arguments that say which convolution is meant, checked.
+struct Geometry {
+  const char* name;
+  const Pair& stride;
+  const Pair& padding;
+  const Pair& dilation;
+  int64_t groups;
+
+  void check() const {
+    for (const Pair* pair : {&stride, &padding, &dilation}) {
+      STD_TORCH_CHECK(pair->size() == 2, name, ": stride, padding and dilation are two numbers, for rows and for columns");
+    }
+    STD_TORCH_CHECK(stride[0] > 0 && stride[1] > 0, name, ": stride must be positive");
+    STD_TORCH_CHECK(padding[0] >= 0 && padding[1] >= 0, name, ": padding must not be negative");
+    STD_TORCH_CHECK(dilation[0] > 0 && dilation[1] > 0, name, ": dilation must be positive");
+    STD_TORCH_CHECK(groups > 0, name, ": groups must be positive");
+  }
+
+  WindowAxis axis(size_t which, int64_t input, int64_t kernel) const {
+    const int64_t reach = input + 2 * padding[which] - dilation[which] * (kernel - 1) - 1;
+    STD_TORCH_CHECK(kernel > 0, name, ": the kernel is empty");
+    STD_TORCH_CHECK(reach >= 0, name, ": the kernel is larger than the padded input");
+    return {input, reach / stride[which] + 1, kernel, stride[which], padding[which], dilation[which]};
+  }
+};
+
+void check_int8(const Tensor& tensor, const char* name, const char* argument);
+void check_zero_point(int64_t zero_point, const char* name);
+
+// The convolution that is meant, with sums that int32 holds in this pass.
+Conv2d conv_of(
+    const Geometry& geometry,
+    Pass pass,
+    int64_t batch,
+    const Pair& input_size,
+    int64_t in_channels,
+    const Tensor& weight);
+
+Tensor channels_last(const Tensor& tensor);
+const int8_t* bytes_of(const Tensor& tensor);
+Tensor empty_image(const Pair& sizes, ScalarType dtype, const Tensor& like);
+Tensor empty_flat(int64_t count, ScalarType dtype, const Tensor& like);
+Tensor one_number(float value, const Tensor& like);
+
+Threads threads_for(const Conv2d& conv);
+Threads all_threads();
+
+// How sums become another type, from the arguments that say so.
+struct Rescaling {
+  std::vector<float> multipliers;
+  Finish finish;
+};
+
+Rescaling rescaling(const char* name, Result result, const Tensor& scale, int64_t channels, bool channels_are_rows);
+void set_rounding(const char* name, int64_t rounding, int64_t seed, Rescaling& made);
+void set_range(const char* name, int64_t zero_point, int64_t low, int64_t high, Finish& finish);
+
+// What was packed, if it is for this convolution and pass, or what is packed now; and where in it the weights begin.
+Tensor packed_for(
+    const Conv2d& conv, Pass pass, const Tensor& weight, const std::optional<Tensor>& packed, const Threads& threads);
+const void* data_of_packed(const Tensor& packed);
+
+} // namespace torch_odt

@@ -1,0 +1,311 @@
+// The gradients of int8 convolutions, see kernels/int8. Shapes for tracing are registered in torch_odt/ops.
+
+#include <tuple>
+
+#include <torch/csrc/stable/library.h>
+
+#include "ops_int8.h"
+
+namespace {
+
+using namespace torch_odt;
+using kernels::int8::grad_input;
+using kernels::int8::grad_weight;
+using kernels::int8::grad_weight_workspace_bytes;
+using kernels::int8::kMostDepth;
+using kernels::int8::workspace_bytes;
+
+// The arguments of all operators that compute the input's gradient.
+struct GradInputArguments {
+  const Tensor& grad_output;
+  const Tensor& weight;
+  const std::optional<Tensor>& packed;
+  const Pair& input_size;
+  Geometry geometry;
+
+  Conv2d conv() const {
+    geometry.check();
+    check_int8(grad_output, geometry.name, "grad_output");
+    check_int8(weight, geometry.name, "weight");
+    STD_TORCH_CHECK(input_size.size() == 2, geometry.name, ": input_size are two numbers, of rows and of columns");
+    const Conv2d conv =
+        conv_of(geometry, Pass::grad_input, grad_output.size(0), input_size, weight.size(1) * geometry.groups, weight);
+    STD_TORCH_CHECK(
+        grad_output.size(1) == conv.out_channels && grad_output.size(2) == conv.rows.output &&
+            grad_output.size(3) == conv.columns.output,
+        geometry.name,
+        ": grad_output must have the output's shape, ",
+        conv.out_channels,
+        " x ",
+        conv.rows.output,
+        " x ",
+        conv.columns.output,
+        " for each sample");
+    return conv;
+  }
+
+  Pair sizes(const Conv2d& conv) const {
+    return {conv.batch, conv.in_channels, conv.rows.input, conv.columns.input};
+  }
+
+  float run(const Conv2d& conv, const Finish& finish) const {
+    const Threads threads = threads_for(conv);
+    const Tensor weights = packed_for(conv, Pass::grad_input, weight, packed, threads);
+    const Tensor gradient = channels_last(grad_output);
+    Tensor workspace =
+        empty_flat(workspace_bytes(conv, Pass::grad_input) * threads.count, ScalarType::Byte, grad_output);
+    return grad_input(
+        conv, bytes_of(gradient), data_of_packed(weights), finish, threads, workspace.mutable_data_ptr());
+  }
+};
+
+Tensor conv2d_grad_input(
+    const Tensor& grad_output,
+    const Tensor& weight,
+    const std::optional<Tensor>& packed,
+    const Pair& input_size,
+    const Pair& stride,
+    const Pair& padding,
+    const Pair& dilation,
+    int64_t groups) {
+  const GradInputArguments arguments{
+      grad_output, weight, packed, input_size, {"int8_conv2d_grad_input", stride, padding, dilation, groups}};
+  const Conv2d conv = arguments.conv();
+  Tensor result = empty_image(arguments.sizes(conv), ScalarType::Int, grad_output);
+  Finish finish;
+  finish.output = result.mutable_data_ptr();
+  arguments.run(conv, finish);
+  return result;
+}
+
+Tensor conv2d_grad_input_scaled(
+    const Tensor& grad_output,
+    const Tensor& weight,
+    const std::optional<Tensor>& packed,
+    const Tensor& scale,
+    const Pair& input_size,
+    const Pair& stride,
+    const Pair& padding,
+    const Pair& dilation,
+    int64_t groups) {
+  const GradInputArguments arguments{
+      grad_output, weight, packed, input_size, {"int8_conv2d_grad_input_scaled", stride, padding, dilation, groups}};
+  const Conv2d conv = arguments.conv();
+  Rescaling made = rescaling(arguments.geometry.name, Result::floats, scale, 1, false);
+  Tensor result = empty_image(arguments.sizes(conv), ScalarType::Float, grad_output);
+  made.finish.output = result.mutable_data_ptr();
+  arguments.run(conv, made.finish);
+  return result;
+}
+
+std::tuple<Tensor, Tensor> conv2d_grad_input_quantized(
+    const Tensor& grad_output,
+    const Tensor& weight,
+    const std::optional<Tensor>& packed,
+    const Tensor& scale,
+    int64_t rounding,
+    int64_t seed,
+    const Pair& input_size,
+    const Pair& stride,
+    const Pair& padding,
+    const Pair& dilation,
+    int64_t groups) {
+  const GradInputArguments arguments{
+      grad_output, weight, packed, input_size, {"int8_conv2d_grad_input_quantized", stride, padding, dilation, groups}};
+  const char* const name = arguments.geometry.name;
+  const Conv2d conv = arguments.conv();
+  Rescaling made = rescaling(name, Result::int8, scale, 1, false);
+  set_rounding(name, rounding, seed, made);
+  Tensor result = empty_image(arguments.sizes(conv), ScalarType::Char, grad_output);
+  made.finish.output = result.mutable_data_ptr();
+  const float largest = arguments.run(conv, made.finish);
+  return {result, one_number(largest, grad_output)};
+}
+
+// The arguments of all operators that compute the weight's gradient. `weight` is one of its shape.
+struct GradWeightArguments {
+  const Tensor& grad_output;
+  const Tensor& input;
+  int64_t input_zero_point;
+  Geometry geometry;
+
+  Conv2d conv(const Pair& kernel_size) const {
+    const char* const name = geometry.name;
+    geometry.check();
+    check_int8(grad_output, name, "grad_output");
+    check_int8(input, name, "input");
+    check_zero_point(input_zero_point, name);
+    STD_TORCH_CHECK(kernel_size.size() == 2, name, ": kernel_size are two numbers, of rows and of columns");
+    STD_TORCH_CHECK(
+        input.size(1) % geometry.groups == 0 && grad_output.size(1) % geometry.groups == 0,
+        name,
+        ": the channels of input and grad_output must be multiples of groups");
+    const Conv2d conv{
+        input.size(0),
+        geometry.axis(0, input.size(2), kernel_size[0]),
+        geometry.axis(1, input.size(3), kernel_size[1]),
+        input.size(1),
+        grad_output.size(1),
+        geometry.groups};
+    STD_TORCH_CHECK(
+        grad_output.size(0) == conv.batch && grad_output.size(2) == conv.rows.output &&
+            grad_output.size(3) == conv.columns.output,
+        name,
+        ": grad_output must have the output's shape, ",
+        conv.batch,
+        " samples of ",
+        conv.rows.output,
+        " x ",
+        conv.columns.output);
+    return conv;
+  }
+
+  Pair weight_sizes(const Conv2d& conv) const {
+    return {conv.out_channels, conv.in_depth(), conv.rows.kernel, conv.columns.kernel};
+  }
+
+  // Returns the sums of the output's gradient over all pixels.
+  Tensor run(const Conv2d& conv, const Finish& finish) const {
+    const Threads threads = threads_for(conv);
+    const Tensor gradient = channels_last(grad_output);
+    const Tensor image = channels_last(input);
+    Tensor grad_bias = empty_flat(conv.out_channels, ScalarType::Long, input);
+    auto* const sums = static_cast<int64_t*>(grad_bias.mutable_data_ptr());
+    Tensor workspace =
+        empty_flat(grad_weight_workspace_bytes(conv, threads) * threads.count, ScalarType::Byte, input);
+    grad_weight(
+        conv,
+        bytes_of(gradient),
+        bytes_of(image),
+        static_cast<int32_t>(input_zero_point),
+        sums,
+        finish,
+        threads,
+        workspace.mutable_data_ptr());
+    return grad_bias;
+  }
+};
+
+std::tuple<Tensor, Tensor> conv2d_grad_weight(
+    const Tensor& grad_output,
+    const Tensor& input,
+    int64_t input_zero_point,
+    const Pair& kernel_size,
+    const Pair& stride,
+    const Pair& padding,
+    const Pair& dilation,
+    int64_t groups) {
+  const GradWeightArguments arguments{
+      grad_output, input, input_zero_point, {"int8_conv2d_grad_weight", stride, padding, dilation, groups}};
+  const Conv2d conv = arguments.conv(kernel_size);
+  STD_TORCH_CHECK(
+      conv.out_pixels() <= kMostDepth,
+      arguments.geometry.name,
+      ": int32 holds no sums over more than ",
+      kMostDepth,
+      " pixels; int8_conv2d_grad_weight_scaled takes any number");
+  Tensor result = empty_image(arguments.weight_sizes(conv), ScalarType::Int, input);
+  Finish finish;
+  finish.output = result.mutable_data_ptr();
+  finish.channels_are_rows = true;
+  const Tensor grad_bias = arguments.run(conv, finish);
+  return {result, grad_bias};
+}
+
+std::tuple<Tensor, Tensor> conv2d_grad_weight_scaled(
+    const Tensor& grad_output,
+    const Tensor& input,
+    const Tensor& scale,
+    int64_t input_zero_point,
+    const Pair& kernel_size,
+    const Pair& stride,
+    const Pair& padding,
+    const Pair& dilation,
+    int64_t groups) {
+  const GradWeightArguments arguments{
+      grad_output, input, input_zero_point, {"int8_conv2d_grad_weight_scaled", stride, padding, dilation, groups}};
+  const Conv2d conv = arguments.conv(kernel_size);
+  Rescaling made = rescaling(arguments.geometry.name, Result::floats, scale, conv.out_channels, true);
+  Tensor result = empty_image(arguments.weight_sizes(conv), ScalarType::Float, input);
+  made.finish.output = result.mutable_data_ptr();
+  const Tensor grad_bias = arguments.run(conv, made.finish);
+  return {result, grad_bias};
+}
+
+Tensor conv2d_update_weight_(
+    Tensor weight,
+    const Tensor& grad_output,
+    const Tensor& input,
+    const Tensor& scale,
+    int64_t input_zero_point,
+    int64_t rounding,
+    int64_t seed,
+    const Pair& stride,
+    const Pair& padding,
+    const Pair& dilation,
+    int64_t groups) {
+  const GradWeightArguments arguments{
+      grad_output, input, input_zero_point, {"int8_conv2d_update_weight_", stride, padding, dilation, groups}};
+  const char* const name = arguments.geometry.name;
+  const bool in_bytes = weight.scalar_type() == ScalarType::Char;
+  STD_TORCH_CHECK(
+      weight.is_cpu() && weight.dim() == 4 && (in_bytes || weight.scalar_type() == ScalarType::Float),
+      name,
+      ": weight must be an int8 or float32 CPU tensor of 4 dimensions");
+  const Conv2d conv = arguments.conv({weight.size(2), weight.size(3)});
+  STD_TORCH_CHECK(
+      weight.size(0) == conv.out_channels && weight.size(1) == conv.in_depth(),
+      name,
+      ": weight must have the shape ",
+      conv.out_channels,
+      " x ",
+      conv.in_depth(),
+      " x rows x columns");
+  const Tensor dense = channels_last(weight);
+  STD_TORCH_CHECK(
+      dense.const_data_ptr() == weight.const_data_ptr(),
+      name,
+      ": weight is updated in place, and must be contiguous in memory_format=torch.channels_last");
+  Rescaling made =
+      rescaling(name, in_bytes ? Result::int8_update : Result::float_update, scale, conv.out_channels, true);
+  if (in_bytes) {
+    set_rounding(name, rounding, seed, made);
+  }
+  made.finish.low = -127;
+  made.finish.output = weight.mutable_data_ptr();
+  return arguments.run(conv, made.finish);
+}
+
+} // namespace
+
+STABLE_TORCH_LIBRARY_FRAGMENT(torch_odt, m) {
+  m.def(
+      "int8_conv2d_grad_input(Tensor grad_output, Tensor weight, Tensor? packed, int[2] input_size, int[2] stride, "
+      "int[2] padding, int[2] dilation, int groups) -> Tensor");
+  m.def(
+      "int8_conv2d_grad_input_scaled(Tensor grad_output, Tensor weight, Tensor? packed, Tensor scale, "
+      "int[2] input_size, int[2] stride, int[2] padding, int[2] dilation, int groups) -> Tensor");
+  m.def(
+      "int8_conv2d_grad_input_quantized(Tensor grad_output, Tensor weight, Tensor? packed, Tensor scale, "
+      "int rounding, int seed, int[2] input_size, int[2] stride, int[2] padding, int[2] dilation, int groups) "
+      "-> (Tensor, Tensor)");
+  m.def(
+      "int8_conv2d_grad_weight(Tensor grad_output, Tensor input, int input_zero_point, int[2] kernel_size, "
+      "int[2] stride, int[2] padding, int[2] dilation, int groups) -> (Tensor, Tensor)");
+  m.def(
+      "int8_conv2d_grad_weight_scaled(Tensor grad_output, Tensor input, Tensor scale, int input_zero_point, "
+      "int[2] kernel_size, int[2] stride, int[2] padding, int[2] dilation, int groups) -> (Tensor, Tensor)");
+  m.def(
+      "int8_conv2d_update_weight_(Tensor(a!) weight, Tensor grad_output, Tensor input, Tensor scale, "
+      "int input_zero_point, int rounding, int seed, int[2] stride, int[2] padding, int[2] dilation, int groups) "
+      "-> Tensor");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(torch_odt, CPU, m) {
+  m.impl("int8_conv2d_grad_input", TORCH_BOX(&conv2d_grad_input));
+  m.impl("int8_conv2d_grad_input_scaled", TORCH_BOX(&conv2d_grad_input_scaled));
+  m.impl("int8_conv2d_grad_input_quantized", TORCH_BOX(&conv2d_grad_input_quantized));
+  m.impl("int8_conv2d_grad_weight", TORCH_BOX(&conv2d_grad_weight));
+  m.impl("int8_conv2d_grad_weight_scaled", TORCH_BOX(&conv2d_grad_weight_scaled));
+  m.impl("int8_conv2d_update_weight_", TORCH_BOX(&conv2d_update_weight_));
+}
