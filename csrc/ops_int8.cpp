@@ -9,7 +9,7 @@
 namespace torch_odt {
 
 using kernels::int8::Rounding;
-using kernels::int8::kMostDepth;
+using kernels::int8::kMostTerms;
 using torch::headeronly::MemoryFormat;
 
 namespace {
@@ -83,17 +83,22 @@ Conv2d conv_of(
       weight.size(0),
       geometry.groups};
   STD_TORCH_CHECK(
-      conv.taps() * (pass == Pass::forward ? conv.in_depth() : conv.out_depth()) <= kMostDepth,
+      conv.taps() * (pass == Pass::forward ? conv.in_depth() : conv.out_depth()) <= kMostTerms,
       geometry.name,
-      ": int32 holds no sums over more than ",
-      kMostDepth,
-      " terms");
+      ": sums of more than ",
+      kMostTerms,
+      " terms are not supported");
   return conv;
 }
 
 void check_zero_point(int64_t zero_point, const char* name) {
   STD_TORCH_CHECK(
       zero_point >= -128 && zero_point <= 127, name, ": input_zero_point must be a value of int8, not ", zero_point);
+}
+
+void check_fits(float largest, const char* name) {
+  STD_TORCH_CHECK(
+      std::isfinite(largest), name, ": a sum does not fit into int32; ", name, "_scaled takes sums of any size");
 }
 
 Tensor channels_last(const Tensor& tensor) {

@@ -54,7 +54,10 @@ struct Geometry {
 void check_int8(const Tensor& tensor, const char* name, const char* argument);
 void check_zero_point(int64_t zero_point, const char* name);
 
-// The convolution that is meant, with sums that int32 holds in this pass.
+// After a pass whose result are sums.
+void check_fits(float largest, const char* name);
+
+// The convolution that is meant.
 Conv2d conv_of(
     const Geometry& geometry,
     Pass pass,

@@ -90,7 +90,7 @@ Tensor conv2d(
   Tensor output = empty_image(arguments.output_sizes(conv), ScalarType::Int, input);
   Finish finish;
   finish.output = output.mutable_data_ptr();
-  arguments.run(conv, std::nullopt, finish);
+  check_fits(arguments.run(conv, std::nullopt, finish), arguments.geometry.name);
   return output;
 }
 

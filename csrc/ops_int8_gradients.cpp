@@ -12,7 +12,6 @@ using namespace torch_odt;
 using kernels::int8::grad_input;
 using kernels::int8::grad_weight;
 using kernels::int8::grad_weight_workspace_bytes;
-using kernels::int8::kMostDepth;
 using kernels::int8::workspace_bytes;
 
 // The arguments of all operators that compute the input's gradient.
@@ -74,7 +73,7 @@ Tensor conv2d_grad_input(
   Tensor result = empty_image(arguments.sizes(conv), ScalarType::Int, grad_output);
   Finish finish;
   finish.output = result.mutable_data_ptr();
-  arguments.run(conv, finish);
+  check_fits(arguments.run(conv, finish), arguments.geometry.name);
   return result;
 }
 
@@ -164,16 +163,19 @@ struct GradWeightArguments {
     return {conv.out_channels, conv.in_depth(), conv.rows.kernel, conv.columns.kernel};
   }
 
-  // Returns the sums of the output's gradient over all pixels.
-  Tensor run(const Conv2d& conv, const Finish& finish) const {
+  Tensor empty_bias(const Conv2d& conv) const {
+    return empty_flat(conv.out_channels, ScalarType::Long, input);
+  }
+
+  // Writes the sums of the output's gradient over all pixels to grad_bias.
+  float run(const Conv2d& conv, const Finish& finish, Tensor& grad_bias) const {
     const Threads threads = threads_for(conv);
     const Tensor gradient = channels_last(grad_output);
     const Tensor image = channels_last(input);
-    Tensor grad_bias = empty_flat(conv.out_channels, ScalarType::Long, input);
     auto* const sums = static_cast<int64_t*>(grad_bias.mutable_data_ptr());
     Tensor workspace =
         empty_flat(grad_weight_workspace_bytes(conv, threads) * threads.count, ScalarType::Byte, input);
-    grad_weight(
+    return grad_weight(
         conv,
         bytes_of(gradient),
         bytes_of(image),
@@ -182,7 +184,6 @@ struct GradWeightArguments {
         finish,
         threads,
         workspace.mutable_data_ptr());
-    return grad_bias;
   }
 };
 
@@ -198,17 +199,12 @@ std::tuple<Tensor, Tensor> conv2d_grad_weight(
   const GradWeightArguments arguments{
       grad_output, input, input_zero_point, {"int8_conv2d_grad_weight", stride, padding, dilation, groups}};
   const Conv2d conv = arguments.conv(kernel_size);
-  STD_TORCH_CHECK(
-      conv.out_pixels() <= kMostDepth,
-      arguments.geometry.name,
-      ": int32 holds no sums over more than ",
-      kMostDepth,
-      " pixels; int8_conv2d_grad_weight_scaled takes any number");
   Tensor result = empty_image(arguments.weight_sizes(conv), ScalarType::Int, input);
   Finish finish;
   finish.output = result.mutable_data_ptr();
   finish.channels_are_rows = true;
-  const Tensor grad_bias = arguments.run(conv, finish);
+  Tensor grad_bias = arguments.empty_bias(conv);
+  check_fits(arguments.run(conv, finish, grad_bias), arguments.geometry.name);
   return {result, grad_bias};
 }
 
@@ -228,7 +224,8 @@ std::tuple<Tensor, Tensor> conv2d_grad_weight_scaled(
   Rescaling made = rescaling(arguments.geometry.name, Result::floats, scale, conv.out_channels, true);
   Tensor result = empty_image(arguments.weight_sizes(conv), ScalarType::Float, input);
   made.finish.output = result.mutable_data_ptr();
-  const Tensor grad_bias = arguments.run(conv, made.finish);
+  Tensor grad_bias = arguments.empty_bias(conv);
+  arguments.run(conv, made.finish, grad_bias);
   return {result, grad_bias};
 }
 
@@ -273,7 +270,9 @@ Tensor conv2d_update_weight_(
   }
   made.finish.low = -127;
   made.finish.output = weight.mutable_data_ptr();
-  return arguments.run(conv, made.finish);
+  Tensor grad_bias = arguments.empty_bias(conv);
+  arguments.run(conv, made.finish, grad_bias);
+  return grad_bias;
 }
 
 } // namespace

@@ -49,7 +49,8 @@ def int8_conv2d(
 
     Args:
         input: int8 of shape (N, C, H, W).
-        weight: int8 of shape (out_channels, C / groups, rows, columns). Sums of at most 65535 terms.
+        weight: int8 of shape (out_channels, C / groups, rows, columns). Sums of up to 65535 terms fit into int32
+            whatever they are; longer ones may, up to 2^24 terms.
         packed: what `int8_pack_weight` made of the weight, or None to do so now.
         input_zero_point: which value of the input stands for 0, padding included; from -128 to 127.
         stride, padding, dilation, groups: as in `torch.nn.Conv2d`.
@@ -58,7 +59,8 @@ def int8_conv2d(
         int32 of shape (N, out_channels, H', W'), in torch.channels_last.
 
     Raises:
-        RuntimeError: a shape, dtype or device is another; the message names the argument.
+        RuntimeError: a shape, dtype or device is another; the message names the argument. Or a sum does not fit into
+            int32.
 
     Example:
         >>> ones = torch.ones(1, 2, 1, 1, dtype=torch.int8)
@@ -168,8 +170,9 @@ def _output_shape(input: Tensor, weight: Tensor, geometry: plain.Geometry) -> li
 
 
 def _conv2d_plain(input: Tensor, weight: Tensor, packed: Tensor | None, zero_point: int, *windows: Any) -> Tensor:
-    sums = plain.forward_sums("int8_conv2d", input, weight, None, zero_point, geometry_of(*windows))
-    return channels_last(sums.int())
+    name = "int8_conv2d"
+    sums = plain.forward_sums(name, input, weight, None, zero_point, geometry_of(*windows))
+    return channels_last(plain.as_int32(name, sums))
 
 
 def _conv2d_fake(input: Tensor, weight: Tensor, packed: Tensor | None, zero_point: int, *windows: Any) -> Tensor:

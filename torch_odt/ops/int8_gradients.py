@@ -54,7 +54,8 @@ def int8_conv2d_grad_input(
         int32 of the input's shape, in torch.channels_last.
 
     Raises:
-        RuntimeError: a shape, dtype or device is another; the message names the argument.
+        RuntimeError: a shape, dtype or device is another; the message names the argument. Or a sum does not fit into
+            int32.
 
     Example:
         >>> ones = torch.ones(1, 2, 1, 1, dtype=torch.int8)
@@ -158,8 +159,8 @@ def int8_conv2d_grad_weight(
 ) -> WeightGradient:
     """The exact sums of the gradients of a convolution's weight and bias.
 
-    When to choose it: where the sums themselves are wanted, and there are 65535 of the output's pixels at most, all
-    samples together; otherwise `int8_conv2d_grad_weight_scaled` or `int8_conv2d_update_weight_`.
+    When to choose it: where the sums themselves are wanted, and fit into int32, as they always do over 65535 of the
+    output's pixels, all samples together; otherwise `int8_conv2d_grad_weight_scaled` or `int8_conv2d_update_weight_`.
 
     Args:
         grad_output: int8 of the output's shape; its zero is 0.
@@ -171,7 +172,7 @@ def int8_conv2d_grad_weight(
         The weight's gradient as int32, and the bias's as int64.
 
     Raises:
-        RuntimeError: a shape, dtype or device is another, or there are too many pixels.
+        RuntimeError: a shape, dtype or device is another, or a sum does not fit into int32.
 
     Example:
         >>> ones = torch.ones(3, 1, 1, 1, dtype=torch.int8)
@@ -197,7 +198,7 @@ def int8_conv2d_grad_weight_scaled(
     dilation: Pair = 1,
     groups: int = 1,
 ) -> WeightGradient:
-    """The gradient of a convolution's weight, from int8 to float32; of any number of pixels.
+    """The gradient of a convolution's weight, from int8 to float32.
 
     When to choose it: for an optimizer that works in float32.
 
@@ -278,7 +279,7 @@ def _grad_input_plain(
 ) -> Tensor:
     name = "int8_conv2d_grad_input"
     sums = plain.grad_input_sums(name, grad_output, weight, input_size, geometry_of(*windows))
-    return channels_last(sums.int())
+    return channels_last(plain.as_int32(name, sums))
 
 
 def _input_shape(grad_output: Tensor, weight: Tensor, input_size: Sequence[int], groups: int) -> list[int]:
@@ -342,11 +343,9 @@ def _grad_weight_plain(
     grad_output: Tensor, input: Tensor, zero_point: int, kernel_size: Sequence[int], *windows: Any
 ) -> tuple[Tensor, Tensor]:
     name = "int8_conv2d_grad_weight"
-    if grad_output.numel() > plain.MOST_DEPTH * grad_output.shape[1]:
-        raise RuntimeError(f"{name}: int32 holds no sums over more than {plain.MOST_DEPTH} pixels")
     geometry = geometry_of(*windows)
     weight, bias = plain.grad_weight_sums(name, grad_output, input, zero_point, kernel_size, geometry)
-    return channels_last(weight.int()), bias
+    return channels_last(plain.as_int32(name, weight)), bias
 
 
 def _weight_gradient_fake(

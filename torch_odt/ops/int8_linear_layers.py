@@ -19,7 +19,7 @@ def int8_linear(input: Tensor, weight: Tensor, *, packed: Tensor | None = None, 
 
     Args:
         input: int8 of shape (..., in_features).
-        weight: int8 of shape (out_features, in_features); 65535 features at most.
+        weight: int8 of shape (out_features, in_features).
         packed: what `int8_pack_weight(weight[:, :, None, None])` made of it, or None to do so now.
         input_zero_point: which value of the input stands for 0.
 
@@ -200,7 +200,7 @@ def int8_linear_grad_input_quantized(
 def int8_linear_grad_weight(grad_output: Tensor, input: Tensor, *, input_zero_point: int = 0) -> WeightGradient:
     """The exact sums of the gradients of a linear layer's weight and bias: grad_output.T @ (input - input_zero_point).
 
-    When to choose it: where the sums themselves are wanted, and there are 65535 rows at most.
+    When to choose it: where the sums themselves are wanted, see `int8_conv2d_grad_weight`.
 
     Args:
         grad_output: int8 of shape (..., out_features).
@@ -224,7 +224,7 @@ def int8_linear_grad_weight(grad_output: Tensor, input: Tensor, *, input_zero_po
 def int8_linear_grad_weight_scaled(
     grad_output: Tensor, input: Tensor, scale: Tensor, *, input_zero_point: int = 0
 ) -> WeightGradient:
-    """The gradient of a linear layer's weight, from int8 to float32; of any number of rows.
+    """The gradient of a linear layer's weight, from int8 to float32.
 
     When to choose it: for an optimizer that works in float32.
 

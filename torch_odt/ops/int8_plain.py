@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-MOST_DEPTH = 65535  # terms whose sum fits into int32, whatever they are
+MOST_TERMS = 1 << 24  # of a sum
 LOW_WORD = 0xFFFFFFFF
 FIRST_FACTOR, SECOND_FACTOR, GOLDEN = 0x7FEB352D, 0x846CA68B, 0x9E3779B9
 HUGE = 4194304.0  # beyond it int8 is clamped whatever the rest
@@ -67,9 +67,9 @@ def check_zero_point(name: str, zero_point: int) -> None:
         raise RuntimeError(f"{name}: input_zero_point must be a value of int8, not {zero_point}")
 
 
-def check_depth(name: str, depth: int) -> None:
-    if depth > MOST_DEPTH:
-        raise RuntimeError(f"{name}: int32 holds no sums over more than {MOST_DEPTH} terms")
+def check_terms(name: str, terms: int) -> None:
+    if terms > MOST_TERMS:
+        raise RuntimeError(f"{name}: sums of more than {MOST_TERMS} terms are not supported")
 
 
 def check_channels(name: str, weight: Tensor, channels: int, groups: int) -> None:
@@ -89,7 +89,7 @@ def forward_sums(
     check_channels(name, weight, input.shape[1], geometry.groups)
     out = geometry.output_size(name, input.shape[2:], weight.shape[2:])
     check_zero_point(name, zero_point)
-    check_depth(name, weight[0].numel() if weight.shape[0] else 0)
+    check_terms(name, weight[0].numel() if weight.shape[0] else 0)
     if not weight.numel():
         empty = torch.zeros(input.shape[0], weight.shape[0], *out, dtype=torch.int64)
         return empty if bias is None else empty + bias[:, None, None]
@@ -119,7 +119,7 @@ def grad_input_sums(
     out = geometry.output_size(name, input_size, weight.shape[2:])
     if list(grad_output.shape[1:]) != [weight.shape[0], *out]:
         raise RuntimeError(f"{name}: grad_output must have the output's shape, {weight.shape[0]} x {out[0]} x {out[1]}")
-    check_depth(name, weight.shape[0] // geometry.groups * weight.shape[2] * weight.shape[3])
+    check_terms(name, weight.shape[0] // geometry.groups * weight.shape[2] * weight.shape[3])
     like = torch.empty(grad_output.shape[0], weight.shape[1] * geometry.groups, *input_size, dtype=torch.float64)
     return _backward(grad_output, like, weight.double(), geometry, True)
 
@@ -139,6 +139,14 @@ def grad_weight_sums(
     like = torch.empty(grad_output.shape[1], input.shape[1] // geometry.groups, *kernel_size, dtype=torch.float64)
     found = _backward(grad_output, input.double() - zero_point, like, geometry, False)
     return found, grad_output.sum((0, 2, 3), dtype=torch.int64)
+
+
+def as_int32(name: str, sums: Tensor) -> Tensor:
+    """The same numbers, if they fit."""
+    narrow = sums.int()
+    if not torch.equal(narrow.long(), sums):
+        raise RuntimeError(f"{name}: a sum does not fit into int32; {name}_scaled takes sums of any size")
+    return narrow
 
 
 def by_pixels(image: Tensor) -> Tensor:

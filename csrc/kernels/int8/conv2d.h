@@ -48,11 +48,17 @@ enum class Pass { forward, grad_input };
 int64_t packed_bytes(const Conv2d& conv, Pass pass);
 void pack_weight(const Conv2d& conv, Pass pass, const int8_t* weight, const Threads& threads, void* packed);
 
-// Bytes that a pass needs for each thread, beside packed weights.
+// Sums of their own that a pass consists of, see taps.h.
+inline int64_t phases_of(const Conv2d& conv, Pass pass) {
+  return pass == Pass::forward ? 1 : conv.rows.stride * conv.columns.stride;
+}
+
+// Bytes that a pass needs for each thread, beside packed weights: kMostWorkspaceBytes at most, whatever the shape.
+inline constexpr int64_t kMostWorkspaceBytes = 2000000;
 int64_t workspace_bytes(const Conv2d& conv, Pass pass);
 
 // The output from an input whose zero is `zero_point`; `bias` is in units of the sums, or null.
-// Returns the largest absolute value, see finish().
+// Returns the largest absolute value, or whether sums fit, see finish().
 float forward(
     const Conv2d& conv,
     const int8_t* input,
@@ -73,6 +79,7 @@ float grad_input(
     void* workspace);
 
 // The weight's gradient, or an update of the weight with it; and the bias's, the sum of the output's over all pixels.
+// Bytes are those of each thread, within the same bound.
 int64_t grad_weight_workspace_bytes(const Conv2d& conv, const Threads& threads);
 float grad_weight(
     const Conv2d& conv,

@@ -15,6 +15,9 @@ namespace {
 
 constexpr int64_t kMostOutputs = 64; // of a row at a time, so that their sums stay in the first cache
 constexpr int64_t kSlackPixels = 8; // beyond the last tap of a row, for whole windows and groups
+// What a thread's workspace has room for.
+constexpr int64_t kMostPointers = 65536;
+constexpr int64_t kMostChannels = 131072;
 
 // One phase of a pass, see taps.h.
 struct Phase {
@@ -42,16 +45,27 @@ struct Phase {
   int64_t packed_bytes() const {
     return weights_bytes() + aligned(padded_channels() * 4);
   }
-  // Pixels that a row of outputs sees.
+  // Pixels that some outputs of a row see.
+  int64_t width_of(int64_t outputs) const {
+    const int64_t whole = divided(outputs, group()) * group();
+    return (whole - 1) * columns.step + 4 * std::max<int64_t>(1, windows()) * columns.spacing + kSlackPixels;
+  }
+  bool fits(int64_t outputs) const {
+    return rows.count * width_of(outputs) <= kMostPointers;
+  }
+  // Outputs of a row whose pixels are found at a time.
+  int64_t outputs_at_once() const {
+    int64_t outputs = columns.outputs;
+    while (outputs > kMostOutputs && !fits(outputs)) {
+      outputs = divided(outputs / 2, kMostOutputs) * kMostOutputs;
+    }
+    return outputs;
+  }
+  // Pixels that those see.
   int64_t width() const {
-    const int64_t outputs = divided(columns.outputs, group()) * group();
-    return (outputs - 1) * columns.step + 4 * std::max<int64_t>(1, windows()) * columns.spacing + kSlackPixels;
+    return width_of(outputs_at_once());
   }
 };
-
-int64_t phases_of(const Conv2d& conv, Pass pass) {
-  return pass == Pass::forward ? 1 : conv.rows.stride * conv.columns.stride;
-}
 
 Phase phase_of(const Conv2d& conv, Pass pass, int64_t index) {
   if (pass == Pass::forward) {
@@ -92,6 +106,18 @@ void find_pixels(
 }
 
 } // namespace
+
+bool goes_by_windows(const Conv2d& conv, Pass pass) {
+  if (!conv.depthwise() || conv.taps() > kMostDepth || conv.in_channels > kMostChannels) {
+    return false;
+  }
+  for (int64_t i = 0; i < phases_of(conv, pass); ++i) {
+    if (!phase_of(conv, pass, i).fits(kMostOutputs)) {
+      return false;
+    }
+  }
+  return true;
+}
 
 int64_t depthwise_packed_bytes(const Conv2d& conv, Pass pass) {
   int64_t bytes = 0;
@@ -158,19 +184,25 @@ struct Rows {
 
   // One row of outputs, numbered through all samples.
   float operator()(int64_t line, const Workspace& own) const {
-    find_all_pixels(line, own);
     float largest = 0;
-    for (int64_t first = 0; first < phase.columns.outputs; first += kMostOutputs) {
-      const int64_t outputs = std::min(kMostOutputs, phase.columns.outputs - first);
-      for (int64_t channel = 0; channel < phase.channels; channel += kCachedColumns) {
-        largest = std::max(largest, block(line, first, outputs, channel, own));
+    const int64_t at_once = phase.outputs_at_once();
+    for (int64_t begin = 0; begin < phase.columns.outputs; begin += at_once) {
+      const int64_t end = std::min(phase.columns.outputs, begin + at_once);
+      find_all_pixels(line, begin, own);
+      for (int64_t first = begin; first < end; first += kMostOutputs) {
+        const int64_t outputs = std::min(kMostOutputs, end - first);
+        const int8_t* const* const pixels = own.pixels + (first - begin) * phase.columns.step;
+        for (int64_t channel = 0; channel < phase.channels; channel += kCachedColumns) {
+          largest = std::max(largest, block(line, first, outputs, channel, pixels, own));
+        }
       }
     }
     return largest;
   }
 
  private:
-  void find_all_pixels(int64_t line, const Workspace& own) const {
+  // From an output of the row on.
+  void find_all_pixels(int64_t line, int64_t first, const Workspace& own) const {
     const Taps& rows = phase.rows;
     const int64_t row_bytes = phase.columns.source * phase.channels;
     for (int64_t tap = 0; tap < rows.count; ++tap) {
@@ -178,15 +210,22 @@ struct Rows {
       const bool inside = row >= 0 && row < rows.source;
       const int8_t* const from = inside ? source + (line / rows.outputs * rows.source + row) * row_bytes : nullptr;
       const int8_t** const to = own.pixels + tap * phase.width();
-      find_pixels(from, phase.columns.source, phase.columns.start, phase.channels, own.padding, phase.width(), to);
+      const int64_t start = phase.columns.start + first * phase.columns.step;
+      find_pixels(from, phase.columns.source, start, phase.channels, own.padding, phase.width(), to);
     }
   }
 
-  float block(int64_t line, int64_t first, int64_t outputs, int64_t channel, const Workspace& own) const {
+  float block(
+      int64_t line,
+      int64_t first,
+      int64_t outputs,
+      int64_t channel,
+      const int8_t* const* pixels,
+      const Workspace& own) const {
     const Taps& columns = phase.columns;
     const int64_t width = std::min(kCachedColumns, phase.channels - channel);
     depthwise_table().sum_row(
-        {own.pixels + first * columns.step,
+        {pixels,
          phase.width(),
          phase.rows.count,
          phase.windows(),

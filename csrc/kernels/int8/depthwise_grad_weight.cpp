@@ -14,6 +14,7 @@ namespace {
 
 constexpr int64_t kSlackPixels = 4;
 constexpr int64_t kChannelsOfBlock = 64;
+constexpr int64_t kSumsBytes = 1 << 20; // of a thread
 
 int64_t padded_outputs(const Conv2d& conv) {
   return divided(conv.columns.output, 4) * 4;
@@ -25,9 +26,11 @@ int64_t width_of(const Conv2d& conv) {
       kSlackPixels;
 }
 
-// Channels of the sums, for whole vectors.
-int64_t padded_channels(const Conv2d& conv) {
-  return divided(conv.in_channels, kPanelColumns) * kPanelColumns;
+// Channels at a time, in whole vectors.
+int64_t channels_at_once(const Conv2d& conv) {
+  const int64_t channel_bytes = conv.taps() * static_cast<int64_t>(sizeof(int32_t) + sizeof(int64_t));
+  const int64_t panels = std::max<int64_t>(1, kSumsBytes / channel_bytes / kPanelColumns);
+  return std::min(divided(conv.in_channels, kPanelColumns), panels) * kPanelColumns;
 }
 
 struct Workspace {
@@ -41,11 +44,12 @@ struct Workspace {
   const int8_t** pixels;
 
   Workspace(const Conv2d& conv, void* at) : pieces(at) {
-    sums = pieces.take<int32_t>(conv.taps() * padded_channels(conv));
-    wide_sums = pieces.take<int64_t>(conv.taps() * padded_channels(conv));
-    part_bias = pieces.take<int32_t>(conv.in_channels);
-    zeros = pieces.take<int8_t>(conv.in_channels + kAlignment);
-    padding = pieces.take<int8_t>(conv.in_channels + kAlignment);
+    const int64_t channels = channels_at_once(conv);
+    sums = pieces.take<int32_t>(conv.taps() * channels);
+    wide_sums = pieces.take<int64_t>(conv.taps() * channels);
+    part_bias = pieces.take<int32_t>(channels);
+    zeros = pieces.take<int8_t>(channels + kAlignment);
+    padding = pieces.take<int8_t>(channels + kAlignment);
     gradients = pieces.take<const int8_t*>(padded_outputs(conv));
     pixels = pieces.take<const int8_t*>(width_of(conv));
   }
@@ -55,21 +59,36 @@ struct Workspace {
 class ChannelsGradient {
  public:
   ChannelsGradient(const Conv2d& conv, const int8_t* grad_output, const int8_t* input, int32_t zero_point, void* workspace)
-      : conv_(conv), grad_output_(grad_output), input_(input), zero_point_(zero_point), own_(conv, workspace) {
-    std::memset(own_.zeros, 0, static_cast<size_t>(conv.in_channels + kAlignment));
-    std::memset(own_.padding, zero_point, static_cast<size_t>(conv.in_channels + kAlignment));
+      : conv_(conv),
+        at_once_(channels_at_once(conv)),
+        grad_output_(grad_output),
+        input_(input),
+        zero_point_(zero_point),
+        own_(conv, workspace) {
+    std::memset(own_.zeros, 0, static_cast<size_t>(at_once_ + kAlignment));
+    std::memset(own_.padding, zero_point, static_cast<size_t>(at_once_ + kAlignment));
   }
 
-  float operator()(int64_t first, int64_t channels, int64_t* grad_bias, const Finish& how) {
+  // Of the channels from `first` up to but without `last`.
+  float operator()(int64_t first, int64_t last, int64_t* grad_bias, const Finish& how) {
+    float largest = 0;
+    for (; first < last; first += at_once_) {
+      largest = std::max(largest, some(first, std::min(at_once_, last - first), grad_bias, how));
+    }
+    return largest;
+  }
+
+ private:
+  float some(int64_t first, int64_t channels, int64_t* grad_bias, const Finish& how) {
     first_ = first;
     channels_ = channels;
     const int64_t lines = conv_.batch * conv_.rows.output;
     const int64_t part = std::max<int64_t>(1, kMostDepth / std::max<int64_t>(1, conv_.columns.output));
-    std::fill_n(own_.wide_sums, conv_.taps() * padded_channels(conv_), 0);
+    std::fill_n(own_.wide_sums, conv_.taps() * at_once_, 0);
     std::fill_n(grad_bias + first, channels, 0);
     for (int64_t begin = 0; begin < lines; begin += part) {
       const int64_t end = std::min(lines, begin + part);
-      std::fill_n(own_.sums, conv_.taps() * padded_channels(conv_), 0);
+      std::fill_n(own_.sums, conv_.taps() * at_once_, 0);
       std::fill_n(own_.part_bias, channels, 0);
       for (int64_t line = begin; line < end; ++line) {
         add_line(line);
@@ -79,7 +98,6 @@ class ChannelsGradient {
     return finish_channels(how);
   }
 
- private:
   void add_line(int64_t line) {
     const int64_t channels = conv_.in_channels;
     const int8_t* const gradients = grad_output_ + line * conv_.columns.output * channels + first_;
@@ -104,8 +122,8 @@ class ChannelsGradient {
            conv_.columns.stride,
            conv_.columns.dilation,
            channels_,
-           own_.sums + tap * conv_.columns.kernel * padded_channels(conv_),
-           padded_channels(conv_)});
+           own_.sums + tap * conv_.columns.kernel * at_once_,
+           at_once_});
     }
   }
 
@@ -116,7 +134,7 @@ class ChannelsGradient {
       grad_bias[channel] += own_.part_bias[channel];
       const auto bias = static_cast<uint32_t>(offset * own_.part_bias[channel]);
       for (int64_t tap = 0; tap < conv_.taps(); ++tap) {
-        const auto sum = static_cast<uint32_t>(own_.sums[tap * padded_channels(conv_) + channel]);
+        const auto sum = static_cast<uint32_t>(own_.sums[tap * at_once_ + channel]);
         own_.wide_sums[channel * conv_.taps() + tap] += static_cast<int32_t>(sum - bias);
       }
     }
@@ -156,6 +174,7 @@ class ChannelsGradient {
   }
 
   const Conv2d& conv_;
+  const int64_t at_once_;
   const int8_t* const grad_output_;
   const int8_t* const input_;
   const int32_t zero_point_;
@@ -186,7 +205,7 @@ float depthwise_grad_weight(
         conv, grad_output, input, zero_point, static_cast<char*>(workspace) + thread * thread_bytes);
     const int64_t first = begin * kPanelColumns;
     const int64_t last = std::min(conv.in_channels, end * kPanelColumns);
-    largest[static_cast<size_t>(thread)] = gradient(first, last - first, grad_bias, how);
+    largest[static_cast<size_t>(thread)] = gradient(first, last, grad_bias, how);
   });
   return *std::max_element(largest.begin(), largest.end());
 }

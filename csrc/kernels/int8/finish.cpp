@@ -224,14 +224,22 @@ TORCH_ODT_INLINE void store_lanes(const Vector& values, int64_t lanes, T* to) {
 }
 
 struct ToSums {
+  static constexpr int64_t kLowest = INT32_MIN;
+  static constexpr int64_t kHighest = INT32_MAX;
+  static constexpr int32_t kInfinity = 0x7f800000; // as bits
+
   template <typename Sum, int kBytes>
-  TORCH_ODT_INLINE static void lanes(const State<Sum, kBytes>& state, const Place& at, Kept<kBytes>&) {
-    Sum* const to = static_cast<Sum*>(state.how.output) + at.index;
+  TORCH_ODT_INLINE static void lanes(const State<Sum, kBytes>& state, const Place& at, Kept<kBytes>& kept) {
+    int32_t* const to = static_cast<int32_t*>(state.how.output) + at.index;
     if constexpr (std::is_same_v<Sum, int32_t>) {
       store_lanes(state.totals(at), at.lanes, to);
     } else {
       for (int64_t i = 0; i < at.lanes; ++i) {
-        to[i] = state.total(at, i);
+        const int64_t total = state.total(at, i);
+        to[i] = static_cast<int32_t>(total < kLowest ? kLowest : total > kHighest ? kHighest : total);
+        if (to[i] != total) {
+          kept.largest[0] = kInfinity;
+        }
       }
     }
   }

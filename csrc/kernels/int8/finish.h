@@ -46,7 +46,7 @@ struct Block {
   int64_t rows;
   int64_t columns; // kBlockColumns at most
   const int64_t* places; // where in the output each row of the block begins
-  int64_t first_column; // of the row of the output that it is a part of; a multiple of 16
+  int64_t first_column; // of the row of the output that it is a part of; a multiple of 16, or that of a single column
   int64_t first_channel;
   const int32_t* column_terms; // added to each row, or null
   const Sum* row_terms; // added to each column, or null
@@ -87,7 +87,8 @@ TORCH_ODT_INLINE void note_bits(uint8_t* mask, int64_t index, int64_t count, uin
   }
 }
 
-// Returns the largest absolute value of what sums times multipliers were, before rounding; 0 for `sums`.
+// Returns the largest absolute value of what sums times multipliers were, before rounding. For `sums`, which are int32: 0,
+// or infinity where one does not fit, in whose place is the nearest number that does.
 template <typename Sum>
 float finish(const Finish& how, const Block<Sum>& block);
 

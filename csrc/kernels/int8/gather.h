@@ -137,6 +137,51 @@ class Gather {
   const Fill& fill_;
 };
 
+// A part of the values under the taps.
+struct Range {
+  int64_t first;
+  int64_t count;
+};
+
+// The same for the values in a range, with `at` counted from its first one.
+template <typename Copy, typename Fill>
+void gather(
+    const Image& image,
+    const Taps& rows,
+    const Taps& columns,
+    const Range& range,
+    const Copy& copy,
+    const Fill& fill,
+    int64_t begin,
+    int64_t end) {
+  const int64_t width = columns.count * image.depth;
+  if (range.first == 0 && range.count == rows.count * width) {
+    Gather(image, rows, columns, copy, fill)(begin, end);
+    return;
+  }
+  const int64_t first_row = range.first / width;
+  const int64_t last = range.first + range.count - first_row * width;
+  Taps some_rows = rows;
+  some_rows.start += first_row * rows.spacing;
+  some_rows.count = (last + width - 1) / width;
+  const int64_t skipped = range.first - first_row * width;
+  const auto inside = [&](int64_t count, int64_t at) {
+    const int64_t first = std::max(at, skipped);
+    return Range{first, std::min(at + count, last) - first};
+  };
+  const auto copy_part = [&](int64_t row, int64_t of, const int8_t* from, int64_t stride, int64_t count, int64_t at) {
+    if (const auto [first, some] = inside(count, at); some > 0) {
+      copy(row, of, from + (first - at), stride, some, first - skipped);
+    }
+  };
+  const auto fill_part = [&](int64_t row, int64_t count, int64_t at) {
+    if (const auto [first, some] = inside(count, at); some > 0) {
+      fill(row, some, first - skipped);
+    }
+  };
+  Gather(image, some_rows, columns, copy_part, fill_part)(begin, end);
+}
+
 // Whether outputs are what lies in the source, one for one.
 inline bool is_pointwise(const Taps& rows, const Taps& columns) {
   const auto alone = [](const Taps& axis) {

@@ -52,7 +52,7 @@ struct Cut {
     block_panels = divided(panels, column_blocks);
     column_blocks = divided(panels, block_panels);
     const int64_t packed_values = block_rows + kSlackRows + block_panels * kPanelColumns;
-    const int64_t gathered_values = by_taps ? 0 : conv.taps() * conv.in_depth();
+    const int64_t gathered_values = by_taps ? 0 : block_columns();
     const int64_t pixel_bytes = packed_values * table().value_bytes + gathered_values;
     const int64_t fitting = kPackedBytes / pixel_bytes / kAlignment * kAlignment;
     const int64_t all = divided(conv.out_pixels(), kAlignment) * kAlignment;
@@ -93,7 +93,7 @@ struct Workspace {
   char* left;
   char* right;
 
-  Workspace(const Conv2d& conv, const Cut& cut, void* at) : pieces(at) {
+  Workspace(const Cut& cut, void* at) : pieces(at) {
     const int64_t sums_count = (cut.block_rows + kSlackRows) * cut.block_columns();
     sums = pieces.take<int32_t>(sums_count);
     wide_sums = pieces.take<int64_t>(cut.wide ? sums_count : 0);
@@ -101,8 +101,8 @@ struct Workspace {
     row_sums = pieces.take<int32_t>(cut.block_rows);
     wide_row_sums = pieces.take<int64_t>(cut.block_rows);
     zeros = pieces.take<int8_t>(std::max(cut.block_rows, cut.block_columns()) + kAlignment);
-    padding = pieces.take<int8_t>(conv.in_depth() + kAlignment);
-    gathered = pieces.take<int8_t>(cut.by_taps ? 0 : cut.chunk_pixels * conv.taps() * conv.in_depth() + kAlignment);
+    padding = pieces.take<int8_t>(cut.block_columns() + kAlignment);
+    gathered = pieces.take<int8_t>(cut.by_taps ? 0 : cut.chunk_pixels * cut.block_columns() + kAlignment);
     left_rows = pieces.take<const int8_t*>(cut.chunk_pixels);
     right_rows = pieces.take<const int8_t*>(cut.chunk_pixels);
     left = pieces.take<char>(cut.left_bytes());
@@ -123,11 +123,11 @@ class BlockGradient {
       : conv_(conv),
         cut_(cut),
         operands_(operands),
-        own_(conv, cut, workspace),
+        own_(cut, workspace),
         rows_taps_(forward_taps(conv.rows)),
         columns_taps_(forward_taps(conv.columns)) {
     std::memset(own_.zeros, 0, static_cast<size_t>(std::max(cut.block_rows, cut.block_columns()) + kAlignment));
-    std::memset(own_.padding, operands.zero_point, static_cast<size_t>(conv.in_depth() + kAlignment));
+    std::memset(own_.padding, operands.zero_point, static_cast<size_t>(cut.block_columns() + kAlignment));
   }
 
   float operator()(int64_t group, int64_t row_block, int64_t column_block, int64_t* grad_bias, const Finish& how) {
@@ -277,26 +277,26 @@ class BlockGradient {
     }
   }
 
-  // All taps of each output side by side, where a tap has too few channels for a panel.
+  // The block's columns for each output side by side, where a tap has too few channels for a panel.
   void gather_rows(int64_t first, int64_t count) {
-    const int64_t width = conv_.taps() * conv_.in_depth();
     const Image image{
         operands_.input,
         conv_.in_channels,
         group_ * conv_.in_depth(),
         conv_.in_depth(),
         static_cast<int8_t>(operands_.zero_point)};
+    const Range block{first_column_, columns_};
     const auto copy = [&](int64_t row, int64_t rows, const int8_t* from, int64_t stride, int64_t values, int64_t at) {
       for (int64_t i = 0; i < rows; ++i) {
-        std::memcpy(own_.gathered + (row + i) * width + at, from + i * stride, static_cast<size_t>(values));
+        std::memcpy(own_.gathered + (row + i) * columns_ + at, from + i * stride, static_cast<size_t>(values));
       }
     };
     const auto fill = [&](int64_t row, int64_t values, int64_t at) {
-      std::memset(own_.gathered + row * width + at, image.padding, static_cast<size_t>(values));
+      std::memset(own_.gathered + row * columns_ + at, image.padding, static_cast<size_t>(values));
     };
-    Gather(image, rows_taps_, columns_taps_, copy, fill)(first, first + count);
+    gather(image, rows_taps_, columns_taps_, block, copy, fill, first, first + count);
     for (int64_t i = 0; i < count; ++i) {
-      own_.right_rows[i] = own_.gathered + i * width + first_column_;
+      own_.right_rows[i] = own_.gathered + i * columns_;
     }
   }
 
@@ -368,9 +368,10 @@ class BlockGradient {
 
 namespace {
 
-// Rows of outputs whose sums int32 holds; longer ones are cut elsewhere.
+// Rows of outputs whose sums int32 holds, and pixels that the workspace has room for; others are cut elsewhere.
 bool goes_by_lines(const Conv2d& conv) {
-  return conv.depthwise() && conv.columns.output <= kMostDepth;
+  return conv.depthwise() && conv.columns.output <= kMostDepth &&
+      depthwise_grad_weight_workspace_bytes(conv) <= kMostWorkspaceBytes;
 }
 
 bool is_empty(const Conv2d& conv) {
@@ -396,7 +397,7 @@ int64_t grad_weight_workspace_bytes(const Conv2d& conv, const Threads& threads) 
   if (goes_by_lines(conv)) {
     return depthwise_grad_weight_workspace_bytes(conv);
   }
-  return Workspace(conv, Cut(conv, threads), nullptr).pieces.bytes();
+  return Workspace(Cut(conv, threads), nullptr).pieces.bytes();
 }
 
 float grad_weight(

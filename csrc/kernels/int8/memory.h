@@ -18,22 +18,22 @@ inline int64_t divided(int64_t count, int64_t by) {
 // From a null pointer on it counts what would be taken.
 class Pieces {
  public:
-  explicit Pieces(void* from) : at_(static_cast<char*>(from)), begin_(at_) {}
+  explicit Pieces(void* from) : begin_(static_cast<char*>(from)) {}
 
   template <typename T>
   T* take(int64_t count) {
-    char* const piece = at_;
-    at_ += aligned(count * static_cast<int64_t>(sizeof(T)));
+    char* const piece = begin_ == nullptr ? nullptr : begin_ + bytes_;
+    bytes_ += aligned(count * static_cast<int64_t>(sizeof(T)));
     return reinterpret_cast<T*>(piece);
   }
 
   int64_t bytes() const {
-    return at_ - begin_;
+    return bytes_;
   }
 
  private:
-  char* at_;
   char* begin_;
+  int64_t bytes_ = 0;
 };
 
 } // namespace torch_odt::kernels::int8

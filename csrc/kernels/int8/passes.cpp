@@ -3,187 +3,15 @@
 #include <cstring>
 #include <vector>
 
-#include "conv2d.h"
+#include "correlation.h"
 #include "depthwise.h"
 #include "gather.h"
-#include "memory.h"
-#include "sums.h"
 
 namespace torch_odt::kernels::int8 {
 
 namespace {
 
-constexpr int64_t kMostRows = 96; // whole tiles of all tables, or nearly so
-constexpr int64_t kLeftBytes = 131072;
-
-// One product: all outputs of a phase, for one group after the other.
-struct Correlation {
-  Taps rows;
-  Taps columns;
-  int64_t source_depth;
-  int64_t target_depth;
-
-  int64_t depth() const {
-    return rows.count * columns.count * source_depth;
-  }
-  int64_t steps() const {
-    return table().steps(depth());
-  }
-  int64_t panels() const {
-    return (target_depth + kPanelColumns - 1) / kPanelColumns;
-  }
-  int64_t panel_bytes() const {
-    return steps() * kPanelStepBytes;
-  }
-  // Panels, and behind them the sum of each column, for the offsets of the left operand.
-  int64_t group_bytes() const {
-    return aligned(panels() * (panel_bytes() + kPanelColumns * 4));
-  }
-  // Of a packed row. Rows a power of two apart would fall on the same lines of a cache.
-  int64_t left_row_bytes() const {
-    return aligned(steps() * kStepBytes) + kAlignment;
-  }
-  // Rows at a time: what is gathered has to stay in a cache near the processor. A multiple of eight, so that bits of
-  // masks are written by one thread a byte.
-  int64_t block_rows() const {
-    return std::clamp<int64_t>(kLeftBytes / left_row_bytes() / kSlackRows * kSlackRows, kSlackRows, kMostRows);
-  }
-  int64_t left_bytes() const {
-    return aligned((block_rows() + kSlackRows) * left_row_bytes());
-  }
-};
-
-constexpr int64_t kSumsBytes = (kMostRows + kSlackRows) * kCachedColumns * 4;
-
-int64_t phases_of(const Conv2d& conv, Pass pass) {
-  return pass == Pass::forward ? 1 : conv.rows.stride * conv.columns.stride;
-}
-
-Correlation correlation_of(const Conv2d& conv, Pass pass, int64_t phase) {
-  if (pass == Pass::forward) {
-    return {forward_taps(conv.rows), forward_taps(conv.columns), conv.in_depth(), conv.out_depth()};
-  }
-  const int64_t stride = conv.columns.stride;
-  return {
-      gradient_taps(conv.rows, phase / stride),
-      gradient_taps(conv.columns, phase % stride),
-      conv.out_depth(),
-      conv.in_depth()};
-}
-
-// The rows of the right operand for the input's gradient lie in memory as rows of weights.
-void pack_gradient_panels(
-    const Conv2d& conv,
-    const Correlation& part,
-    const int8_t* weight,
-    int64_t group,
-    int64_t first_column,
-    int64_t columns,
-    char* panels,
-    int32_t* sums) {
-  static constexpr int8_t kZeros[64 * kPanelColumns] = {};
-  const int64_t padded = table().padded(part.depth());
-  std::vector<const int8_t*> rows(static_cast<size_t>(padded), kZeros);
-  auto row = rows.begin();
-  for (int64_t i = 0; i < part.rows.count; ++i) {
-    for (int64_t j = 0; j < part.columns.count; ++j) {
-      const int64_t element = part.rows.element(i) * conv.columns.kernel + part.columns.element(j);
-      for (int64_t channel = 0; channel < part.source_depth; ++channel) {
-        const int64_t out_channel = group * part.source_depth + channel;
-        *row++ = weight + (out_channel * conv.taps() + element) * part.target_depth + first_column;
-      }
-    }
-  }
-  table().pack_right({rows.data(), part.steps(), columns, panels, part.panel_bytes(), kPanelStepBytes});
-  for (int64_t panel = 0; table().add_column_sums != nullptr && panel * kPanelColumns < columns; ++panel) {
-    table().add_column_sums(panels + panel * part.panel_bytes(), part.steps(), sums + panel * kPanelColumns);
-  }
-}
-
-// The columns of the right operand for the output lie in memory as rows of weights.
-void pack_forward_panel(
-    const Correlation& part, const int8_t* weight, int64_t columns, char* panel, int32_t* sums) {
-  const int64_t depth = part.depth();
-  std::memset(panel, 0, static_cast<size_t>(part.panel_bytes()));
-  for (int64_t column = 0; column < columns; ++column) {
-    const int8_t* const values = weight + column * depth;
-    char* const to = panel + column * kStepBytes;
-    if (table().value_bytes == 2) {
-      for (int64_t i = 0; i < depth; ++i) {
-        const int16_t word = values[i];
-        std::memcpy(to + i / 2 * kPanelStepBytes + i % 2 * 2, &word, sizeof(word));
-      }
-    } else {
-      for (int64_t i = 0; i < depth; i += kStepBytes) {
-        std::memcpy(to + i * kPanelColumns, values + i, static_cast<size_t>(std::min(kStepBytes, depth - i)));
-      }
-    }
-    sums[column] = sum_of(values, depth);
-  }
-}
-
-} // namespace
-
-int64_t packed_bytes(const Conv2d& conv, Pass pass) {
-  if (conv.depthwise()) {
-    return depthwise_packed_bytes(conv, pass);
-  }
-  int64_t bytes = 0;
-  for (int64_t phase = 0; phase < phases_of(conv, pass); ++phase) {
-    bytes += correlation_of(conv, pass, phase).group_bytes() * conv.groups;
-  }
-  return bytes;
-}
-
-void pack_weight(const Conv2d& conv, Pass pass, const int8_t* weight, const Threads& threads, void* packed) {
-  if (conv.depthwise()) {
-    depthwise_pack_weight(conv, pass, weight, packed);
-    return;
-  }
-  constexpr int64_t kPanelsAtOnce = 4;
-  char* to = static_cast<char*>(packed);
-  for (int64_t phase = 0; phase < phases_of(conv, pass); ++phase) {
-    const Correlation part = correlation_of(conv, pass, phase);
-    const int64_t chunks = (part.panels() + kPanelsAtOnce - 1) / kPanelsAtOnce;
-    threads.share(conv.groups * chunks, [&](int64_t, int64_t begin, int64_t end) {
-      for (int64_t item = begin; item < end; ++item) {
-        const int64_t group = item / chunks;
-        const int64_t first_panel = item % chunks * kPanelsAtOnce;
-        const int64_t last_panel = std::min(part.panels(), first_panel + kPanelsAtOnce);
-        char* const base = to + group * part.group_bytes();
-        auto* const sums = reinterpret_cast<int32_t*>(base + part.panels() * part.panel_bytes());
-        std::fill(sums + first_panel * kPanelColumns, sums + last_panel * kPanelColumns, 0);
-        if (pass == Pass::grad_input) {
-          const int64_t first = first_panel * kPanelColumns;
-          const int64_t columns = std::min(part.target_depth, last_panel * kPanelColumns) - first;
-          char* const panels = base + first_panel * part.panel_bytes();
-          pack_gradient_panels(conv, part, weight, group, first, columns, panels, sums + first);
-          continue;
-        }
-        for (int64_t panel = first_panel; panel < last_panel; ++panel) {
-          const int64_t first = panel * kPanelColumns;
-          const int64_t columns = std::min(kPanelColumns, part.target_depth - first);
-          const int8_t* const from = weight + (group * part.target_depth + first) * part.depth();
-          pack_forward_panel(part, from, columns, base + panel * part.panel_bytes(), sums + first);
-        }
-      }
-    });
-    to += part.group_bytes() * conv.groups;
-  }
-}
-
-int64_t workspace_bytes(const Conv2d& conv, Pass pass) {
-  if (conv.depthwise()) {
-    return depthwise_workspace_bytes(conv, pass);
-  }
-  int64_t most = 0;
-  for (int64_t phase = 0; phase < phases_of(conv, pass); ++phase) {
-    most = std::max(most, correlation_of(conv, pass, phase).left_bytes());
-  }
-  return most + kSumsBytes;
-}
-
-namespace {
+constexpr int64_t kMostRows = Correlation::kMostRows;
 
 // What a pass reads and where it writes.
 struct Source {
@@ -206,7 +34,14 @@ struct Left {
 };
 
 Left gather_block(
-    const Correlation& part, const Source& source, int64_t group, int64_t begin, int64_t end, int64_t pixels, char* to) {
+    const Correlation& part,
+    const Source& source,
+    int64_t group,
+    const Range& depth,
+    int64_t begin,
+    int64_t end,
+    int64_t pixels,
+    char* to) {
   const Table& kernels = table();
   const Image image{
       source.data,
@@ -216,17 +51,16 @@ Left gather_block(
       static_cast<int8_t>(source.zero_point)};
   const int64_t row_bytes = part.left_row_bytes();
   if (is_pointwise(part.rows, part.columns)) {
-    const int8_t* const first = image.data + begin * image.channels + image.first_channel;
-    const bool as_it_is = kernels.value_bytes == 1 && kernels.left_offset == 0 &&
-        part.depth() % kernels.depth_multiple == 0 && end + kSlackRows <= pixels;
-    if (as_it_is) {
+    const int8_t* const first = image.data + begin * image.channels + image.first_channel + depth.first;
+    const bool whole = depth.count % kernels.depth_multiple == 0;
+    if (kernels.value_bytes == 1 && kernels.left_offset == 0 && whole && end + kSlackRows <= pixels) {
       return {first, image.channels};
     }
-    if (image.depth == image.channels && part.depth() % kernels.depth_multiple == 0) {
+    if (depth.count == image.channels && whole) {
       kernels.pack_left_rows({first, 0, 1, (end - begin) * image.depth, to, 0});
       return {to, image.depth * kernels.value_bytes};
     }
-    kernels.pack_left_rows({first, image.channels, end - begin, image.depth, to, row_bytes});
+    kernels.pack_left_rows({first, image.channels, end - begin, depth.count, to, row_bytes});
     return {to, row_bytes};
   }
   const auto copy = [&](int64_t row, int64_t rows, const int8_t* from, int64_t stride, int64_t count, int64_t at) {
@@ -240,7 +74,7 @@ Left gather_block(
       std::memset(place + at, image.padding + kernels.left_offset, static_cast<size_t>(count));
     }
   };
-  Gather(image, part.rows, part.columns, copy, fill)(begin, end);
+  gather(image, part.rows, part.columns, depth, copy, fill, begin, end);
   return {to, row_bytes};
 }
 
@@ -256,6 +90,36 @@ void find_places(
   }
 }
 
+// A thread's own memory.
+struct Workspace {
+  Pieces pieces;
+  int32_t* sums;
+  int64_t* wide_sums;
+  char* left;
+
+  Workspace(const Correlation& part, void* at) : pieces(at) {
+    sums = pieces.take<int32_t>(kSums);
+    wide_sums = pieces.take<int64_t>(part.wide() ? kSums : 0);
+    left = pieces.take<char>(part.left_bytes());
+  }
+
+  static constexpr int64_t kSums = (kMostRows + kSlackRows) * kCachedColumns;
+};
+
+// Some panels of a group.
+struct Panels {
+  int64_t group;
+  int64_t first;
+  int64_t count;
+
+  int64_t first_column() const {
+    return first * kPanelColumns;
+  }
+  int64_t columns() const {
+    return count * kPanelColumns;
+  }
+};
+
 struct Task {
   const Correlation& part;
   const Source& source;
@@ -264,65 +128,113 @@ struct Task {
   const char* packed;
   int64_t pixels;
   int64_t groups;
+  bool depthwise;
 
-  // Rows of the product, and panels of each group, with a workspace of the thread's own.
-  float operator()(int64_t begin, int64_t end, int64_t first_panel, int64_t last_panel, char* workspace) const {
-    auto* const sums = reinterpret_cast<int32_t*>(workspace);
-    char* const left_place = workspace + kSumsBytes;
+  // Rows of the product, and panels of each group.
+  float operator()(int64_t begin, int64_t end, int64_t first_panel, int64_t last_panel, const Workspace& own) const {
     std::array<int64_t, kMostRows> places;
     find_places(part, target, begin, end, places);
+    const int64_t chunk = part.chunk();
+    Left left{};
     float largest = 0;
     for (int64_t group = 0; group < groups; ++group) {
-      const Left left = gather_block(part, source, group, begin, end, pixels, left_place);
       for (int64_t panel = first_panel; panel < last_panel; panel += kCachedColumns / kPanelColumns) {
-        const int64_t panels = std::min(last_panel - panel, kCachedColumns / kPanelColumns);
-        largest = std::max(largest, multiply(left, group, panel, panels, end - begin, places, sums));
+        const Panels panels{group, panel, std::min(last_panel - panel, kCachedColumns / kPanelColumns)};
+        int64_t first = 0;
+        do {
+          const Range depth{first, std::min(chunk, part.depth() - first)};
+          if (panel == first_panel || chunk < part.depth()) {
+            left = gather_block(part, source, group, depth, begin, end, pixels, own.left);
+          }
+          multiply(left, panels, depth, end - begin, own.sums);
+          if (part.wide()) {
+            widen(panels, depth, end - begin, own);
+          }
+          first += chunk;
+        } while (first < part.depth());
+        largest = std::max(largest, finish_panels(panels, end - begin, places, own));
       }
     }
     return largest;
   }
 
  private:
-  float multiply(
-      const Left& left,
-      int64_t group,
-      int64_t panel,
-      int64_t panels,
-      int64_t rows,
-      const std::array<int64_t, kMostRows>& places,
-      int32_t* sums) const {
-    const char* const base = packed + group * part.group_bytes();
-    const auto* const column_sums =
-        reinterpret_cast<const int32_t*>(base + part.panels() * part.panel_bytes()) + panel * kPanelColumns;
+  const char* group_of(const Panels& panels) const {
+    return packed + panels.group * part.group_bytes();
+  }
+
+  int64_t columns_of(const Panels& panels) const {
+    return std::min(panels.columns(), part.target_depth - panels.first_column());
+  }
+
+  void multiply(const Left& left, const Panels& panels, const Range& depth, int64_t rows, int32_t* sums) const {
     table().multiply(
         {left.data,
          left.row_bytes,
          kStepBytes,
          rows,
-         base + panel * part.panel_bytes(),
+         group_of(panels) + panels.first * part.panel_bytes() + table().steps(depth.first) * kPanelStepBytes,
          part.panel_bytes(),
-         panels,
-         part.steps(),
+         panels.count,
+         table().steps(depth.count),
          sums,
-         panels * kPanelColumns,
-         false});
-    const int64_t first = panel * kPanelColumns;
-    const int64_t columns = std::min(panels * kPanelColumns, part.target_depth - first);
-    const int64_t channel = group * part.target_depth + first;
-    const uint32_t offset = static_cast<uint32_t>(source.zero_point) + static_cast<uint32_t>(table().left_offset);
-    std::array<int32_t, kCachedColumns> terms;
-    for (int64_t i = 0; i < columns; ++i) {
-      const uint32_t bias = source.bias == nullptr ? 0 : static_cast<uint32_t>(source.bias[channel + i]);
-      terms[static_cast<size_t>(i)] = static_cast<int32_t>(bias - offset * static_cast<uint32_t>(column_sums[i]));
+         panels.columns(),
+         depth.first > 0 && !part.wide()});
+  }
+
+  // What is added to each column: its bias, and what takes the offsets of the left operand off.
+  template <typename Sum>
+  std::array<Sum, kCachedColumns> terms_of(const Panels& panels) const {
+    const auto* const column_sums =
+        reinterpret_cast<const int32_t*>(group_of(panels) + part.panels() * part.panel_bytes()) + panels.first_column();
+    const int64_t channel = panels.group * part.target_depth + panels.first_column();
+    const int64_t offset = source.zero_point + table().left_offset;
+    std::array<Sum, kCachedColumns> terms;
+    for (int64_t i = 0; i < columns_of(panels); ++i) {
+      const int64_t bias = source.bias == nullptr ? 0 : source.bias[channel + i];
+      terms[static_cast<size_t>(i)] = static_cast<Sum>(bias - offset * column_sums[i]);
     }
+    return terms;
+  }
+
+  // The sums of one chunk, each of which int32 holds.
+  void widen(const Panels& panels, const Range& depth, int64_t rows, const Workspace& own) const {
+    const auto terms = terms_of<int64_t>(panels);
+    for (int64_t row = 0; row < rows; ++row) {
+      for (int64_t column = 0; column < columns_of(panels); ++column) {
+        const int64_t at = row * panels.columns() + column;
+        const int64_t before = depth.first == 0 ? terms[static_cast<size_t>(column)] : own.wide_sums[at];
+        own.wide_sums[at] = before + own.sums[at];
+      }
+    }
+  }
+
+  float finish_panels(
+      const Panels& panels, int64_t rows, const std::array<int64_t, kMostRows>& places, const Workspace& own) const {
+    if (part.wide()) {
+      return finish_sums(own.wide_sums, nullptr, panels, rows, places);
+    }
+    return finish_sums(own.sums, terms_of<int32_t>(panels).data(), panels, rows, places);
+  }
+
+  template <typename Sum>
+  float finish_sums(
+      const Sum* sums,
+      const int32_t* terms,
+      const Panels& panels,
+      int64_t rows,
+      const std::array<int64_t, kMostRows>& places) const {
+    const int64_t channel = panels.group * part.target_depth + panels.first_column();
+    // The channels of a depthwise convolution are one row, although each is a group.
+    const int64_t column = depthwise ? channel : panels.first_column();
     std::array<int64_t, kMostRows> block_places;
     for (int64_t i = 0; i < rows; ++i) {
       block_places[static_cast<size_t>(i)] = places[static_cast<size_t>(i)] + channel;
     }
     return finish(
         how,
-        Block<int32_t>{
-            sums, panels * kPanelColumns, rows, columns, block_places.data(), first, channel, terms.data(), nullptr});
+        Block<Sum>{
+            sums, panels.columns(), rows, columns_of(panels), block_places.data(), column, channel, terms, nullptr});
   }
 };
 
@@ -341,18 +253,18 @@ float run_pass(
   for (int64_t phase = 0; phase < phases_of(conv, pass); ++phase) {
     const Correlation part = correlation_of(conv, pass, phase);
     const int64_t pixels = conv.batch * part.rows.outputs * part.columns.outputs;
-    const Task task{part, source, target, how, weights, pixels, conv.groups};
+    const Task task{part, source, target, how, weights, pixels, conv.groups, conv.depthwise()};
     const int64_t rows = part.block_rows();
     const int64_t blocks = (pixels + rows - 1) / rows;
     // Few rows are shared out by columns, but not within a byte of a mask.
     const bool by_columns = blocks < threads.count && (how.mask == nullptr || part.target_depth % 8 == 0);
     const int64_t cuts = by_columns ? std::min(part.panels(), threads.count) : 1;
     threads.share(blocks * cuts, [&](int64_t thread, int64_t begin, int64_t end) {
+      const Workspace own(part, static_cast<char*>(workspace) + thread * thread_bytes);
       float& most = largest[static_cast<size_t>(thread)];
       for (int64_t item = begin; item < end; ++item) {
         const int64_t row = item / cuts * rows;
         const int64_t cut = item % cuts;
-        char* const own = static_cast<char*>(workspace) + thread * thread_bytes;
         const int64_t first_panel = part.panels() * cut / cuts;
         const int64_t last_panel = part.panels() * (cut + 1) / cuts;
         most = std::max(most, task(row, std::min(pixels, row + rows), first_panel, last_panel, own));
@@ -365,6 +277,17 @@ float run_pass(
 
 } // namespace
 
+int64_t workspace_bytes(const Conv2d& conv, Pass pass) {
+  if (goes_by_windows(conv, pass)) {
+    return depthwise_workspace_bytes(conv, pass);
+  }
+  int64_t most = 0;
+  for (int64_t phase = 0; phase < phases_of(conv, pass); ++phase) {
+    most = std::max(most, Workspace(correlation_of(conv, pass, phase), nullptr).pieces.bytes());
+  }
+  return most;
+}
+
 float forward(
     const Conv2d& conv,
     const int8_t* input,
@@ -374,7 +297,7 @@ float forward(
     const Finish& how,
     const Threads& threads,
     void* workspace) {
-  if (conv.depthwise()) {
+  if (goes_by_windows(conv, Pass::forward)) {
     return depthwise_pass(conv, Pass::forward, input, zero_point, packed, bias, how, threads, workspace);
   }
   const Source source{input, conv.in_channels, zero_point, bias};
@@ -389,7 +312,7 @@ float grad_input(
     const Finish& how,
     const Threads& threads,
     void* workspace) {
-  if (conv.depthwise()) {
+  if (goes_by_windows(conv, Pass::grad_input)) {
     return depthwise_pass(conv, Pass::grad_input, grad_output, 0, packed, nullptr, how, threads, workspace);
   }
   const Source source{grad_output, conv.out_channels, 0, nullptr};

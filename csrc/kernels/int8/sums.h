@@ -5,7 +5,7 @@
 
 namespace torch_odt::kernels::int8 {
 
-// The sum of values that lie side by side; kMostDepth of them at most.
+// The sum of values that lie side by side; 2^24 of them at most.
 int32_t sum_of(const int8_t* values, int64_t count);
 
 // Adds the first columns of each row to `sums`.

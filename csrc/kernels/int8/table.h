@@ -15,8 +15,11 @@ inline constexpr int64_t kPanelStepBytes = kPanelColumns * kStepBytes;
 // Kernels work on whole tiles: the left operand and the sums have this many more rows than are asked for, whose
 // contents do not matter.
 inline constexpr int64_t kSlackRows = 32;
-// The most terms whose sum fits into int32, whatever they are: 2^31 over 128 * 255, a difference from a zero point.
+// The most terms whose sum fits into int32, whatever they are: 2^31 over 128 * 255, a difference from a zero point, or
+// what left_offset makes of a byte. Longer sums are cut into parts, which are added up in 64 bits.
 inline constexpr int64_t kMostDepth = 65535;
+// The most weights of a sum at all: those are added up by themselves as well, in int32.
+inline constexpr int64_t kMostTerms = int64_t{1} << 24;
 
 // sums[row][column] = the sum over all steps of left[row][step] * right[step][column], or that added to what is there.
 // Arithmetic is modulo 2^32.

@@ -142,35 +142,26 @@ std::string text_of(const Conv2d& conv) {
       text_of(conv.in_channels) + " to " + text_of(conv.out_channels) + " in " + text_of(conv.groups);
 }
 
-std::vector<int32_t> sums_of(const Int8Sample& sample, kernels::int8::Pass pass, int64_t threads) {
+float run_pass(const Int8Sample& sample, kernels::int8::Pass pass, const kernels::int8::Finish& how, int64_t threads) {
   using namespace kernels::int8;
-  const bool forward = pass == Pass::forward;
-  std::vector<int32_t> result(forward ? sample.grad_output.size() : sample.input.size(), 77);
   std::vector<char> packed(static_cast<size_t>(packed_bytes(sample.conv, pass)));
   std::vector<char> workspace(static_cast<size_t>(workspace_bytes(sample.conv, pass) * threads));
-  Finish how;
-  how.output = result.data();
   const Threads all{threads};
   pack_weight(sample.conv, pass, sample.weight.data(), all, packed.data());
-  if (forward) {
-    kernels::int8::forward(
+  if (pass == Pass::forward) {
+    return forward(
         sample.conv, sample.input.data(), sample.zero_point, packed.data(), nullptr, how, all, workspace.data());
-  } else {
-    kernels::int8::grad_input(sample.conv, sample.grad_output.data(), packed.data(), how, all, workspace.data());
   }
-  return result;
+  return grad_input(sample.conv, sample.grad_output.data(), packed.data(), how, all, workspace.data());
 }
 
-std::vector<int32_t> grad_weight_sums_of(const Int8Sample& sample, int64_t threads, std::vector<int64_t>& grad_bias) {
+float run_grad_weight(
+    const Int8Sample& sample, const kernels::int8::Finish& how, int64_t threads, std::vector<int64_t>& grad_bias) {
   using namespace kernels::int8;
-  std::vector<int32_t> result(sample.weight.size(), 77);
   grad_bias.assign(static_cast<size_t>(sample.conv.out_channels), 77);
   const Threads all{threads};
   std::vector<char> workspace(static_cast<size_t>(grad_weight_workspace_bytes(sample.conv, all) * threads));
-  Finish how;
-  how.output = result.data();
-  how.channels_are_rows = true;
-  kernels::int8::grad_weight(
+  return grad_weight(
       sample.conv,
       sample.grad_output.data(),
       sample.input.data(),
@@ -179,6 +170,23 @@ std::vector<int32_t> grad_weight_sums_of(const Int8Sample& sample, int64_t threa
       how,
       all,
       workspace.data());
+}
+
+std::vector<int32_t> sums_of(const Int8Sample& sample, kernels::int8::Pass pass, int64_t threads) {
+  const bool forward = pass == kernels::int8::Pass::forward;
+  std::vector<int32_t> result(forward ? sample.grad_output.size() : sample.input.size(), 77);
+  kernels::int8::Finish how;
+  how.output = result.data();
+  run_pass(sample, pass, how, threads);
+  return result;
+}
+
+std::vector<int32_t> grad_weight_sums_of(const Int8Sample& sample, int64_t threads, std::vector<int64_t>& grad_bias) {
+  std::vector<int32_t> result(sample.weight.size(), 77);
+  kernels::int8::Finish how;
+  how.output = result.data();
+  how.channels_are_rows = true;
+  run_grad_weight(sample, how, threads, grad_bias);
   return result;
 }
 

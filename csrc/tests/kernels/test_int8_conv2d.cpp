@@ -1,5 +1,7 @@
 // Convolutions of int8 numbers: exactly what plain loops sum up, whatever the shape, the values and the threads.
 
+#include <algorithm>
+#include <cmath>
 #include <vector>
 
 #include "int8_samples.h"
@@ -59,10 +61,85 @@ TEST(int8_convolutions_of_extremes_are_exact) {
   }
 }
 
-TEST(workspaces_are_small) {
+// More terms than int32 can sum over, or than are multiplied at a time; and what windows of pixels are too wide for.
+std::vector<Conv2d> long_sums() {
+  return {
+      {3, axis(1, 1), axis(1, 1), 70000, 5, 1},
+      {3, axis(1, 1), axis(1, 1), 5, 70000, 1},
+      {40, axis(1, 1), axis(1, 1), 25088, 18, 1},
+      {2, axis(1, 1), axis(1, 1), 150, 26000, 2},
+      {1, axis(4, 3, 1, 1), axis(3, 3, 1, 1), 7500, 3, 1},
+      {1, axis(5, 3, 2, 1), axis(4, 3, 2, 1), 3, 20000, 1},
+      {1, axis(300, 300, 1, 1), axis(260, 260, 1, 1), 3, 3, 3},
+      {1, axis(3, 301, 1, 150), axis(2, 261, 1, 130), 20, 20, 20},
+      {1, axis(1, 1), axis(70010, 70000), 2, 2, 2},
+      {1, axis(9, 1), axis(20, 3, 1, 30000, 30000), 18, 18, 18},
+      {1, axis(1, 1), axis(70000, 3, 1, 1), 3, 3, 3},
+      {1, axis(9, 31, 1, 15), axis(4, 31, 1, 15), 100, 100, 100},
+  };
+}
+
+// Sums as int32, which are the nearest where they do not fit, and as floats.
+template <typename Run>
+void check_long(const std::vector<int64_t>& expected, const Run& run) {
+  constexpr int64_t kLowest = INT32_MIN;
+  constexpr int64_t kHighest = INT32_MAX;
+  std::vector<int32_t> sums(expected.size(), 77);
+  std::vector<float> floats(expected.size(), 77.0F);
+  const float multiplier = 0.25F;
+  kernels::int8::Finish how;
+  how.output = sums.data();
+  const float of_sums = run(how);
+  how.result = kernels::int8::Result::floats;
+  how.multipliers = &multiplier;
+  how.output = floats.data();
+  const float largest = run(how);
+  bool fits = true;
+  float most = 0;
+  for (size_t i = 0; i < expected.size(); ++i) {
+    const int64_t nearest = std::clamp(expected[i], kLowest, kHighest);
+    const float scaled = static_cast<float>(expected[i]) * multiplier;
+    fits = fits && nearest == expected[i];
+    most = std::max(most, std::abs(scaled));
+    if (sums[i] != nearest || floats[i] != scaled) {
+      CHECK_EQUAL(sums[i], nearest);
+      CHECK_EQUAL(floats[i], scaled);
+      return;
+    }
+  }
+  CHECK_EQUAL(std::isinf(of_sums), !fits);
+  CHECK_EQUAL(largest, most);
+}
+
+TEST(long_int8_sums_are_exact) {
+  for (const Conv2d& conv : long_sums()) {
+    const Context here(text_of(conv));
+    for (const Values values : {Values::random, Values::lowest, Values::highest}) {
+      const Int8Sample sample(conv, values == Values::highest ? -128 : values == Values::lowest ? 127 : 5, values);
+      const int64_t threads = values == Values::random ? 3 : 1;
+      const auto pass = [&](Pass which) {
+        return [&, which](const kernels::int8::Finish& how) { return run_pass(sample, which, how, threads); };
+      };
+      check_long(sample.forward(), pass(Pass::forward));
+      // A large kernel over a large image is long to compute: each position takes part in every tap.
+      if (conv.in_pixels() * conv.in_channels * conv.taps() * conv.out_depth() < 100000000) {
+        check_long(sample.grad_input(), pass(Pass::grad_input));
+      }
+      std::vector<int64_t> grad_bias;
+      check_long(sample.grad_weight(), [&](kernels::int8::Finish how) {
+        how.channels_are_rows = true;
+        return run_grad_weight(sample, how, threads, grad_bias);
+      });
+      CHECK(grad_bias == sample.grad_bias());
+    }
+  }
+}
+
+TEST(int8_workspaces_are_small) {
   using kernels::int8::grad_weight_workspace_bytes;
+  using kernels::int8::kMostWorkspaceBytes;
   using kernels::int8::workspace_bytes;
-  const std::vector<Conv2d> large = {
+  std::vector<Conv2d> large = {
       {8, axis(224, 3, 2, 1), axis(224, 3, 2, 1), 3, 64, 1},
       {8, axis(56, 3, 1, 1), axis(56, 3, 1, 1), 64, 64, 1},
       {8, axis(7, 3, 1, 1), axis(7, 3, 1, 1), 512, 512, 1},
@@ -70,13 +147,31 @@ TEST(workspaces_are_small) {
       {8, axis(7, 1), axis(7, 1), 512, 2048, 1},
       {512, axis(1, 1), axis(1, 1), 4096, 4096, 1},
       {8, axis(112, 3, 1, 1), axis(112, 3, 1, 1), 96, 96, 96},
+      {8, axis(1, 1), axis(1, 1), 25088, 50000, 1},
+      {8, axis(1, 1), axis(1, 1), 4000000, 1000, 1},
+      {200000, axis(1, 1), axis(1, 1), 1000, 4000000, 1},
+      {8, axis(14, 3, 1, 1), axis(14, 3, 1, 1), 8192, 8192, 1},
+      {8, axis(224, 101, 7, 50), axis(224, 101, 5, 50), 3, 2000, 1},
+      {8, axis(2000, 101, 1, 50), axis(2000, 101, 1, 50), 15, 20, 5},
+      {8, axis(56, 31, 1, 15), axis(56, 31, 1, 15), 4096, 4096, 4096},
+      {8, axis(400, 400), axis(400, 400), 512, 512, 512},
+      {8, axis(5, 3, 1, 1), axis(100000, 3, 1, 1), 512, 512, 512},
+      {8, axis(1, 1), axis(1000000, 9000, 3), 16, 16, 16},
+      {8, axis(3, 3, 1, 1), axis(3, 3, 1, 1), 1000000, 1000000, 1000000},
+      {8, axis(9, 3, 1, 500000, 500000), axis(9, 3, 1, 500000, 500000), 64, 64, 64},
+      {8, axis(9, 3, 500000, 500000), axis(9, 3, 1, 500000, 500000), 64, 64, 64},
+      {8, axis(1, 1), axis(9, 3, 500000, 500000), 64, 64, 1},
   };
+  for (const std::vector<Conv2d>& others : {long_sums(), int8_convolutions()}) {
+    large.insert(large.end(), others.begin(), others.end());
+  }
   for (const Conv2d& conv : large) {
     const Context here(text_of(conv));
-    constexpr int64_t kMost = 2000000;
-    CHECK(workspace_bytes(conv, Pass::forward) < kMost);
-    CHECK(workspace_bytes(conv, Pass::grad_input) < kMost);
-    CHECK(grad_weight_workspace_bytes(conv, {}) < kMost);
+    CHECK(workspace_bytes(conv, Pass::forward) <= kMostWorkspaceBytes);
+    CHECK(workspace_bytes(conv, Pass::grad_input) <= kMostWorkspaceBytes);
+    for (const int64_t threads : {1, 2, 64}) {
+      CHECK(grad_weight_workspace_bytes(conv, {threads}) <= kMostWorkspaceBytes);
+    }
   }
 }
 

@@ -1,5 +1,6 @@
 // What becomes of sums: by the arithmetic that finish.h states, written out for one number at a time, on every set.
 
+#include <algorithm>
 #include <cmath>
 #include <type_traits>
 #include <vector>
@@ -198,7 +199,7 @@ void check_floats() {
     for (const bool rows : {false, true}) {
       std::vector<float> output(static_cast<size_t>(kRows * columns + 24), 5.0F);
       std::vector<float> updated = output;
-      std::vector<Sum> plain(output.size());
+      std::vector<int32_t> plain(output.size());
       Finish how;
       how.per_channel = true;
       how.channels_are_rows = rows;
@@ -227,6 +228,24 @@ void check_floats() {
 TEST(int8_sums_become_floats) {
   check_floats<int32_t>();
   check_floats<int64_t>();
+}
+
+TEST(int8_sums_that_do_not_fit_are_told) {
+  constexpr int64_t kBeyond = int64_t{1} << 31;
+  for (const int64_t sum : {kBeyond - 1, kBeyond, -kBeyond, -kBeyond - 1, int64_t{1} << 40}) {
+    const Context here("sum " + text_of(sum));
+    std::vector<int64_t> sums(16, 3);
+    sums[6] = sum;
+    std::vector<int32_t> output(7);
+    const int64_t place = 0;
+    Finish how;
+    how.output = output.data();
+    const float largest = finish(how, Block<int64_t>{sums.data(), 16, 1, 7, &place, 0, 0, nullptr, nullptr});
+    const int64_t nearest = std::min(std::max(sum, -kBeyond), kBeyond - 1);
+    CHECK_EQUAL(output[6], nearest);
+    CHECK_EQUAL(output[5], 3);
+    CHECK_EQUAL(std::isinf(largest), nearest != sum);
+  }
 }
 
 } // namespace

@@ -1,0 +1,125 @@
+#include <algorithm>
+#include <array>
+#include <cstring>
+
+#include "correlation.h"
+#include "depthwise.h"
+#include "sums.h"
+
+namespace torch_odt::kernels::int8 {
+
+namespace {
+
+// The rows of the right operand for the input's gradient lie in memory as rows of weights.
+void pack_gradient_panels(
+    const Conv2d& conv,
+    const Correlation& part,
+    const int8_t* weight,
+    int64_t group,
+    int64_t first_column,
+    int64_t columns,
+    char* panels,
+    int32_t* sums) {
+  static constexpr int8_t kZeros[64 * kPanelColumns] = {};
+  constexpr int64_t kRowsAtOnce = 4096; // a multiple of every table's depth_multiple
+  std::array<const int8_t*, kRowsAtOnce> rows;
+  // Where a tap's first row lies, and how far apart its others are.
+  const auto tap_of = [&](int64_t tap) {
+    const int64_t element =
+        part.rows.element(tap / part.columns.count) * conv.columns.kernel + part.columns.element(tap % part.columns.count);
+    return weight + (group * part.source_depth * conv.taps() + element) * part.target_depth + first_column;
+  };
+  const int64_t stride = conv.taps() * part.target_depth;
+  for (int64_t first = 0; first < part.depth(); first += kRowsAtOnce) {
+    const int64_t count = std::min(kRowsAtOnce, part.depth() - first);
+    for (int64_t i = 0; i < count;) {
+      const int64_t channel = (first + i) % part.source_depth;
+      const int64_t channels = std::min(part.source_depth - channel, count - i);
+      const int8_t* from = tap_of((first + i) / part.source_depth) + channel * stride;
+      for (const int64_t last = i + channels; i < last; ++i, from += stride) {
+        rows[static_cast<size_t>(i)] = from;
+      }
+    }
+    std::fill(rows.begin() + count, rows.begin() + table().padded(count), kZeros);
+    const int64_t steps = table().steps(count);
+    char* const to = panels + table().steps(first) * kPanelStepBytes;
+    table().pack_right({rows.data(), steps, columns, to, part.panel_bytes(), kPanelStepBytes});
+    for (int64_t panel = 0; table().add_column_sums != nullptr && panel * kPanelColumns < columns; ++panel) {
+      table().add_column_sums(to + panel * part.panel_bytes(), steps, sums + panel * kPanelColumns);
+    }
+  }
+}
+
+// The columns of the right operand for the output lie in memory as rows of weights.
+void pack_forward_panel(
+    const Correlation& part, const int8_t* weight, int64_t columns, char* panel, int32_t* sums) {
+  const int64_t depth = part.depth();
+  std::memset(panel, 0, static_cast<size_t>(part.panel_bytes()));
+  for (int64_t column = 0; column < columns; ++column) {
+    const int8_t* const values = weight + column * depth;
+    char* const to = panel + column * kStepBytes;
+    if (table().value_bytes == 2) {
+      for (int64_t i = 0; i < depth; ++i) {
+        const int16_t word = values[i];
+        std::memcpy(to + i / 2 * kPanelStepBytes + i % 2 * 2, &word, sizeof(word));
+      }
+    } else {
+      for (int64_t i = 0; i < depth; i += kStepBytes) {
+        std::memcpy(to + i * kPanelColumns, values + i, static_cast<size_t>(std::min(kStepBytes, depth - i)));
+      }
+    }
+    sums[column] = sum_of(values, depth);
+  }
+}
+
+} // namespace
+
+int64_t packed_bytes(const Conv2d& conv, Pass pass) {
+  if (goes_by_windows(conv, pass)) {
+    return depthwise_packed_bytes(conv, pass);
+  }
+  int64_t bytes = 0;
+  for (int64_t phase = 0; phase < phases_of(conv, pass); ++phase) {
+    bytes += correlation_of(conv, pass, phase).group_bytes() * conv.groups;
+  }
+  return bytes;
+}
+
+void pack_weight(const Conv2d& conv, Pass pass, const int8_t* weight, const Threads& threads, void* packed) {
+  if (goes_by_windows(conv, pass)) {
+    depthwise_pack_weight(conv, pass, weight, packed);
+    return;
+  }
+  constexpr int64_t kPanelsAtOnce = 4;
+  char* to = static_cast<char*>(packed);
+  for (int64_t phase = 0; phase < phases_of(conv, pass); ++phase) {
+    const Correlation part = correlation_of(conv, pass, phase);
+    const int64_t chunks = (part.panels() + kPanelsAtOnce - 1) / kPanelsAtOnce;
+    threads.share(conv.groups * chunks, [&](int64_t, int64_t begin, int64_t end) {
+      for (int64_t item = begin; item < end; ++item) {
+        const int64_t group = item / chunks;
+        const int64_t first_panel = item % chunks * kPanelsAtOnce;
+        const int64_t last_panel = std::min(part.panels(), first_panel + kPanelsAtOnce);
+        char* const base = to + group * part.group_bytes();
+        auto* const sums = reinterpret_cast<int32_t*>(base + part.panels() * part.panel_bytes());
+        std::fill(sums + first_panel * kPanelColumns, sums + last_panel * kPanelColumns, 0);
+        if (pass == Pass::grad_input) {
+          const int64_t first = first_panel * kPanelColumns;
+          const int64_t columns = std::min(part.target_depth, last_panel * kPanelColumns) - first;
+          char* const panels = base + first_panel * part.panel_bytes();
+          pack_gradient_panels(conv, part, weight, group, first, columns, panels, sums + first);
+          continue;
+        }
+        for (int64_t panel = first_panel; panel < last_panel; ++panel) {
+          const int64_t first = panel * kPanelColumns;
+          const int64_t columns = std::min(kPanelColumns, part.target_depth - first);
+          const int8_t* const from = weight + (group * part.target_depth + first) * part.depth();
+          pack_forward_panel(part, from, columns, base + panel * part.panel_bytes(), sums + first);
+        }
+      }
+    });
+    to += part.group_bytes() * conv.groups;
+  }
+}
+
+} // namespace torch_odt::kernels::int8
