@@ -6,7 +6,8 @@
 A MobileNetV2 learns Fashion-MNIST. A second process, the balloon, takes memory and gives it back at so many steps, by
 a script that is drawn once; what it leaves lies between 1.05 times the smallest budget that a step has a plan for and
 1.2 times what plain PyTorch takes, both of the whole process. It takes no more at once than is there, so that what a
-trainer holds is not taken from it; who wants more than is left is ended by the system.
+trainer holds is not taken from it; who wants more than is left is ended by the system. A trainer that gives nothing
+back would have it easier than the oracle: how much of what it was to hold the balloon had is reported.
 
 | way | what it is |
 |---|---|
@@ -55,8 +56,8 @@ class Run:
     Attributes:
         steps: that it has made.
         seconds: from the first step's begin to the last one's end.
-        first_seconds: of the first step, which traces and plans.
         end: what it said last; empty where it was ended.
+        balloon_share: how much the balloon had of what it was to hold, as a share of all byte seconds.
     """
 
     losses: list[float] = field(default_factory=list)
@@ -64,6 +65,7 @@ class Run:
     plan_bytes: list[int] = field(default_factory=list)
     end: dict[str, Any] = field(default_factory=dict)
     return_code: int | None = None
+    balloon_share: float = 1.0
 
     @property
     def seconds(self) -> float:
@@ -178,6 +180,8 @@ class Bench:
                     tell(balloon, most - left)
             run.return_code = trainer.wait()
             assert balloon.poll() is None, "the balloon was ended, not the trainer"
+            tell(balloon, "end")
+            run.balloon_share = json.loads(balloon.stdout.readline())["share"]
         if script is not None:
             print(f"{way}: {run.fate}, {run.seconds:.1f} s", flush=True)
         return run
@@ -225,6 +229,7 @@ def report(
         is_same = ours.losses == undisturbed.losses
         ratio = ours.seconds / oracle_seconds
         print(f"losses {'equal' if is_same else 'NOT equal'} to the undisturbed run's; decisions: {dict(switches)}")
+        print(f"the balloon had {ours.balloon_share:.0%} of what it was to hold")
         is_kept = ours.return_code == 0 and is_same and ratio <= PROMISED
         print(f"{'kept' if is_kept else 'MISSED'}: nothing ended, equal losses, at most {PROMISED} times the oracle")
     if options.out is not None:

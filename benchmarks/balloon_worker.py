@@ -1,7 +1,8 @@
 """The two processes of `balloon.py`: one trains, one takes memory and gives it back.
 
 The trainer prints a line of JSON at its level, one after each step and one at the end. The balloon reads how many bytes
-to hold, a line each; it takes no more at once than the group has to spare.
+to hold, a line each; it takes no more at once than the group has to spare, and tells at the end how much of what it was
+to hold it had, as a share of all byte seconds.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ def main() -> None:
     parser.add_argument("--budgets", type=int, nargs="+")
     parser.add_argument("--cache", type=Path)
     parser.add_argument("--data-dir", type=Path)
+    parser.add_argument("--log", type=Path)
     options = parser.parse_args()
     if options.group is not None:
         hold(options.group)
@@ -52,11 +54,19 @@ def hold(group: Path) -> None:
 
     held: list[mmap.mmap] = []
     target = 0
+    wanted_byte_seconds = held_byte_seconds = 0.0
+    now = time.perf_counter()
     say(ready=True)
     while True:
-        if select.select([sys.stdin], [], [], 0.005)[0]:
+        is_told = bool(select.select([sys.stdin], [], [], 0.005)[0])
+        before, now = now, time.perf_counter()
+        wanted_byte_seconds += target * (now - before)
+        held_byte_seconds += len(held) * CHUNK_BYTES * (now - before)
+        if is_told:
             line = sys.stdin.readline()
-            if not line:
+            if line == "end\n":
+                say(share=held_byte_seconds / wanted_byte_seconds if wanted_byte_seconds else 1.0)
+            if not line or line == "end\n":
                 return
             target = int(line)
         while len(held) * CHUNK_BYTES > target:
@@ -137,7 +147,7 @@ def follow(options: argparse.Namespace, model: Any, optimizer: Any, batches: Any
     if options.way == "plain":
         run(options, plainly(model, optimizer), batches(options.batch_size))
         return
-    controller = Controller(ControlGroupHeadroom()) if options.way == "torch_odt" else None
+    controller = Controller(ControlGroupHeadroom(), log=options.log) if options.way == "torch_odt" else None
     step = make_step(options, model, optimizer, controller or odt.Budget(options.budget, of="training"))
     run(options, step, batches(options.batch_size), plan_bytes=lambda: step.plan.peak_bytes)
     if controller is not None:

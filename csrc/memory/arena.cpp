@@ -51,6 +51,7 @@ ArenaStats& ArenaStats::operator+=(const ArenaStats& other) {
   live_bytes += other.live_bytes;
   live_blocks += other.live_blocks;
   resident_bytes += other.resident_bytes;
+  held_bytes += other.held_bytes;
   hits += other.hits;
   smaller += other.smaller;
   occupied += other.occupied;
@@ -204,10 +205,10 @@ void ArenaCore::leave_thread() {
   set_dynamic(false, -1);
 }
 
-// Expects the arena to be locked, as do hold() and drop().
+// Expects the arena to be locked, as do retain() and drop().
 void ArenaCore::enter() {
   ++active_threads_;
-  hold();
+  retain();
 }
 
 void ArenaCore::leave() {
@@ -217,7 +218,7 @@ void ArenaCore::leave() {
   last = drop();
 }
 
-void ArenaCore::hold() {
+void ArenaCore::retain() {
   if (holds_++ == 0) {
     self_ = shared_from_this();
   }
@@ -243,11 +244,9 @@ void* ArenaCore::claim(int64_t offset, int64_t bytes) {
   ++stats_.live_blocks;
   total_live_blocks.fetch_add(1, std::memory_order_relaxed);
   if (end > stats_.resident_bytes) {
-    const int64_t touched = std::min(round_up(end, page_bytes()), mapping_->bytes());
-    total_resident.fetch_add(touched - stats_.resident_bytes, std::memory_order_relaxed);
-    stats_.resident_bytes = touched;
+    set_resident(std::min(round_up(end, page_bytes()), mapping_->bytes()));
   }
-  hold();
+  retain();
   return mapping_->base() + offset;
 }
 
@@ -331,20 +330,42 @@ void ArenaCore::free_block(const void* address) {
   last = drop();
 }
 
-void ArenaCore::discard_pages() {
-  mapping_->discard(stats_.resident_bytes);
-  total_resident.fetch_sub(stats_.resident_bytes, std::memory_order_relaxed);
-  stats_.resident_bytes = 0;
+void ArenaCore::set_resident(int64_t bytes) {
+  total_resident.fetch_add(bytes - stats_.resident_bytes, std::memory_order_relaxed);
+  stats_.resident_bytes = bytes;
+  stats_.held_bytes = std::min(stats_.held_bytes, bytes);
 }
 
-bool ArenaCore::release() {
+void ArenaCore::discard_pages(int64_t keep_bytes) {
+  if (keep_bytes < stats_.resident_bytes) {
+    mapping_->discard(keep_bytes, stats_.resident_bytes);
+    set_resident(keep_bytes);
+  }
+}
+
+void ArenaCore::hold(int64_t bytes) {
   const std::lock_guard<std::mutex> guard(mutex_);
+  if (bytes < 0 || bytes > mapping_->bytes()) {
+    throw std::invalid_argument(
+        "an arena of " + std::to_string(mapping_->bytes()) + " bytes cannot hold " + std::to_string(bytes));
+  }
+  const int64_t end = std::min(round_up(bytes, page_bytes()), mapping_->bytes());
+  if (end > stats_.held_bytes) {
+    mapping_->populate(stats_.held_bytes, end);
+    set_resident(std::max(end, stats_.resident_bytes));
+    stats_.held_bytes = end;
+  }
+}
+
+bool ArenaCore::release(int64_t keep_bytes) {
+  const std::lock_guard<std::mutex> guard(mutex_);
+  if (keep_bytes < 0) {
+    throw std::invalid_argument("an arena cannot keep " + std::to_string(keep_bytes) + " bytes");
+  }
   if (!live_.empty()) {
     return false;
   }
-  if (stats_.resident_bytes > 0) {
-    discard_pages();
-  }
+  discard_pages(round_up(std::min(keep_bytes, stats_.resident_bytes), kHugePageBytes));
   return true;
 }
 
@@ -364,9 +385,9 @@ void ArenaCore::resize(int64_t reserve_bytes) {
           ", beyond the new size: unload it first");
     }
   }
-  auto mapping = std::make_unique<Mapping>(reserve_bytes, Mapping::Access::read_write);
-  total_resident.fetch_sub(std::exchange(stats_.resident_bytes, 0), std::memory_order_relaxed);
-  mapping_ = std::move(mapping);
+  discard_pages(round_up(stats_.held_bytes, kHugePageBytes));
+  const bool have_stayed = mapping_->resize(reserve_bytes);
+  set_resident(have_stayed ? std::min(stats_.resident_bytes, mapping_->bytes()) : 0);
   stats_.reserved_bytes = mapping_->bytes();
 }
 
@@ -382,9 +403,14 @@ void ArenaCore::set_yield_limit(int64_t bytes) {
 void ArenaCore::give_way(int64_t outside_bytes) {
   const std::lock_guard<std::mutex> guard(mutex_);
   const bool is_idle = live_.empty() && active_threads_ == 0 && stats_.resident_bytes > 0;
-  if (is_idle && yield_limit_bytes_ != kUnlimited &&
-      outside_bytes > yield_limit_bytes_ - total_resident.load(std::memory_order_relaxed)) {
-    discard_pages();
+  const int64_t others = total_resident.load(std::memory_order_relaxed) - stats_.resident_bytes;
+  if (is_idle && yield_limit_bytes_ != kUnlimited && outside_bytes > yield_limit_bytes_ - others - stats_.resident_bytes) {
+    // Held pages may be gone for good, so that no more of them go than must: whole huge pages, that the next small
+    // allocation need not ask again. Pages that are merely touched come back at a fault, and libraries that run meanwhile
+    // take more than torch counts.
+    const int64_t needless = stats_.held_bytes > 0 ? yield_limit_bytes_ - others - outside_bytes : 0;
+    const int64_t left = std::max<int64_t>(0, needless);
+    discard_pages(left / kHugePageBytes * kHugePageBytes);
     ++stats_.yields;
   }
 }

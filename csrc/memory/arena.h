@@ -45,6 +45,7 @@ struct ArenaStats {
   int64_t live_bytes = 0;
   int64_t live_blocks = 0;
   int64_t resident_bytes = 0;
+  int64_t held_bytes = 0; // from the start on, resident without a gap
   int64_t hits = 0;
   int64_t smaller = 0; // hits that took less than their place
   int64_t occupied = 0;
@@ -81,10 +82,14 @@ class ArenaCore final : public std::enable_shared_from_this<ArenaCore> {
   void set_dynamic(bool on, int64_t limit_bytes, bool refuses = false);
   void leave_thread();
 
-  bool release();
+  // Makes the first pages resident, so that nobody else can have the memory before a plan comes to use it.
+  void hold(int64_t bytes);
+  // Gives the other pages back than the first ones; false, and none is, while blocks live in the arena.
+  bool release(int64_t keep_bytes = 0);
+  // Held pages stay.
   void resize(int64_t reserve_bytes);
   void set_yield_limit(int64_t bytes);
-  // Gives the pages back if the process would otherwise pass this arena's limit.
+  // Gives so many pages back that the process does not pass this arena's limit.
   void give_way(int64_t outside_bytes);
 
   void free_block(const void* address);
@@ -106,11 +111,12 @@ class ArenaCore final : public std::enable_shared_from_this<ArenaCore> {
   void* claim(int64_t offset, int64_t bytes);
   bool is_free(int64_t offset, int64_t end) const;
   void note_miss(const Miss& miss);
-  void hold();
+  void retain();
   std::shared_ptr<ArenaCore> drop();
   void enter();
   void leave();
-  void discard_pages();
+  void set_resident(int64_t bytes);
+  void discard_pages(int64_t keep_bytes);
 
   mutable std::mutex mutex_;
   std::unique_ptr<Mapping> mapping_;

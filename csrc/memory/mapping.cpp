@@ -7,6 +7,7 @@
 #include <mutex>
 #include <stdexcept>
 #include <string>
+#include <utility>
 
 #include <sys/mman.h>
 #include <unistd.h>
@@ -33,6 +34,11 @@ int64_t whole_pages(int64_t bytes) {
   return round_up(std::clamp<int64_t>(bytes, 1, most), page_bytes());
 }
 
+[[noreturn]] void refuse(int64_t bytes) {
+  throw std::runtime_error(
+      "cannot reserve " + std::to_string(bytes) + " bytes of address space: " + std::strerror(errno));
+}
+
 } // namespace
 
 int64_t page_bytes() {
@@ -48,8 +54,7 @@ Mapping::Mapping(int64_t bytes, Access access) : base_(nullptr), bytes_(whole_pa
   const int protection = access == Access::none ? PROT_NONE : PROT_READ | PROT_WRITE;
   void* const address = mmap(nullptr, static_cast<size_t>(bytes_), protection, kFlags, -1, 0);
   if (address == MAP_FAILED) {
-    throw std::runtime_error(
-        "cannot reserve " + std::to_string(bytes_) + " bytes of address space: " + std::strerror(errno));
+    refuse(bytes_);
   }
   base_ = static_cast<char*>(address);
 #if defined(MADV_HUGEPAGE)
@@ -64,13 +69,46 @@ Mapping::~Mapping() {
   munmap(base_, static_cast<size_t>(bytes_));
 }
 
-void Mapping::discard(int64_t bytes) {
-  const auto length = static_cast<size_t>(round_up(bytes, page_bytes()));
+void Mapping::populate(int64_t begin, int64_t end) {
+#if defined(MADV_POPULATE_WRITE)
+  const int64_t first = begin / page_bytes() * page_bytes();
+  if (madvise(base_ + first, static_cast<size_t>(round_up(end, page_bytes()) - first), MADV_POPULATE_WRITE) == 0) {
+    return;
+  }
+#endif
+  // What the compiler takes for a change of nothing is a write to the system.
+  for (int64_t offset = begin; offset < end; offset += page_bytes()) {
+    volatile char* const place = base_ + offset;
+    *place = *place;
+  }
+}
+
+void Mapping::discard(int64_t begin, int64_t end) {
+  const int64_t first = round_up(begin, page_bytes());
+  const auto length = static_cast<size_t>(round_up(end, page_bytes()) - first);
 #if defined(__linux__)
-  madvise(base_, length, MADV_DONTNEED);
+  madvise(base_ + first, length, MADV_DONTNEED);
 #else
   // Elsewhere MADV_DONTNEED is only a hint, while mapping afresh over the same place always frees.
-  mmap(base_, length, PROT_READ | PROT_WRITE, kFlags | MAP_FIXED, -1, 0);
+  mmap(base_ + first, length, PROT_READ | PROT_WRITE, kFlags | MAP_FIXED, -1, 0);
+#endif
+}
+
+bool Mapping::resize(int64_t bytes) {
+  const int64_t wanted = whole_pages(bytes);
+#if defined(__linux__)
+  void* const address = mremap(base_, static_cast<size_t>(bytes_), static_cast<size_t>(wanted), MREMAP_MAYMOVE);
+  if (address == MAP_FAILED) {
+    refuse(wanted);
+  }
+  base_ = static_cast<char*>(address);
+  bytes_ = wanted;
+  return true;
+#else
+  Mapping other(wanted, Access::read_write);
+  std::swap(base_, other.base_);
+  std::swap(bytes_, other.bytes_);
+  return false;
 #endif
 }
 

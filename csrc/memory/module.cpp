@@ -45,6 +45,7 @@ py::dict as_dict(const ArenaStats& stats) {
   result["live_bytes"] = stats.live_bytes;
   result["live_blocks"] = stats.live_blocks;
   result["resident_bytes"] = stats.resident_bytes;
+  result["held_bytes"] = stats.held_bytes;
   result["hits"] = stats.hits;
   result["smaller"] = stats.smaller;
   result["misses"] = misses;
@@ -146,7 +147,12 @@ void bind_arena(py::module_& module) {
           py::arg("on"),
           py::arg("limit_bytes") = -1,
           py::arg("refuses") = false)
-      .def("release", [](Arena& arena) { return arena.core->release(); })
+      .def(
+          "hold",
+          [](Arena& arena, int64_t bytes) { arena.core->hold(bytes); },
+          py::arg("nbytes"),
+          py::call_guard<py::gil_scoped_release>())
+      .def("release", [](Arena& arena, int64_t bytes) { return arena.core->release(bytes); }, py::arg("keep_bytes") = 0)
       .def("resize", [](Arena& arena, int64_t bytes) { arena.core->resize(bytes); }, py::arg("reserve_bytes"))
       .def("set_yield_limit", [](Arena& arena, int64_t bytes) { arena.core->set_yield_limit(bytes); }, py::arg("bytes"))
       .def("stats", [](const Arena& arena) { return as_dict(arena.core->stats()); })
@@ -154,6 +160,7 @@ void bind_arena(py::module_& module) {
       .def("reset_misses", [](Arena& arena) { arena.core->reset_misses(); })
       .def_property_readonly("reserve_bytes", [](const Arena& arena) { return arena.core->stats().reserved_bytes; })
       .def_property_readonly("resident_bytes", [](const Arena& arena) { return arena.core->stats().resident_bytes; })
+      .def_property_readonly("held_bytes", [](const Arena& arena) { return arena.core->stats().held_bytes; })
       .def_property_readonly("live_bytes", [](const Arena& arena) { return arena.core->stats().live_bytes; })
       .def_property_readonly("live_blocks", [](const Arena& arena) { return arena.core->stats().live_blocks; });
 }

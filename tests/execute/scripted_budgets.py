@@ -3,25 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from torch_odt.runtime import Reading
+import torch_odt as odt
+from torch_odt.capture.rewrite import inexact_rewrites
+from torch_odt.runtime import Controller, Reading
+from torch_odt.runtime.budget import Allotment
+from torch_odt.runtime.controller import Need
 
 BATCH = 16
 
 
-class Scripted:
-    """A policy that allows so much above the level, step by step; the last one for ever."""
+class Scripted(Controller):
+    """Allowed is so much above the level: first at the beginning, then step by step; the last one for ever."""
 
-    def __init__(self, *growth: int) -> None:
+    def __init__(self, *growth: int, **options: Any) -> None:
+        super().__init__(self, **options)
         self.growth = list(growth)
 
     def allowed_bytes(self, reading: Reading, level_bytes: int) -> int:
-        growth = self.growth.pop(0) if len(self.growth) > 1 else self.growth[0]
-        return level_bytes + growth
+        return level_bytes + self.growth[0]
+
+    def before_step(self, level_bytes: int, need: Need | None) -> Allotment:
+        if len(self.growth) > 1:
+            del self.growth[0]
+        return super().before_step(level_bytes, need)
 
 
 def make_net() -> nn.Sequential:
@@ -49,3 +60,16 @@ def plainly(model: nn.Module, count: int) -> list[float]:
         optimizer.step()
         losses.append(loss.item())
     return losses
+
+
+def make_step(model: nn.Module, budget: Any, cache: Path, **options: Any) -> odt.TrainStep:
+    """A step whose results are plain PyTorch's, bit for bit, whatever is planned."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    exact: dict[str, Any] = {"disable_rewrites": inexact_rewrites(), "micro_batch": BATCH}
+    return odt.TrainStep(model, F.cross_entropy, optimizer, budget=budget, cache=cache, **(exact | options))
+
+
+def train(step: odt.TrainStep, count: int) -> list[float]:
+    """The losses of so many calls."""
+    torch.manual_seed(3)
+    return [step(*batch).item() for batch in make_batches(count)]

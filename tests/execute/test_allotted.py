@@ -8,33 +8,20 @@ import json
 import warnings
 import weakref
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from scripted_budgets import BATCH, Scripted, make_batches, make_net, plainly
-from torch import nn
+from scripted_budgets import BATCH, Scripted, make_batches, make_net, make_step, plainly, train
 
 import torch_odt as odt
 from torch_odt import memory
 from torch_odt.capture.rewrite import inexact_rewrites
 from torch_odt.execute import prepare
-from torch_odt.runtime import Controller, ShareOfAvailable
+from torch_odt.runtime import ShareOfAvailable
 
 MIB = 1 << 20
 pytestmark = pytest.mark.skipif(not memory.install(), reason="torch_odt._memory is not built")
-
-
-def make_step(model: nn.Module, budget: Any, cache: Path, **options: Any) -> odt.TrainStep:
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    exact = {"disable_rewrites": inexact_rewrites(), "micro_batch": BATCH}
-    return odt.TrainStep(model, F.cross_entropy, optimizer, budget=budget, cache=cache, **(exact | options))
-
-
-def train(step: odt.TrainStep, count: int) -> list[float]:
-    torch.manual_seed(3)
-    return [step(*batch).item() for batch in make_batches(count)]
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +60,7 @@ def test_plans_change_and_no_bit_does(cache: Path, sizes: tuple[int, int], monke
     monkeypatch.setattr(prepare, "capture_sizes", lambda *given: captures.append(given[-1]) or capture(*given))
 
     growth = [high, high, low, low, high, high, low, (low + high) // 2, high, high]
-    step = make_step(model, Controller(Scripted(*growth), grow_after_seconds=0), cache)
+    step = make_step(model, Scripted(*growth, grow_after_seconds=0), cache)
     torch.manual_seed(3)
     losses, peaks, allowed = [], [], []
     for batch in make_batches(9):
@@ -93,8 +80,10 @@ def test_plans_change_and_no_bit_does(cache: Path, sizes: tuple[int, int], monke
 
 def test_plans_for_other_amounts_do_not_pile_up(cache: Path, sizes: tuple[int, int]) -> None:
     smallest, kept = sizes
-    growth = [int(smallest + share * (kept - smallest)) for share in (1.3, 1.0, 0.8, 0.6, 0.45, 0.3, 0.2)]
-    step = make_step(make_net(), Controller(Scripted(*growth)), cache)
+    # What follows soon upon another lower amount is taken for pressure.
+    shares = [share for share in (1.3, 0.8, 0.6, 0.45, 0.3, 0.2) for _ in range(4)]
+    growth = [int(smallest + share * (kept - smallest)) for share in shares]
+    step = make_step(make_net(), Scripted(*growth), cache)
     plans, peaks = [], set()
     for batch in make_batches(len(growth)):
         step(*batch)
@@ -108,10 +97,10 @@ def test_plans_for_other_amounts_do_not_pile_up(cache: Path, sizes: tuple[int, i
 def test_less_than_the_smallest_plan_is_a_warning(cache: Path, sizes: tuple[int, int], tmp_path: Path) -> None:
     smallest, kept = sizes
     log = tmp_path / "decisions.jsonl"
-    policy = Scripted(int(1.3 * kept), int(1.3 * kept), smallest // 4)
+    controller = Scripted(int(1.3 * kept), int(1.3 * kept), smallest // 4, log=log)
     model = make_net()
     plain = copy.deepcopy(model)
-    step = make_step(model, Controller(policy, log=log), cache)
+    step = make_step(model, controller, cache)
     with pytest.warns(odt.OdtWarning, match="the smallest plan takes") as told:
         losses = train(step, 4)
     assert len(told) == 1

@@ -17,7 +17,7 @@ import torch_odt as odt
 from torch_odt import memory
 from torch_odt.capture.rewrite import inexact_rewrites
 from torch_odt.execute.wrap import session_of
-from torch_odt.runtime import Controller, ShareOfAvailable
+from torch_odt.runtime import ShareOfAvailable
 
 # torch.compile itself warns of this and that.
 pytestmark = [
@@ -25,7 +25,7 @@ pytestmark = [
     pytest.mark.usefixtures("fresh_dynamo"),
     pytest.mark.skipif(not memory.install(), reason="torch_odt._memory is not built"),
 ]
-OPTIONS: dict[str, Any] = {"disable_rewrites": inexact_rewrites() | WITH_GRADIENTS, "cache": False}
+OPTIONS: dict[str, Any] = {"disable_rewrites": inexact_rewrites() | WITH_GRADIENTS}
 
 
 class Uncaptured(nn.Module):
@@ -57,7 +57,7 @@ def test_plans_change_and_no_bit_does() -> None:
     high = 4 * low
     model = make_net()
     plain = copy.deepcopy(model)
-    controller = Controller(Scripted(*3 * [high], *2 * [low], *4 * [high]), grow_after_seconds=0)
+    controller = Scripted(*3 * [high], *2 * [low], *4 * [high], grow_after_seconds=0)
     odt.wrap(model, budget=controller, **OPTIONS)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     torch.manual_seed(3)
@@ -85,7 +85,7 @@ def test_less_than_the_smallest_plan_is_a_warning() -> None:
     low = smallest_bytes()
     model = make_net()
     plain = copy.deepcopy(model)
-    controller = Controller(Scripted(4 * low, 4 * low, low // 4))
+    controller = Scripted(4 * low, 4 * low, low // 4)
     odt.wrap(model, budget=controller, **OPTIONS)
     with pytest.warns(odt.OdtWarning, match="the smallest plan takes") as told:
         losses = plainly(model, 4)
@@ -97,7 +97,7 @@ def test_less_than_the_smallest_plan_is_a_warning() -> None:
 def test_too_little_from_the_beginning() -> None:
     model = make_net()
     plain = copy.deepcopy(model)
-    controller = Controller(Scripted(4096))
+    controller = Scripted(4096)
     odt.wrap(model, budget=controller, **OPTIONS)
     with pytest.warns(odt.OdtWarning, match="the smallest plan takes"):
         losses = plainly(model, 3)
@@ -108,7 +108,7 @@ def test_too_little_from_the_beginning() -> None:
 def test_a_model_that_cannot_be_captured() -> None:
     model = Uncaptured()
     plain = copy.deepcopy(model)
-    controller = Controller(Scripted(1 << 30, 1 << 30, 150 << 20), grow_after_seconds=0)
+    controller = Scripted(1 << 30, 1 << 30, 150 << 20, grow_after_seconds=0)
     odt.wrap(model, budget=controller, **OPTIONS)
     with pytest.warns(odt.OdtWarning, match="cannot be captured"):
         losses = plainly(model, 4)

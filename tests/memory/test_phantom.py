@@ -1,6 +1,6 @@
 """Phantoms cost nothing, and these operators look at the shape of an argument alone.
 
-Every comparison runs in a process of its own, because an operator that does read a phantom ends the process.
+Every operator runs in a process of its own, because one that does read a phantom ends the process.
 """
 
 from __future__ import annotations
@@ -13,11 +13,13 @@ import torch
 from torch_odt import memory
 
 PRELUDE = """
+import os
 import sys
+import traceback
 import torch
 from torch_odt.memory import phantom_tensor
 torch.manual_seed(0)
-from torch_odt.capture.operators import shape_only_positions
+from torch_odt.capture.operators import Laid, shape_only_positions
 layout, dtype, threads, onednn = sys.argv[1], getattr(torch, sys.argv[2]), int(sys.argv[3]), sys.argv[4] == "oneDNN"
 torch.set_num_threads(threads)
 torch._C._set_mkldnn_enabled(onednn)
@@ -28,6 +30,9 @@ def in_layout(tensor):
 
 def random(*shape):
     return in_layout(torch.randn(shape).to(dtype))
+
+def laid(tensor):
+    return Laid(tuple(tensor.shape), tensor.stride())
 
 def check(operator, argument):
     real = operator(argument)
@@ -51,7 +56,7 @@ for c_in, c_out, k, s, p, d, g, size, transposed in (
     settings = [s, s], [p, p], [d, d], transposed, [0, 0], g
     y = random(*aten.convolution(x, w, None, *settings).shape)
     arguments = (w, None, *settings, [True, False, False])
-    if shape_only_positions("aten.convolution_backward.default", (y, x, *arguments), sys.argv[2], (k, k)):
+    if shape_only_positions("aten.convolution_backward.default", (y, x, *arguments), sys.argv[2], laid(x), laid(w)):
         check(lambda x: aten.convolution_backward(y, x, *arguments), x)
     else:
         assert g > 1 and (k == s == threads == 1 or not (onednn and dtype == torch.float32))
@@ -61,6 +66,18 @@ x, w = random(4, 8, 14, 14), random(16, 8, 3, 3)
 settings = [1, 1], [1, 1], [1, 1], False, [0, 0], 1
 y = random(4, 16, 14, 14)
 check(lambda w: aten.convolution_backward(y, x, w, [16], *settings, [False, True, True]), w)
+""",
+    "convolution_backward_mixed_layouts": """
+formats = torch.contiguous_format, torch.channels_last
+for c, k, of_images, of_window in [(c, k, *two) for c in (1, 8) for k in (1, 3) for two in (formats, formats[::-1])]:
+    x, w = random(4, c, 9, 9).to(memory_format=of_images), random(16, c, k, k).to(memory_format=of_window)
+    settings = [1, 1], [0, 0], [1, 1], False, [0, 0], 1
+    y = aten.convolution(x, w, None, *settings)
+    arguments = (w, None, *settings, [True, False, False])
+    if shape_only_positions("aten.convolution_backward.default", (y, x, *arguments), sys.argv[2], laid(x), laid(w)):
+        check(lambda x: aten.convolution_backward(y, x, *arguments), x)
+    else:
+        assert c == 8 and of_images == torch.contiguous_format
 """,
     "max_pool2d_with_indices_backward": """
 for k, s, p in ((2, 2, 0), (3, 2, 1)):
@@ -100,7 +117,23 @@ check(lambda x: aten.new_zeros(x, [3, 3]), x)
 }
 
 
-@pytest.mark.parametrize("operator", OPERATORS)
+# Nothing has run in parallel before the forks, so that each child starts threads of its own.
+EACH_IN_A_CHILD = """
+for name, code in operators.items():
+    child = os.fork()
+    if child == 0:
+        try:
+            exec(code)
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+        os._exit(0)
+    ending = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    assert ending == 0, f"{name} ended with {ending}"
+print("all of", *operators)
+"""
+
+
 @pytest.mark.parametrize(
     ("layout", "dtype", "threads", "library"),
     [
@@ -111,10 +144,12 @@ check(lambda x: aten.new_zeros(x, [3, 3]), x)
     ],
 )
 def test_operators_that_read_the_shape_alone(
-    operator: str, layout: str, dtype: str, threads: int, library: str, run_python: Callable
+    layout: str, dtype: str, threads: int, library: str, run_python: Callable
 ) -> None:
-    result = run_python(PRELUDE + OPERATORS[operator], layout, dtype, str(threads), library)
+    script = f"{PRELUDE}\noperators = {OPERATORS!r}\n{EACH_IN_A_CHILD}"
+    result = run_python(script, layout, dtype, str(threads), library)
     assert result.returncode == 0, result.stderr or result.returncode
+    assert result.stdout.split() == ["all", "of", *OPERATORS]
 
 
 def test_a_phantom_has_any_shape_stride_and_dtype() -> None:

@@ -107,6 +107,58 @@ def test_the_smallest_plan_is_followed_until_there_is_more() -> None:
     assert world.actions == ["begin", "scarce", "grow"]
 
 
+def test_what_others_took_first_is_given_up() -> None:
+    world = World(612)
+    controller = world.controller()
+    controller.begin(LEVEL)
+    world.step(612)
+    world.allowed = 400
+    assert controller.overtaken(LEVEL, 500 * MIB).total_bytes // MIB == 387
+    assert controller.overtaken(LEVEL, 100 * MIB).total_bytes < 190 * MIB
+    assert world.actions == ["begin", "overtaken", "overtaken"]
+    assert controller.decisions[-1].allowed_bytes == 400 * MIB
+
+
+def test_who_presses_again_and_again_is_given_more_at_once() -> None:
+    world = World(612)
+    world.controller().begin(LEVEL)
+    found = [world.step(left, need=left + 1) for left in (611, 540, 420)]
+    assert found == [556, 422, 281]
+    for _ in range(4):
+        world.step(612, need=280, is_free=True)
+    assert world.step(270, need=280) == 261, "that was long ago"
+
+
+def test_less_for_which_there_is_a_plan_is_enough() -> None:
+    world = World(612)
+    world.controller().begin(LEVEL)
+    assert world.step(500, need=600) == 462
+    assert [world.step(612, need=460) for _ in range(6)][-1] == 612
+    assert world.step(540, need=600) == 462, "and not 506"
+
+
+def test_the_smallest_plan_is_remembered_for_a_while() -> None:
+    world = World(612)
+    controller = world.controller()
+    controller.begin(LEVEL)
+    world.step(400, need=600)
+    assert controller.refused(390 * MIB).total_bytes == 390 * MIB
+    assert not controller.is_scarce and world.actions[-1] == "shrink"
+    assert world.step(391, need=392) == 390
+    assert world.step(380, need=390) == 390 and controller.is_scarce
+    assert [world.step(612, need=390) for _ in range(6)][-1] == 612
+    assert world.step(300, need=600, seconds=31) == 281 and not controller.is_scarce
+
+
+def test_room_is_what_is_allowed_beyond_what_is_held() -> None:
+    world = World(150)
+    controller = world.controller()
+    controller.begin(LEVEL)
+    assert controller.room_bytes(LEVEL) == 50 * MIB
+    controller.refused(200 * MIB)
+    assert controller.room_bytes(LEVEL) == 500 * MIB, "all that is available"
+
+
 def test_decisions_are_logged_with_their_reasons(tmp_path: Path) -> None:
     world, seen = World(612), list[Decision]()
     log = tmp_path / "decisions.jsonl"

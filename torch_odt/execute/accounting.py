@@ -169,6 +169,7 @@ def allow(
     graph: TrainingGraph | None,
     *,
     held_bytes: int = 0,
+    arena_bytes: int = 0,
     cuts: int = 0,
     library_bytes: int = 0,
     collects: bool = True,
@@ -178,6 +179,7 @@ def allow(
 
     Args:
         held_bytes: gradients that exist already; the plan counts them.
+        arena_bytes: what is held of the arena, which the plan counts too.
         cuts: how many sizes of micro-batches may be tried.
         graph: None for a step without one.
         library_bytes: what math libraries were seen to take for the graph's calls.
@@ -191,7 +193,7 @@ def allow(
     return Allowance(
         budget=budget,
         optimizer=optimizer,
-        spent_bytes=max(0, held - budget.level_bytes - held_bytes),
+        spent_bytes=max(0, held - budget.level_bytes - held_bytes - arena_bytes),
         reserve_bytes=_BASE_RESERVE_BYTES + kinds * _BYTES_PER_KIND + library_bytes,
         usual_spent_bytes=entries * _BYTES_PER_ENTRY,
         planning_bytes=entries * _PLANNING_BYTES_PER_ENTRY * (1 + cuts),
@@ -210,7 +212,7 @@ def held_by_process() -> int:
     return memory.process_bytes()
 
 
-def make_room(arena: Any, budget_bytes: int, step: int | None = None) -> None:
+def make_room(arena: Any, arena_bytes: int, budget_bytes: int, step: int | None = None) -> None:
     """Before a step: what other code has freed since the last one must not stand in the arena's way.
 
     malloc keeps freed pages for itself; they are returned when the step would not fit beside them. In the first steps
@@ -218,16 +220,17 @@ def make_room(arena: Any, budget_bytes: int, step: int | None = None) -> None:
     gradients do not fit in.
 
     Args:
+        arena_bytes: how many of the arena's the step uses.
         step: how many steps of the plan have run; None after one.
     """
     is_settling = step is not None and step < _SETTLING_STEPS
-    if is_settling or (arena is not None and _held_with(arena) > budget_bytes):
+    if is_settling or (arena is not None and _held_with(arena, arena_bytes) > budget_bytes):
         memory.trim()
 
 
-def _held_with(arena: Any) -> int:
-    """What the process will hold when all of an arena is in use."""
-    return memory.process_bytes() + int(arena.reserve_bytes) - int(arena.resident_bytes)
+def _held_with(arena: Any, arena_bytes: int) -> int:
+    """What the process will hold when so much of an arena is in use."""
+    return memory.process_bytes() + max(0, arena_bytes - int(arena.resident_bytes))
 
 
 def _calls(graph: TrainingGraph) -> set[Any]:

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from torch_odt.runtime.controller import BudgetValue, Controller, Need
 
 Found = TypeVar("Found")
+# To make another plan takes as long as a step or two.
+_HARDLY_SLOWER = 1.02
 PLAN_FOR_ONE_BUDGET = "a plan was made for one budget, which cannot change while training runs: give bytes"
 
 
@@ -47,17 +49,30 @@ def prepare_allotted(
 ) -> Prepared:
     """What runs in as many bytes as a controller allows now; the smallest plan where that is too little.
 
+    The arena of what is returned is held, so that nobody else can take what the step counts on while it runs. What
+    cannot be held, because others have been faster, makes the plan smaller.
+
     Args:
         current: what ran last.
         prepare: makes or finds what runs within the request's budget.
         forget_plans: gives back what plans for other amounts hold.
     """
-    request.allot(controller.before_step(request.level_bytes, _need_of(request, current)))
-    with contextlib.suppress(InfeasibleBudget):
-        return prepare()
-    # What other plans hold may be what is missing.
-    forget_plans()
-    return or_in_the_fewest(controller, request.allot, prepare)
+
+    def prepare_within(allotment: Allotment) -> Prepared:
+        request.allot(allotment)
+        with contextlib.suppress(InfeasibleBudget):
+            return prepare()
+        # What other plans hold may be what is missing.
+        forget_plans()
+        return or_in_the_fewest(controller, request.allot, prepare)
+
+    level_bytes = request.level_bytes
+    prepared = prepare_within(controller.before_step(level_bytes, _need_of(request, current)))
+    while lacking := request.hold(prepared.plan.arena_bytes, lambda: controller.room_bytes(level_bytes)):
+        if controller.is_scarce:
+            break
+        prepared = prepare_within(controller.overtaken(level_bytes, prepared.plan.peak_bytes - lacking))
+    return prepared
 
 
 def or_in_the_fewest(controller: Controller, allot: Callable[[Allotment], None], prepare: Callable[[], Found]) -> Found:
@@ -72,12 +87,13 @@ def or_in_the_fewest(controller: Controller, allot: Callable[[Allotment], None],
         smallest_bytes = error.smallest_feasible_bytes
     allowed = controller.current
     allot(controller.refused(smallest_bytes))
-    warnings.warn(
-        f"{allowed} are allowed, and the smallest plan takes {controller.current}: that one is followed until more is "
-        "allowed",
-        OdtWarning,
-        stacklevel=6,
-    )
+    if controller.is_scarce:
+        warnings.warn(
+            f"{allowed} are allowed, and the smallest plan takes {controller.current}: that one is followed until more "
+            "is allowed",
+            OdtWarning,
+            stacklevel=6,
+        )
     return prepare()
 
 
@@ -94,5 +110,5 @@ def _need_of(request: StepRequest, current: Prepared | None) -> Need | None:
     from torch_odt.runtime.controller import Need
 
     plan = current.plan
-    is_free = plan.captured and not (plan.recomputed or plan.micro_batch or current.pages)
+    is_free = plan.captured and plan.slowdown <= _HARDLY_SLOWER and not (plan.micro_batch or current.pages)
     return Need(request.level_bytes + plan.peak_bytes, is_free)

@@ -19,12 +19,13 @@ from torch_odt.capture.cost_table import CostTable
 from torch_odt.capture.device import Device
 from torch_odt.errors import CaptureError
 from torch_odt.execute.accounting import Allowance, allow
+from torch_odt.execute.batches import count_samples
 from torch_odt.execute.candidate import Candidate
 from torch_odt.execute.candidates import Candidates
 from torch_odt.execute.dry_run import Batch, request_for
 from torch_odt.execute.named_tensors import named_buffers, named_parameters
 from torch_odt.execute.page_file import PageFile
-from torch_odt.execute.prepare import Session, count_samples
+from torch_odt.execute.prepare import Session
 from torch_odt.execute.prepared import Prepared, assemble
 from torch_odt.execute.request import StepRequest
 from torch_odt.execute.summary import summarize

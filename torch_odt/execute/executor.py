@@ -15,7 +15,7 @@ import torch
 from torch_odt import memory
 from torch_odt.capture.graph import Op, Output, Ref, TrainingGraph, map_refs, refs
 from torch_odt.capture.operators import resolve
-from torch_odt.capture.overwrite_gradients import function_of
+from torch_odt.capture.overwrite import function_of
 from torch_odt.execute.paging import PageCode, Pager
 from torch_odt.planning.schedule import Deliver, Free, PageIn, PageOut, Run, Schedule
 

@@ -16,7 +16,7 @@ import torch
 
 from torch_odt.capture import operators
 from torch_odt.capture.graph import Op, Ref, TrainingGraph
-from torch_odt.capture.overwrite_gradients import function_of
+from torch_odt.capture.overwrite import function_of
 from torch_odt.errors import PlanError
 
 Named = Mapping[str, Any]
@@ -64,13 +64,13 @@ def _refused(op: Op, what: str) -> PlanError:
 def _reads_shapes_alone(op: Op, args: tuple[Any, ...]) -> bool:
     """Whether it does so with the types that its tensors really have."""
     phantoms = {i for i, one in enumerate(op.args) if isinstance(one, Ref) and one.value in op.shape_reads}
-    kernel: tuple[int, ...] = ()
+    convolved: list[operators.Laid] = []
     dtype = next((argument.dtype for argument in args if isinstance(argument, torch.Tensor)), None)
     if op.target == "aten.convolution_backward.default":
-        kernel = tuple(args[2].shape[2:])
         if any(tensor.dtype != dtype for tensor in args[:3]):
             return False
-    positions = operators.shape_only_positions(op.target, args, str(dtype).removeprefix("torch."), kernel)
+        convolved = [operators.Laid(tuple(tensor.shape), tensor.stride()) for tensor in args[1:3]]
+    positions = operators.shape_only_positions(op.target, args, str(dtype).removeprefix("torch."), *convolved)
     return phantoms.issubset(positions)
 
 

@@ -11,9 +11,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch
-import torch.utils._pytree as pytree
-
 from torch_odt import memory
 from torch_odt.cache import Cache, plan_key
 from torch_odt.capture.cost_table import view_cost
@@ -26,6 +23,7 @@ from torch_odt.capture.trace import TracedStep
 from torch_odt.capture.trace_cache import remembered_trace
 from torch_odt.errors import CaptureError, InfeasibleBudget, PlanError
 from torch_odt.execute.accounting import Allowance, UndoCost, allow, held_by_process, nearby, rounded
+from torch_odt.execute.batches import count_samples, slice_batch
 from torch_odt.execute.candidate import Candidate
 from torch_odt.execute.candidates import Candidates, SizedGraph, candidate_to_data
 from torch_odt.execute.plan_data import PlannedProgram
@@ -36,22 +34,13 @@ from torch_odt.execute.summary import could_page, summarize, summarize_fallback
 from torch_odt.execute.uncaptured import UncapturedStep
 from torch_odt.planning.objective import Goal
 from torch_odt.planning.plan import Plan
-from torch_odt.runtime.budget import ResolvedBudget
+from torch_odt.runtime.budget import Allotment, ResolvedBudget
 
 # Planning may have to be repeated for what it has left behind itself.
 _MOST_ATTEMPTS = 3
 _NOISE_BYTES = 1 << 20
 _MEASURING_SHARE = 0.9
-
-
-def slice_batch(args: tuple[Any, ...], kwargs: dict[str, Any], samples: int, size: int) -> tuple[Any, Any]:
-    """The first `size` samples of a batch: of each tensor whose first dimension is the batch."""
-
-    def cut(leaf: Any) -> Any:
-        is_batched = isinstance(leaf, torch.Tensor) and leaf.dim() > 0 and leaf.shape[0] == samples
-        return leaf[:size] if is_batched and size < samples else leaf
-
-    return pytree.tree_map(cut, (args, kwargs))
+_SPARE_SHARE = 0.03
 
 
 def capture_sizes(
@@ -164,6 +153,8 @@ def prepare(
         InfeasibleBudget: no plan fits.
     """
     traced = {} if traces is None else traces
+    # To look for garbage takes as long as a step, and tracing leaves most of it.
+    collects = not traced
     session = Session(request, args, kwargs, count_samples(args, kwargs), want_results, traced)
     plain, *pages = session.makers()
     try:
@@ -172,7 +163,7 @@ def prepare(
         return _prepare_fallback(request, session.samples, str(reason))
     held = sum(p.grad.nbytes for p in request.model.parameters() if p.grad is not None) if request.accumulates else 0
     started = time.perf_counter()
-    made = _plan(request, plain, *pages, held_bytes=held)
+    made = _plan(request, plain, *pages, held_bytes=held, collects=collects)
     planning_seconds = time.perf_counter() - started
     plan = summarize(request, made.candidate, made.candidates, made.allowance, planning_seconds)
     plan.program = session.program(made.candidate)
@@ -191,13 +182,19 @@ class _Made:
 
 
 def _plan(
-    request: StepRequest, candidates: Candidates, pages: Candidates | None = None, *, held_bytes: int = 0
+    request: StepRequest,
+    candidates: Candidates,
+    pages: Candidates | None = None,
+    *,
+    held_bytes: int = 0,
+    collects: bool = True,
 ) -> _Made:
     """The plan to follow: one that pages only where that is faster, or nothing else fits.
 
     Args:
         candidates, pages: what makes plans that do not page, and such that may.
         held_bytes: of gradients that exist already.
+        collects: look for garbage in any case, not only where there is too little.
 
     Raises:
         InfeasibleBudget: neither fits; it names the smaller of the budgets that would be accepted.
@@ -205,7 +202,7 @@ def _plan(
     plain: _Made | None = None
     refusal: InfeasibleBudget | None = None
     try:
-        plain = _Made(candidates, *_plan_inside(request, candidates, held_bytes))
+        plain = _Made(candidates, *_plan_inside(request, candidates, held_bytes, collects=collects))
     except InfeasibleBudget as error:
         refusal = error
     if pages is None or (plain is not None and not plain.candidate.recomputes):
@@ -214,7 +211,7 @@ def _plan(
             raise refusal
         return plain
     try:
-        paged = _Made(pages, *_plan_inside(request, pages, held_bytes))
+        paged = _Made(pages, *_plan_inside(request, pages, held_bytes, collects=collects))
     except InfeasibleBudget as error:
         if plain is not None:
             return plain
@@ -223,7 +220,9 @@ def _plan(
     return paged if plain is None or candidates.rank(paged.candidate) < candidates.rank(plain.candidate) else plain
 
 
-def _plan_inside(request: StepRequest, candidates: Candidates, held_bytes: int = 0) -> tuple[Candidate, Allowance]:
+def _plan_inside(
+    request: StepRequest, candidates: Candidates, held_bytes: int = 0, *, collects: bool = True
+) -> tuple[Candidate, Allowance]:
     """A candidate, and an allowance in which it fits beside all that looking for it has left in the process."""
     budget = request.resolve_budget()
 
@@ -233,9 +232,11 @@ def _plan_inside(request: StepRequest, candidates: Candidates, held_bytes: int =
     candidate = _load(request, candidates, take_stock(collects=False))
     if candidate is None:
         allowance = take_stock()
-        candidate = _fastest(request, candidates, allowance, allowance.planning_bytes)
-    for _ in range(_MOST_ATTEMPTS):
-        allowance = take_stock()
+        candidate = None if collects else _load(request, candidates, allowance)
+        spare_bytes = allowance.planning_bytes + _spare_for_return(request, allowance)
+        candidate = candidate or _fastest(request, candidates, allowance, spare_bytes)
+    for attempt in range(_MOST_ATTEMPTS):
+        allowance = take_stock(collects or attempt > 0)
         if candidate is not None and allowance.admits(candidate):
             candidate, allowance = _with_time(request, candidates, candidate, allowance, take_stock)
             if allowance.admits(candidate):
@@ -253,6 +254,11 @@ def _plan_inside(request: StepRequest, candidates: Candidates, held_bytes: int =
     raise infeasible(request, candidates, take_stock(), smallest)
 
 
+def _spare_for_return(request: StepRequest, allowance: Allowance) -> int:
+    """Where budgets change they also come back: what the process holds by then must not keep the plan from fitting."""
+    return int(_SPARE_SHARE * allowance.growth_bytes) if isinstance(request.budget, Allotment) else 0
+
+
 def _take_stock(
     request: StepRequest, budget: ResolvedBudget, candidates: Candidates, held_bytes: int = 0, *, collects: bool = True
 ) -> Allowance:
@@ -263,6 +269,7 @@ def _take_stock(
         request.optimizer_cost,
         graph,
         held_bytes=held_bytes,
+        arena_bytes=request.held_bytes,
         cuts=candidates.cuts,
         library_bytes=candidates.library_bytes,
         collects=collects,
@@ -440,6 +447,9 @@ def _measure(request: StepRequest, graph: TrainingGraph, within_budget: bool, pr
     def limit_bytes() -> int:
         if not within_budget:
             return memory.available()
+        # To measure takes what is held for steps.
+        if request.arena is not None:
+            request.arena.release()
         room = request.resolve_budget().total_bytes - held_by_process()
         # What operators and libraries allocate inside of a call is known only after it.
         return max(0, min(memory.available(), int(_MEASURING_SHARE * room)))
@@ -483,11 +493,3 @@ def require_in_time(goal: Goal, seconds: float) -> None:
             f"no plan within the budget meets the deadline of {goal.deadline_seconds:.3g} s: "
             f"the fastest that was found takes {seconds:.3g} s"
         )
-
-
-def count_samples(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-    """The batch size: the first dimension of the first tensor that has one."""
-    for leaf in pytree.tree_leaves((args, kwargs)):
-        if isinstance(leaf, torch.Tensor) and leaf.dim():
-            return int(leaf.shape[0])
-    raise ValueError("the batch holds no tensor with a batch dimension")

@@ -119,7 +119,8 @@ class PreparedSteps:
             with self._request.lowered(lowered):
                 prepared = prepare(self._request, args, kwargs, want_results=want_results, traces=traces)
             if prepared.plan.captured:
-                _warn_if_scarce(prepared.plan)
+                if not isinstance(budget, Allotment):
+                    _warn_if_scarce(prepared.plan)
             else:
                 self._traces.pop(captured, None)
                 key = replace(refused, lowered=lowered)
@@ -186,7 +187,7 @@ class PreparedSteps:
 
 
 def _warn_if_scarce(plan: Plan) -> None:
-    """A budget says what a step may take, not that it is there."""
+    """A fixed budget says what a step may take, not that it is there."""
     assert plan.budget is not None
     missing_bytes = plan.budget.level_bytes + plan.peak_bytes - memory.process_bytes()
     available_bytes = memory.available()

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from torch_odt import memory
 from torch_odt._extensions import memory_module
 from torch_odt.cache import Cache
 from torch_odt.capture.cost_table import CostTable
@@ -27,6 +28,9 @@ if TYPE_CHECKING:
     from torch_odt.capture.device import Device
     from torch_odt.capture.power import Power
     from torch_odt.execute.retries import Lowered
+
+# What is held at once.
+_PIECE_BYTES = 8 << 20
 
 
 @dataclass
@@ -90,21 +94,53 @@ class StepRequest:
             self.arena.resize(nbytes)
         return self.arena
 
+    @property
+    def held_bytes(self) -> int:
+        """The arena's pages that are resident so that no other program can have them."""
+        return 0 if self.arena is None else int(self.arena.held_bytes)
+
     def allot(self, budget: Allotment) -> None:
-        """Follow another budget; the arena's pages are the next plan's."""
-        if budget != self.budget and self.arena is not None:
-            self.arena.release()
+        """Follow another budget; as many of the held pages stay as it has room for."""
+        if budget != self.budget:
+            self.keep_held(max(0, memory.process_bytes() - budget.total_bytes))
         self.budget = budget
+
+    def hold(self, nbytes: int, room_bytes: Callable[[], int]) -> int:
+        """Hold so many bytes of the arena before a step that will use them, and give back what is held beyond.
+
+        Other programs may take memory at the same time: what is free is asked for again before each piece, so that
+        a race costs a piece and never the process, which a control group ends when it touches more than there is.
+
+        Args:
+            room_bytes: says what the process may take at this moment.
+
+        Returns:
+            Bytes that are lacking; 0 where all are held.
+        """
+        if self.arena is None:
+            return 0
+        self.arena.release(nbytes)
+        while (lacking := nbytes - self.held_bytes) > 0:
+            piece = min(lacking, _PIECE_BYTES)
+            if room_bytes() < piece:
+                return lacking
+            self.arena.hold(self.held_bytes + piece)
+        return 0
+
+    def keep_held(self, less_bytes: int = 0) -> None:
+        """Give the arena's pages back but for those that are held, and so many of these."""
+        if self.arena is not None:
+            self.arena.release(max(0, self.held_bytes - less_bytes))
 
     @contextmanager
     def scratch(self) -> Iterator[None]:
         """Inside, allocations lie in the arena, which is idle between two steps.
 
-        An optimizer's first step makes its state, which must not: the arena's pages are given back for it instead.
+        An optimizer's first step makes its state, which must not: the arena's pages are given back for it instead; of
+        those that are held, as many as its temporaries take.
         """
         if self.arena is None or not self.scratch_allowed:
-            if self.arena is not None:
-                self.arena.release()
+            self.keep_held(self._workspace_bytes)
             in_place = self.optimizer_cost is not None and self.optimizer_cost.keeps_state_in_place
             self.scratch_allowed = in_place and not self.scratch_misused
             yield
@@ -125,7 +161,7 @@ class StepRequest:
             yield
             return
         if not self.scratch_allowed:
-            self.arena.release()
+            self.keep_held(self._workspace_bytes)
         self.arena.dynamic(True, self.arena.resident_bytes if self.scratch_allowed else -1)
         try:
             yield
@@ -176,17 +212,22 @@ class StepRequest:
             self.arena.unload(table)
 
     def renew(self, optimizer_cost: OptimizerCost, updates: OptimizerUpdates | None) -> None:
-        """Before another preparation: the arena's pages are free for it, and the optimizer may have made its state."""
+        """Before another preparation: the arena's pages are free for it, but for those that are held, and the optimizer
+        may have made its state.
+        """
         self.optimizer_cost = optimizer_cost
         self.updates = updates
         self.scratch_allowed = False
-        if self.arena is not None:
-            self.arena.release()
+        self.keep_held()
 
     def release(self) -> None:
         if self.arena is not None:
             self.arena.release()
             self.arena = None
+
+    @property
+    def _workspace_bytes(self) -> int:
+        return 0 if self.optimizer_cost is None else self.optimizer_cost.workspace_bytes
 
 
 def departures(arena: Any) -> str:

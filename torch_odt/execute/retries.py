@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import gc
 import traceback
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, TypeVar
 
 import torch
 
@@ -15,6 +16,7 @@ from torch_odt.errors import InfeasibleBudget, PagingError, first_line
 from torch_odt.execute.request import StepRequest
 from torch_odt.planning.plan import Plan
 
+Result = TypeVar("Result")
 Remedy = Literal["released", "smaller plan", "without paging"]
 
 _MOST_RETRIES = 3
@@ -59,6 +61,29 @@ class Retry:
         }
         reason = "after a failed transfer" if self.remedy == "without paging" else "for want of memory"
         return f"an attempt of a step was undone {reason}, and made again {done[self.remedy]}"
+
+
+def made_in_attempts(
+    retries: Retries, request: StepRequest, attempt: Callable[[], Result], tell: Callable[[Retry], None]
+) -> Result:
+    """What the first attempt returns that does not fail; after each that does, what helps is done.
+
+    Args:
+        tell: called with what has been done.
+
+    Raises:
+        MemoryError, RuntimeError: the last attempt's, where nothing more can be done.
+    """
+    while True:
+        try:
+            return attempt()
+        except (MemoryError, RuntimeError) as error:
+            retries.note(error, request)
+        # Outside the handler: while it ran, the traceback held the tensors of the failed attempt.
+        if not retries.prepare_next(request):
+            assert retries.failure is not None
+            raise retries.failure
+        tell(retries.done[-1])
 
 
 class Retries:

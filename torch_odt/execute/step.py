@@ -227,6 +227,7 @@ class TrainStep:
         self._controller = controller_of(budget)
         self._request.budget = first_budget(budget, self._controller, self._request.level_bytes)
         self._forget_plans()
+        self._request.release()
 
     @property
     def controller(self) -> Controller | None:
@@ -271,6 +272,15 @@ class TrainStep:
             self._update()
             return
         # What does not act in transactions starts without what does.
+        from torch_odt.execute.retries import Retries, made_in_attempts
+
+        retries = Retries(can_plan=False)
+        try:
+            made_in_attempts(retries, self._request, self._flush_or_nothing, self._tell_of_retry)
+        finally:
+            self.last_retries = retries.close()
+
+    def _flush_or_nothing(self) -> None:
         from torch_odt.runtime.signals import SignalGate
 
         transaction = self._transaction()
@@ -326,20 +336,12 @@ class TrainStep:
         self, args: tuple[Any, ...], kwargs: dict[str, Any], want_results: bool
     ) -> tuple[torch.Tensor, Any]:
         """A step that is undone when it fails, and tried again where that may help."""
-        from torch_odt.execute.retries import Retries
+        from torch_odt.execute.retries import Retries, made_in_attempts
 
         retries = Retries(can_plan=self._given is None)
+        attempt = partial(self._transact, args, kwargs, want_results, retries)
         try:
-            while True:
-                try:
-                    return self._transact(args, kwargs, want_results, retries)
-                except (MemoryError, RuntimeError) as error:
-                    retries.note(error, self._request)
-                # Outside the handler: while it ran, the traceback held the tensors of the failed attempt.
-                if not retries.prepare_next(self._request):
-                    assert retries.failure is not None
-                    raise retries.failure
-                self._tell_of_retry(retries.done[-1])
+            return made_in_attempts(retries, self._request, attempt, self._tell_of_retry)
         finally:
             self.last_retries = retries.close()
             if self._controller is not None:
@@ -389,8 +391,8 @@ class TrainStep:
         self.optimizer.zero_grad(set_to_none=True)
 
     def _make_room(self, prepared: Prepared, step: int | None = None) -> None:
-        if prepared.plan.budget is not None:
-            make_room(self._request.arena, prepared.plan.budget.total_bytes, step)
+        if (plan := prepared.plan).budget is not None:
+            make_room(self._request.arena, plan.arena_bytes, plan.budget.total_bytes, step)
 
     def _prepare(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], want_results: bool, lowered: Lowered | None = None
@@ -407,10 +409,9 @@ class TrainStep:
         return self._current
 
     def _forget_plans(self) -> None:
-        """Give back what plans hold, but not what has been captured for them."""
+        """Give back what plans take beside the arena, but not what has been captured for them."""
         self._prepared.forget_plans()
         self._current = None
-        self._request.release()
 
     def _undone_on_failure(self, prepared: Prepared) -> contextlib.AbstractContextManager[None]:
         """A step that pages may fail at any time, and is to be called again then."""
@@ -489,7 +490,7 @@ class TrainStep:
     def _tell_of_retry(self, retry: Retry) -> None:
         if not self._has_told_of_retries:
             self._has_told_of_retries = True
-            warnings.warn(f"{retry}: {retry.error}", OdtWarning, stacklevel=5)
+            warnings.warn(f"{retry}: {retry.error}", OdtWarning, stacklevel=6)
 
     def _check_finite(self, loss: torch.Tensor) -> None:
         if self._nonfinite == "raise":

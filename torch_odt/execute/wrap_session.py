@@ -268,7 +268,8 @@ class WrapSession:
         if self._optimizer is not None and self._steps <= _STEPS_WITHOUT_OPTIMIZER:
             self._optimizer.tag_state()
         self.ask_controller()
-        make_room(self._arena, self.budget.total_bytes, self._steps - 1)
+        arena_bytes = 0 if self._arena is None else self._arena.reserve_bytes
+        make_room(self._arena, arena_bytes, self.budget.total_bytes, self._steps - 1)
         self._level_of_step = self.ledger.held_bytes = self.used_bytes()
         self._follows = self._expected.get(runner)
         follows = self._follows

@@ -35,6 +35,7 @@ class ArenaStats:
         reserved_bytes: address space set aside; it costs nothing until it is touched.
         live_bytes, live_blocks: what is in use in it.
         resident_bytes: memory behind it: the high water mark since it was last released.
+        held_bytes: the part of that which was made resident before a step, so that no other program can have it.
         hits: allocations served at the address that the plan gave them.
         smaller: those of them that took less than the plan had room for.
         misses: allocations that the plan had no room for and that became ordinary ones, by reason.
@@ -46,6 +47,7 @@ class ArenaStats:
     live_bytes: int
     live_blocks: int
     resident_bytes: int
+    held_bytes: int
     hits: int
     smaller: int
     misses: Mapping[str, int]

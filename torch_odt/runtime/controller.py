@@ -22,12 +22,17 @@ from torch_odt.runtime.policies import AnyPolicy, Policy, policy_of
 
 __all__ = ["Action", "Controller", "Decision", "Need"]
 
-Action = Literal["begin", "shrink", "grow", "retreat", "scarce"]
+Action = Literal["begin", "shrink", "overtaken", "grow", "retreat", "scarce"]
 RUNGS_PER_DOUBLING = 6
 GROW_AFTER_SECONDS = 5.0
 # What a plan was refused or failed at is not tried again so soon.
 _RETREAT_SECONDS = 30.0
 _MOST_REMEMBERED = 1000
+# Others take in much less time what has been given back; who still wants more then is given more at once.
+_PRESSED_STEPS = 4
+_MORE_RUNGS = 2
+# So much of what can be had is enough where there is a plan for it already: to make one takes longer than it gains.
+_KNOWN_SHARE = 0.75
 
 
 @dataclass(frozen=True)
@@ -36,7 +41,7 @@ class Need:
 
     Attributes:
         total_bytes: that the process holds with it at most.
-        is_free: it costs no time to be so small; more memory would not make it faster.
+        is_free: it costs hardly any time to be so small; more memory would not make it worth a new plan.
     """
 
     total_bytes: int
@@ -50,8 +55,9 @@ class Decision:
     Attributes:
         step: how many steps have been begun before it.
         at_seconds: since the epoch.
-        action: "begin"; "shrink" and "grow" to what the policy allows; "retreat" after a step that was out of memory;
-            "scarce" where the smallest plan takes more than is allowed, and is followed all the same.
+        action: "begin"; "shrink" and "grow" to what the policy allows; "overtaken" where others took what a plan was
+            chosen for before it could be held; "retreat" after a step that was out of memory; "scarce" where the
+            smallest plan takes more than is allowed, and is followed all the same.
         reason: in words.
         budget_bytes: what the process may hold from now on.
         allowed_bytes: what the policy said.
@@ -129,6 +135,10 @@ class Controller:
         self._least_more = 0
         self._ceiling_bytes: float = math.inf
         self._ceiling_until = 0.0
+        self._smallest_bytes, self._smallest_until = 0, 0.0
+        self._followed: set[int] = set()
+        self._lowered_at = -_PRESSED_STEPS
+        self._rungs_below = 0
 
     @classmethod
     def of_value(cls, value: object) -> Controller:
@@ -176,13 +186,43 @@ class Controller:
         allowed = self._allowed(reading, level_bytes)
         wanted = _on_ladder(allowed, level_bytes)
         if self._must_shrink(allowed, need):
-            self._decide("shrink", "less is allowed than the plan takes", wanted, allowed, reading)
+            self._shrink("shrink", "less is allowed than the plan takes", allowed, allowed, level_bytes, reading)
         elif wanted <= current.total_bytes:
             self._more_since = None
         elif self._may_grow(wanted, need):
             seconds = self._clock() - (self._more_since or 0.0)
             self._decide("grow", f"more has been allowed for {seconds:.1f} s", self._least_more, allowed, reading)
         self._steps += 1
+        return self.current
+
+    @property
+    def is_scarce(self) -> bool:
+        """Whether the smallest plan is followed although it takes more than is allowed."""
+        return bool(self.decisions) and self.decisions[-1].action == "scarce"
+
+    def room_bytes(self, level_bytes: int) -> int:
+        """What the process may take at this moment beside what it holds: what the policy leaves of it, or all that is
+        available where even the smallest plan takes more than that.
+
+        Args:
+            level_bytes: what it held before training.
+        """
+        reading = self._read()
+        if self.is_scarce:
+            return reading.available_bytes
+        return self._allowed(reading, level_bytes) - reading.process_bytes
+
+    def overtaken(self, level_bytes: int, growth_bytes: int) -> Allotment:
+        """Others have taken what a plan was chosen for, before it could be held.
+
+        Args:
+            level_bytes: what the process held before training.
+            growth_bytes: what training can have above that, as far as it could be held.
+        """
+        reading = self._read()
+        allowed = self._allowed(reading, level_bytes)
+        had_bytes = min(allowed, level_bytes + growth_bytes)
+        self._shrink("overtaken", "others took what the plan was chosen for", had_bytes, allowed, level_bytes, reading)
         return self.current
 
     def out_of_memory(self, smaller_bytes: int) -> Allotment:
@@ -193,9 +233,10 @@ class Controller:
         return self.current
 
     def refused(self, smallest_bytes: int) -> Allotment:
-        """No plan fits into what was decided: the smallest one is followed until more is allowed."""
-        reason = "the smallest plan takes more than is allowed"
-        self._decide("scarce", reason, smallest_bytes, self.current.total_bytes, self._read())
+        """No plan fits into what was decided: the smallest one is followed, even if that is more than is allowed."""
+        self._followed.discard(self.current.total_bytes)
+        self._smallest_bytes, self._smallest_until = smallest_bytes, self._clock() + _RETREAT_SECONDS
+        self._decide_for_smallest(self.decisions[-1].allowed_bytes, self._read())
         return self.current
 
     def _allowed(self, reading: Reading, level_bytes: int) -> int:
@@ -213,7 +254,33 @@ class Controller:
         """A plan that takes less than it may stays until what it takes is too much."""
         current = self.current.total_bytes
         taken = current if need is None else min(need.total_bytes, current)
-        return allowed < taken and self.decisions[-1].action != "scarce"
+        return allowed < taken and not self.is_scarce
+
+    def _shrink(
+        self, action: Action, reason: str, had_bytes: int, allowed: int, level_bytes: int, reading: Reading
+    ) -> None:
+        """Decide for a rung below what can be had; further below each time that this comes soon after the last time.
+
+        What is given back is taken at once by whom it was given for, and what they still want does not show.
+        """
+        is_pressed = self._steps - self._lowered_at < _PRESSED_STEPS
+        self._rungs_below = self._rungs_below + _MORE_RUNGS if is_pressed else 0
+        self._lowered_at = self._steps
+        lower = _on_ladder(had_bytes, level_bytes, rungs_below=self._rungs_below)
+        least = level_bytes + _KNOWN_SHARE * (lower - level_bytes)
+        lower = max((total for total in self._followed if least <= total <= lower), default=lower)
+        if lower < self._smallest_bytes and self._clock() < self._smallest_until:
+            # To find once more that nothing fits takes longer than to make a plan.
+            self._decide_for_smallest(had_bytes, reading)
+        else:
+            self._decide(action, reason, lower, allowed, reading)
+
+    def _decide_for_smallest(self, had_bytes: int, reading: Reading) -> None:
+        if self._smallest_bytes <= had_bytes:
+            self._decide("shrink", "down to the smallest plan", self._smallest_bytes, had_bytes, reading)
+        else:
+            reason = "the smallest plan takes more than is allowed"
+            self._decide("scarce", reason, self._smallest_bytes, had_bytes, reading)
 
     def _may_grow(self, wanted: int, need: Need | None) -> bool:
         """Whether more has been allowed for long enough, and is of use."""
@@ -232,6 +299,7 @@ class Controller:
 
     def _decide(self, action: Action, reason: str, total_bytes: int, allowed: int, reading: Reading) -> None:
         self._current = Allotment(total_bytes)
+        self._followed.add(total_bytes)
         self._more_since = None
         decision = Decision(
             step=self._steps,
@@ -251,12 +319,12 @@ class Controller:
             self._on_decision(decision)
 
 
-def _on_ladder(total_bytes: int, level_bytes: int) -> int:
-    """The highest rung above the level that is not above so many bytes."""
+def _on_ladder(total_bytes: int, level_bytes: int, *, rungs_below: int = 0) -> int:
+    """The highest rung above the level that is not above so many bytes, or one below that."""
     growth_bytes = total_bytes - level_bytes
     if growth_bytes <= 0:
         return total_bytes
-    rung = math.floor(RUNGS_PER_DOUBLING * math.log2(growth_bytes))
+    rung = math.floor(RUNGS_PER_DOUBLING * math.log2(growth_bytes)) - rungs_below
     return level_bytes + min(growth_bytes, math.ceil(2 ** (rung / RUNGS_PER_DOUBLING)))
 
 

@@ -84,6 +84,20 @@ TEST(an_idle_arena_gives_way_above_its_limit) {
   CHECK_EQUAL(yields(), 1);
 }
 
+TEST(an_idle_arena_gives_way_with_no_more_of_what_it_holds_than_is_needed) {
+  const int64_t huge = memory::kHugePageBytes;
+  const auto arena = ArenaCore::create(8 * huge);
+  arena->hold(8 * huge);
+  arena->set_yield_limit(10 * huge);
+  memory::arenas_give_way(2 * huge + 1);
+  CHECK_EQUAL(arena->stats().held_bytes, 7 * huge);
+  memory::arenas_give_way(3 * huge);
+  CHECK_EQUAL(arena->stats().yields, 1);
+  memory::arenas_give_way(6 * huge);
+  CHECK_EQUAL(arena->stats().held_bytes, 4 * huge);
+  CHECK_EQUAL(memory::arena_totals().resident_bytes, 4 * huge);
+}
+
 TEST(an_allocation_of_any_size_makes_an_arena_give_way) {
   const auto arena = arena_with({{{0, 16 * kKiB}}});
   arena->set_yield_limit(100 * kKiB);
@@ -122,7 +136,60 @@ TEST(the_pages_of_all_arenas_count) {
   other->free_block(block);
 }
 
-TEST(a_resized_arena_has_new_pages) {
+TEST(held_pages_are_counted_once_and_grow) {
+  const auto arena = ArenaCore::create(64 * kKiB);
+  arena->hold(4 * kKiB);
+  CHECK_EQUAL(arena->stats().held_bytes, memory::round_up(4 * kKiB, memory::page_bytes()));
+  arena->hold(64 * kKiB);
+  arena->hold(8 * kKiB);
+  CHECK_EQUAL(arena->stats().held_bytes, 64 * kKiB);
+  CHECK_EQUAL(arena->stats().resident_bytes, 64 * kKiB);
+  CHECK_EQUAL(memory::arena_totals().held_bytes, 64 * kKiB);
+  CHECK_THROWS(std::invalid_argument, arena->hold(arena->stats().reserved_bytes + 1));
+  CHECK_THROWS(std::invalid_argument, arena->hold(-1));
+}
+
+TEST(touched_pages_are_not_held) {
+  const auto arena = arena_with({{{32 * kKiB, 16 * kKiB}}});
+  arena->free_block(touched_block(*arena));
+  CHECK(arena->stats().resident_bytes >= 48 * kKiB);
+  CHECK_EQUAL(arena->stats().held_bytes, 0);
+  arena->hold(4 * kKiB);
+  CHECK(arena->stats().resident_bytes >= 48 * kKiB);
+}
+
+TEST(so_many_held_pages_stay_as_are_to_be_kept) {
+  const int64_t huge = memory::kHugePageBytes;
+  const auto arena = ArenaCore::create(4 * huge);
+  arena->hold(4 * huge);
+  CHECK(arena->release(5 * huge));
+  CHECK_EQUAL(arena->stats().held_bytes, 4 * huge);
+  CHECK(arena->release(huge + 1));
+  CHECK_EQUAL(arena->stats().held_bytes, 2 * huge);
+  CHECK_EQUAL(arena->stats().resident_bytes, 2 * huge);
+  CHECK_EQUAL(memory::arena_totals().resident_bytes, 2 * huge);
+  arena->hold(3 * huge);
+  CHECK_EQUAL(arena->stats().held_bytes, 3 * huge);
+  CHECK(arena->release());
+  CHECK_EQUAL(arena->stats().held_bytes, 0);
+  CHECK_THROWS(std::invalid_argument, arena->release(-1));
+}
+
+TEST(held_pages_survive_a_new_size) {
+  const int64_t huge = memory::kHugePageBytes;
+  const auto arena = ArenaCore::create(2 * huge);
+  arena->hold(2 * huge);
+  arena->resize(4 * huge);
+  const int64_t held = arena->stats().held_bytes;
+  CHECK(held == 2 * huge || held == 0);
+  CHECK_EQUAL(arena->stats().resident_bytes, held);
+  arena->hold(3 * huge);
+  arena->resize(huge);
+  CHECK(arena->stats().held_bytes <= huge);
+  CHECK_EQUAL(memory::arena_totals().resident_bytes, arena->stats().resident_bytes);
+}
+
+TEST(a_resized_arena_has_new_pages_where_none_were_held) {
   const auto arena = arena_with({{{0, 16 * kKiB}}});
   char* const block = touched_block(*arena);
   CHECK_THROWS(std::runtime_error, arena->resize(128 * kKiB));

@@ -30,6 +30,12 @@ bool is_mapped(const void* address) {
   return msync(const_cast<void*>(address), 1, MS_ASYNC) == 0;
 }
 
+bool is_resident(void* page) {
+  unsigned char found = 0;
+  CHECK_EQUAL(mincore(page, 1, &found), 0);
+  return (found & 1) != 0;
+}
+
 // A system call says of memory that cannot be read what a read of our own would die of.
 bool is_readable(const void* address) {
   int ends[2];
@@ -70,12 +76,45 @@ TEST(discarded_pages_read_as_zero_and_the_rest_stays) {
   const Mapping kept(3 * page, Mapping::Access::read_write);
   Mapping mapping(3 * page, Mapping::Access::read_write);
   std::memset(mapping.base(), 7, static_cast<size_t>(mapping.bytes()));
-  mapping.discard(page + 1);
+  mapping.discard(0, page + 1);
   CHECK_EQUAL(mapping.base()[0], 0);
   CHECK_EQUAL(mapping.base()[2 * page - 1], 0);
   CHECK_EQUAL(mapping.base()[2 * page], 7);
   mapping.base()[0] = 9;
   CHECK_EQUAL(mapping.base()[0], 9);
+  mapping.discard(1, 3 * page);
+  CHECK_EQUAL(mapping.base()[0], 9);
+  CHECK_EQUAL(mapping.base()[2 * page], 0);
+}
+
+TEST(populated_pages_are_resident_and_what_is_in_them_stays) {
+  const int64_t page = memory::page_bytes();
+  Mapping mapping(2 * memory::kHugePageBytes, Mapping::Access::read_write);
+  mapping.base()[2 * page] = 7;
+  mapping.populate(2 * page - 1, memory::kHugePageBytes);
+  CHECK_EQUAL(mapping.base()[2 * page], 7);
+  for (int64_t offset = page; offset < memory::kHugePageBytes; offset += page) {
+    CHECK(is_resident(mapping.base() + offset));
+  }
+  // What follows may be a part of a page as large as these.
+  mapping.discard(memory::kHugePageBytes, mapping.bytes());
+  CHECK(!is_resident(mapping.base() + mapping.bytes() - page));
+}
+
+TEST(a_resized_mapping_has_its_pages) {
+  const int64_t page = memory::page_bytes();
+  Mapping mapping(3 * page, Mapping::Access::read_write);
+  mapping.base()[page] = 7;
+  const bool have_stayed = mapping.resize(4 * memory::kHugePageBytes);
+  CHECK_EQUAL(mapping.bytes(), 4 * memory::kHugePageBytes);
+  CHECK_EQUAL(mapping.base()[page], have_stayed ? 7 : 0);
+  CHECK_EQUAL(mapping.base()[mapping.bytes() - 1], 0);
+  mapping.resize(page + 1);
+  CHECK_EQUAL(mapping.bytes(), 2 * page);
+  CHECK_EQUAL(mapping.base()[page], have_stayed ? 7 : 0);
+  CHECK_THROWS(std::runtime_error, mapping.resize(int64_t{1} << 62));
+  CHECK_EQUAL(mapping.bytes(), 2 * page);
+  CHECK(is_mapped(mapping.base()));
 }
 
 TEST(impossible_sizes_are_refused) {
