@@ -18,7 +18,9 @@ using namespace torch_odt;
 using torch::headeronly::MemoryFormat;
 
 constexpr char kClamp[] = "clamp_with_mask";
+constexpr char kClampInPlace[] = "clamp_with_mask_";
 constexpr char kClampBackward[] = "clamp_with_mask_backward";
+constexpr char kClampBackwardInPlace[] = "clamp_with_mask_backward_";
 constexpr char kScale[] = "scale_masked";
 
 // The elements in the order in which bits stand for them.
@@ -68,22 +70,43 @@ void for_runs(const Tensor& elements, const Function& function) {
       });
 }
 
-std::tuple<Tensor, Tensor> clamp_with_mask(
-    const Tensor& input, double low, std::optional<double> high, bool channels_last) {
-  const Tensor source = in_order(input, channels_last, kClamp);
-  Result output(input, channels_last, kClamp);
-  Tensor mask = torch::stable::new_empty(input, {kernels::packed_bytes(input.numel())}, ScalarType::Byte);
+// Clamps elements in the order of the bits into `clamped`, which may be where they lie; returns the mask.
+Tensor clamp_into(
+    const Tensor& source, double low, std::optional<double> high, Tensor& clamped, const char* name) {
+  Tensor mask = torch::stable::new_empty(source, {kernels::packed_bytes(source.numel())}, ScalarType::Byte);
   const double end = high.value_or(std::numeric_limits<double>::quiet_NaN());
-  with_types(input.scalar_type(), kClamp, [&]<typename Storage, typename Parameter>() {
+  with_types(source.scalar_type(), name, [&]<typename Storage, typename Parameter>() {
     const kernels::Bounds<Parameter> bounds = bounds_of<Storage, Parameter>(low, end);
     const auto* const from = data_of<Storage>(source);
-    auto* const to = mutable_data_of<Storage>(output.ordered());
+    auto* const to = mutable_data_of<Storage>(clamped);
     auto* const packed = mutable_data_of<uint8_t>(mask);
     for_runs(source, [&](int64_t first, int64_t count, int64_t byte) {
       kernels::clamp_with_mask(from + first, count, bounds, to + first, packed + byte);
     });
   });
+  return mask;
+}
+
+std::tuple<Tensor, Tensor> clamp_with_mask(
+    const Tensor& input, double low, std::optional<double> high, bool channels_last) {
+  const Tensor source = in_order(input, channels_last, kClamp);
+  Result output(input, channels_last, kClamp);
+  const Tensor mask = clamp_into(source, low, high, output.ordered(), kClamp);
   return {output.finish(), mask};
+}
+
+// Where the order of the bits is another than that of the elements, they were worked on in a copy.
+void give_back(const Tensor& ordered, Tensor& own) {
+  if (ordered.const_data_ptr() != own.const_data_ptr()) {
+    torch::stable::copy_(own, ordered);
+  }
+}
+
+Tensor clamp_with_mask_(Tensor self, double low, std::optional<double> high, bool channels_last) {
+  Tensor ordered = in_order(self, channels_last, kClampInPlace);
+  const Tensor mask = clamp_into(ordered, low, high, ordered, kClampInPlace);
+  give_back(ordered, self);
+  return mask;
 }
 
 // A tensor whose elements, in the order of the bits, are runs of neighbours, each so far behind the one before it: what
@@ -145,20 +168,31 @@ void keep_masked(const Source& source, const Tensor& mask, Tensor& result) {
   });
 }
 
+void keep_masked(const Source& source, const Tensor& mask, Tensor& result, const char* name) {
+  with_types(result.scalar_type(), name, [&]<typename Storage, typename Parameter>() {
+    if constexpr (sizeof(Storage) == 2) {
+      keep_masked<uint16_t>(source, mask, result);
+    } else if constexpr (sizeof(Storage) == 4) {
+      keep_masked<uint32_t>(source, mask, result);
+    } else {
+      keep_masked<uint64_t>(source, mask, result);
+    }
+  });
+}
+
 Tensor clamp_with_mask_backward(const Tensor& grad_output, const Tensor& mask, bool channels_last) {
   Result result(grad_output, channels_last, kClampBackward);
   check_mask(mask, grad_output, kClampBackward);
   const Source gradient(grad_output, channels_last, kClampBackward);
-  with_types(grad_output.scalar_type(), kClampBackward, [&]<typename Storage, typename Parameter>() {
-    if constexpr (sizeof(Storage) == 2) {
-      keep_masked<uint16_t>(gradient, mask, result.ordered());
-    } else if constexpr (sizeof(Storage) == 4) {
-      keep_masked<uint32_t>(gradient, mask, result.ordered());
-    } else {
-      keep_masked<uint64_t>(gradient, mask, result.ordered());
-    }
-  });
+  keep_masked(gradient, mask, result.ordered(), kClampBackward);
   return result.finish();
+}
+
+void clamp_with_mask_backward_(Tensor grad_output, const Tensor& mask, bool channels_last) {
+  check_mask(mask, grad_output, kClampBackwardInPlace);
+  Tensor ordered = in_order(grad_output, channels_last, kClampBackwardInPlace);
+  keep_masked(Source(ordered, channels_last, kClampBackwardInPlace), mask, ordered, kClampBackwardInPlace);
+  give_back(ordered, grad_output);
 }
 
 Tensor scale_masked(const Tensor& input, const Tensor& mask, double scale, bool channels_last) {
@@ -181,12 +215,16 @@ Tensor scale_masked(const Tensor& input, const Tensor& mask, double scale, bool 
 
 STABLE_TORCH_LIBRARY_FRAGMENT(torch_odt, m) {
   m.def("clamp_with_mask(Tensor self, float low, float? high, bool channels_last) -> (Tensor, Tensor)");
+  m.def("clamp_with_mask_(Tensor(a!) self, float low, float? high, bool channels_last) -> Tensor");
+  m.def("clamp_with_mask_backward_(Tensor(a!) grad_output, Tensor mask, bool channels_last) -> ()");
   m.def("clamp_with_mask_backward(Tensor grad_output, Tensor mask, bool channels_last) -> Tensor");
   m.def("scale_masked(Tensor self, Tensor mask, float scale, bool channels_last) -> Tensor");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(torch_odt, CPU, m) {
   m.impl("clamp_with_mask", TORCH_BOX(&clamp_with_mask));
+  m.impl("clamp_with_mask_", TORCH_BOX(&clamp_with_mask_));
+  m.impl("clamp_with_mask_backward_", TORCH_BOX(&clamp_with_mask_backward_));
   m.impl("clamp_with_mask_backward", TORCH_BOX(&clamp_with_mask_backward));
   m.impl("scale_masked", TORCH_BOX(&scale_masked));
 }

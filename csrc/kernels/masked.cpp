@@ -31,6 +31,13 @@ TORCH_ODT_INLINE void clamp_body(
   }
 }
 
+// Where input and output are one, the compiler has to see it: it would take them for ranges that overlap.
+template <typename Storage, typename Value>
+TORCH_ODT_INLINE void clamp_in_place_body(
+    Storage* elements, int64_t count, Bounds<Value> bounds, uint8_t* packed) {
+  clamp_body<Storage, Value>(elements, count, bounds, elements, packed);
+}
+
 template <typename Word>
 TORCH_ODT_INLINE void keep_body(
     const Word* input, const uint8_t* packed, int64_t first_bit, int64_t count, Word* output) {
@@ -44,6 +51,11 @@ TORCH_ODT_INLINE void keep_body(
       output[first + i] = input[first + i] & kept;
     }
   }
+}
+
+template <typename Word>
+TORCH_ODT_INLINE void keep_in_place_body(Word* elements, const uint8_t* packed, int64_t first_bit, int64_t count) {
+  keep_body<Word>(elements, packed, first_bit, count, elements);
 }
 
 template <typename Storage, typename Value>
@@ -64,12 +76,20 @@ TORCH_ODT_INLINE void scale_body(
 template <typename Storage, typename Value>
 void clamp_with_mask(
     const Storage* input, int64_t count, const Bounds<Value>& bounds, Storage* output, uint8_t* packed) {
-  run<clamp_body<Storage, Value>>(input, count, bounds, output, packed);
+  if (input == output) {
+    run<clamp_in_place_body<Storage, Value>>(output, count, bounds, packed);
+  } else {
+    run<clamp_body<Storage, Value>>(input, count, bounds, output, packed);
+  }
 }
 
 template <typename Word>
 void keep_masked(const Word* input, const uint8_t* packed, int64_t first_bit, int64_t count, Word* output) {
-  run<keep_body<Word>>(input, packed, first_bit, count, output);
+  if (input == output) {
+    run<keep_in_place_body<Word>>(output, packed, first_bit, count);
+  } else {
+    run<keep_body<Word>>(input, packed, first_bit, count, output);
+  }
 }
 
 template <typename Storage, typename Value>

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import torchvision
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -153,6 +153,7 @@ def test_layers_in_evaluation_mode() -> None:
 
 
 @pytest.mark.usefixtures("_always")
+@settings(max_examples=40)
 @given(
     samples=st.integers(1, 3),
     channels=st.integers(1, 5),

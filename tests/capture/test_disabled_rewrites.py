@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 import torch_odt as odt
 from tests.capture.test_rewrite import capture, check_against_plain, execute
+from torch_odt.adapt.frozen_batch_norm import FrozenBatchNorm
 from torch_odt.capture.rewrite import REWRITES, for_whole_batch, inexact_rewrites, switched_off
 
 # Those of a graph by itself: parameters are updated where there is an optimizer.
@@ -34,6 +35,9 @@ class EveryRewrite(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
+        fixed = FrozenBatchNorm(nn.BatchNorm2d(3))
+        layers = nn.Conv2d(3, 3, 1), fixed, nn.Hardswish(), nn.Conv2d(3, 3, 1), nn.Conv2d(3, 3, 1)
+        self.untrained = nn.Sequential(*layers).requires_grad_(False)
         self.first = nn.Conv2d(3, 16, 3)
         self.norm = nn.BatchNorm2d(16)
         self.frozen = nn.Conv2d(16, 4, 3)
@@ -41,7 +45,7 @@ class EveryRewrite(nn.Module):
         self.last = nn.Linear(64, 4)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = torch.relu(self.norm(self.first(x))).clone().mul_(2)
+        x = torch.relu(self.norm(self.first(self.untrained(x)))).clone().mul_(2)
         x = torch.max_pool2d(self.frozen(x), 2, 1, 1, 2).flatten(1)
         return torch.tanh(self.last(torch.dropout(torch.relu(x), 0.5, True)))
 

@@ -11,12 +11,15 @@ import torch
 from models import CASES, ModelCase
 from torch import nn
 
+from torch_odt.cache import Cache
 from torch_odt.capture.graph import Op, Output, Ref, TrainingGraph
 from torch_odt.capture.graph_check import check_graph
 from torch_odt.capture.graph_data import graph_from_data, graph_to_data
 from torch_odt.capture.rewrite import for_whole_batch, rewrite
 from torch_odt.capture.trace import trace_step
+from torch_odt.capture.trace_cache import remembered_trace
 from torch_odt.errors import PlanError
+from torch_odt.execute.loss import make_compute
 
 
 @functools.cache
@@ -254,9 +257,7 @@ def test_operators_of_other_packages_are_refused() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("case", [case for case in CASES if case.captured], ids=lambda case: case.name)
 def test_every_model_of_the_table_can_be_carried(case: ModelCase) -> None:
-    def compute(model: nn.Module, args: tuple[torch.Tensor, ...], kwargs: dict[str, torch.Tensor]) -> object:
-        return case.loss(model, (args, kwargs)), None
-
-    traced = trace_step(case.model(), case.loss_fn, compute, case.batches(1)[0]).graph
+    compute, (batch,) = make_compute(case.loss_fn), case.batches(1)
+    traced = remembered_trace(Cache(), case.model(), case.loss_fn, compute, batch).graph
     check_graph(rewrite(traced, drop=("result",)))
     check_graph(for_whole_batch(rewrite(traced, drop=("result",))))

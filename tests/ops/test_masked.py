@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ odt = torch.ops.torch_odt
 DTYPES = [torch.float32, torch.float64, torch.bfloat16]
 CLAMPS = [clamp_with_mask, masked._clamp_in_torch]
 BACKWARDS = [clamp_with_mask_backward, masked._clamp_backward_in_torch]
+PLAIN_IN_PLACE = (masked._clamp_in_place_in_torch, masked._clamp_backward_in_place_in_torch)
 Scale = Callable[..., Tensor]
 SCALES: list[Scale] = [scale_masked, masked._scale_in_torch]
 BOUNDS = [(0.0, 6.0), (-1.0, 1.0), (0.0, math.inf), (-0.5, 2.0)]
@@ -83,6 +85,23 @@ def test_a_hardtanh_has_atens_bits(dtype: torch.dtype, bounds: tuple[float, floa
     output, mask = CLAMPS[number](x, *bounds, False)
     assert_same_bits(output, aten.hardtanh(x, *bounds))
     assert_same_bits(BACKWARDS[number](grad, mask, False), aten.hardtanh_backward(grad, x, *bounds))
+
+
+@pytest.mark.parametrize("in_place", [(odt.clamp_with_mask_, odt.clamp_with_mask_backward_), PLAIN_IN_PLACE])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("last", [False, True])
+def test_in_place_has_the_same_bits(
+    last: bool, layout: Callable[..., Tensor], dtype: torch.dtype, in_place: tuple[Callable[..., Any], ...]
+) -> None:
+    x = layout(numbers((3, 33, 17, 5), dtype, (math.nan, math.inf, -math.inf)))
+    output, mask = clamp_with_mask(x, 0.0, 6.0, last)
+    gradient = clamp_with_mask_backward(x, mask, last)
+    clamped, passed = x.clone(), x.clone()
+    assert torch.equal(in_place[0](clamped, 0.0, 6.0, last), mask)
+    assert in_place[1](passed, mask, last) is None
+    assert_same_bits(clamped, output)
+    assert_same_bits(passed, gradient)
 
 
 @pytest.mark.parametrize("number", range(len(CLAMPS)))
@@ -203,6 +222,8 @@ def test_shapes_for_tracing(layout: Callable[..., Tensor], dtype: torch.dtype) -
     torch.library.opcheck(odt.clamp_with_mask, (x, 0.0, 6.0, last))
     torch.library.opcheck(odt.clamp_with_mask, (x, 0.0, None, not last))
     torch.library.opcheck(odt.clamp_with_mask_backward, (x, mask, last))
+    torch.library.opcheck(odt.clamp_with_mask_, (x.clone(), 0.0, 6.0, last))
+    torch.library.opcheck(odt.clamp_with_mask_backward_, (x.clone(), mask, last))
     torch.library.opcheck(odt.scale_masked, (x, mask, 2.0, not last))
 
 

@@ -22,7 +22,7 @@ _ATEN_NAMES = """
     randint_like randn randn_like randperm uniform all amax amin any argmax argmin cumprod cumsum
     linalg_vector_norm logsumexp max mean median min norm prod sort std std_mean sum topk var var_mean addbmm
     addmm addmv baddbmm bmm dot mm mv _trilinear embedding embedding_dense_backward gather index index_add
-    index_fill index_put index_select scatter scatter_add scatter_reduce _unsafe_index _unsafe_index_put
+    index_copy index_fill index_put index_select scatter scatter_add scatter_reduce _unsafe_index _unsafe_index_put
     convolution convolution_backward _adaptive_avg_pool2d _adaptive_avg_pool2d_backward _adaptive_avg_pool3d
     _adaptive_avg_pool3d_backward avg_pool2d avg_pool2d_backward avg_pool3d avg_pool3d_backward
     max_pool2d_with_indices max_pool2d_with_indices_backward max_pool3d_with_indices

@@ -15,8 +15,9 @@ from torch_odt.capture import operators
 from torch_odt.capture.accumulate import ACCUMULATING
 from torch_odt.capture.carried_operators import are_plain, may_be_carried
 from torch_odt.capture.graph import Op, OutputKind, Ref, TrainingGraph, ValueKind, refs
-from torch_odt.capture.overwrite_gradients import function_of
+from torch_odt.capture.overwrite import function_of
 from torch_odt.capture.pack_dropout_masks import PACKED
+from torch_odt.capture.rewrite import convolved
 from torch_odt.capture.update_in_backward import UPDATE
 from torch_odt.errors import PlanError
 
@@ -144,11 +145,9 @@ def _check_workspace(graph: TrainingGraph, op: Op) -> None:
 
 
 def _shape_positions(graph: TrainingGraph, op: Op, dtype: str) -> tuple[int, ...]:
-    weight = op.args[2] if op.target == "aten.convolution_backward.default" and len(op.args) > 2 else None
-    kernel = graph.values[weight.value].shape[2:] if isinstance(weight, Ref) else ()
     try:
-        return operators.shape_only_positions(op.target, op.args, dtype, kernel)
-    except (IndexError, TypeError, ValueError) as error:
+        return operators.shape_only_positions(op.target, op.args, dtype, *convolved(graph, op))
+    except (AttributeError, IndexError, TypeError, ValueError) as error:
         raise _is_not(op, "lacks arguments") from error
 
 

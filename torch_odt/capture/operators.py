@@ -8,11 +8,13 @@ used for their shape alone, which operators draw random numbers only with certai
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from torch_odt import ops as odt_ops
+from torch_odt.capture.strides import counts_as_channels_last, is_channels_last, is_contiguous
 
 # Operators of this package that a rewrite may put into a graph.
 _OWN: dict[str, Callable[..., Any]] = {}
@@ -108,24 +110,45 @@ def is_random(op: torch._ops.OpOverload, arguments: dict[str, Any]) -> bool:
     return not (has_dropout and arguments.get("dropout_p", 0.0) == 0.0)
 
 
+@dataclass(frozen=True)
+class Laid:
+    """A tensor's shape and where its elements lie."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+
 def shape_only_positions(
-    target: str, args: tuple[Any, ...], dtype: str, kernel: tuple[int, ...] = ()
+    target: str, args: tuple[Any, ...], dtype: str, images: Laid | None = None, window: Laid | None = None
 ) -> tuple[int, ...]:
     """Positions of the tensor arguments whose data the call never reads, for results of that type.
 
     Args:
-        kernel: what a convolution's window measures; where it is not known, as if it were a single element.
+        images, window: a convolution's input and weight.
     """
     if target == "aten.convolution_backward.default":
+        if images is None or window is None:
+            return ()
         wants_input, wants_weight, wants_bias = args[10]
-        if args[9] > 1 and not (convolves_by_onednn(dtype) and _is_for_onednn(args, kernel)):
+        if args[9] > 1 and not (convolves_by_onednn(dtype) and _is_for_onednn(args, window.shape[2:])):
             # ATen's own kernels copy every group's part of the input and of the weight, whatever is wanted.
             return ()
         # The gradient of the bias alone makes the kernel read its input all the same.
-        return (() if wants_weight or wants_bias else (1,)) + (() if wants_input else (2,))
+        needless = (() if wants_weight or wants_bias else (1,)) + (() if wants_input else (2,))
+        return tuple(i for i in needless if _is_taken_as_it_lies((images, window)[i - 1], images, window))
     if target == "aten.native_batch_norm_backward.default" and args[7]:
         return (3, 4)
     return _SHAPE_ONLY.get(target, ())
+
+
+def _is_taken_as_it_lies(tensor: Laid, images: Laid, window: Laid) -> bool:
+    """Whether a convolution does not copy it: one channels_last tensor makes ATen bring the others to that layout."""
+    if is_channels_last(tensor.shape, tensor.stride):
+        return is_contiguous(tensor.shape, tensor.stride) or counts_as_channels_last(tensor.shape, tensor.stride)
+    if len(tensor.shape) != 4:
+        return all(is_contiguous(laid.shape, laid.stride) for laid in (images, window))
+    is_brought_over = any(counts_as_channels_last(laid.shape, laid.stride) for laid in (images, window))
+    return is_contiguous(tensor.shape, tensor.stride) and not is_brought_over
 
 
 def convolves_by_onednn(dtype: str) -> bool:

@@ -36,7 +36,7 @@ from torch_odt.capture.estimates import estimate
 from torch_odt.capture.graph import Op, TrainingGraph
 from torch_odt.capture.layouts import RealLayouts, layout_of
 from torch_odt.capture.machine import cache_bytes, machine_name, settings_name
-from torch_odt.capture.overwrite_gradients import function_of
+from torch_odt.capture.overwrite import function_of
 from torch_odt.capture.synthetic import SyntheticInputs
 from torch_odt.errors import first_line
 

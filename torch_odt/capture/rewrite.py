@@ -16,10 +16,11 @@ from torch_odt._extensions import has_kernels
 from torch_odt.capture import operators
 from torch_odt.capture.batch_norm_match import BATCH_NORM
 from torch_odt.capture.choose_layouts import choose_layouts
+from torch_odt.capture.fold_batch_norm import fold_batch_norm
 from torch_odt.capture.fuse_batch_norm import FUSED, FUSED_NORMALIZE, fuse_batch_norm
 from torch_odt.capture.graph import Op, OutputKind, Ref, TrainingGraph, Value, map_refs, refs
 from torch_odt.capture.narrow_pool_indices import narrow_pool_indices
-from torch_odt.capture.overwrite_gradients import overwrite_gradients
+from torch_odt.capture.overwrite import overwrite_activations, overwrite_gradients
 from torch_odt.capture.pack_activation_masks import pack_activation_masks
 from torch_odt.capture.pack_dropout_masks import APPLY, DROPOUT, PACKED, pack_dropout_masks, scaled
 from torch_odt.capture.update_in_backward import UpdateRule, update_in_backward
@@ -215,8 +216,7 @@ def mark_shape_reads(graph: TrainingGraph) -> str | None:
     freed = 0
     for op in graph.ops:
         dtype = graph.values[op.reads[0]].dtype if op.reads else ""
-        kernel = graph.values[op.args[2].value].shape[2:] if op.target == "aten.convolution_backward.default" else ()
-        positions = operators.shape_only_positions(op.target, op.args, dtype, kernel)
+        positions = operators.shape_only_positions(op.target, op.args, dtype, *convolved(graph, op))
         shapes = {op.args[p].value for p in positions if isinstance(op.args[p], Ref)}
         data = set(refs([a for i, a in enumerate(op.args) if i not in positions])) | set(refs(op.kwargs))
         shapes -= data
@@ -224,6 +224,14 @@ def mark_shape_reads(graph: TrainingGraph) -> str | None:
         op.reads = tuple(v for v in op.reads if v not in shapes)
         op.shape_reads = tuple(sorted(shapes))
     return f"{freed} tensors are not kept for operators that use their shape alone" if freed else None
+
+
+def convolved(graph: TrainingGraph, op: Op) -> list[operators.Laid]:
+    """The input and the weight of a convolution's backward op; nothing for other ops."""
+    if op.target != "aten.convolution_backward.default":
+        return []
+    values = [graph.values[argument.value] for argument in op.args[1:3]]
+    return [operators.Laid(value.shape, value.stride) for value in values]
 
 
 def mask_unused_gradients(graph: TrainingGraph) -> str | None:
@@ -329,11 +337,13 @@ REWRITES = {
         Rewrite(remove_copies),
         Rewrite(mask_unused_gradients),
         Rewrite(sum_bias_gradients, is_exact=False),
+        Rewrite(fold_batch_norm, is_exact=False),
         Rewrite(choose_layouts, is_exact=False),
         Rewrite(narrow_pool_indices, needs_kernels=True),
         Rewrite(mark_shape_reads),
         Rewrite(fuse_batch_norm, is_exact=False, needs_kernels=True),
         Rewrite(pack_activation_masks, needs_kernels=True),
+        Rewrite(overwrite_activations),
         Rewrite(overwrite_gradients),
         Rewrite(rematerialize_batch_norm, stage="numbered"),
         Rewrite(rematerialize_dropout, stage="numbered"),

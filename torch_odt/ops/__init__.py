@@ -49,7 +49,13 @@ from torch_odt.ops.int8_packing import (
     int8_pack_weight,
 )
 from torch_odt.ops.int8_training import int8_training_conv2d
-from torch_odt.ops.masked import clamp_with_mask, clamp_with_mask_backward, scale_masked
+from torch_odt.ops.masked import (
+    clamp_with_mask,
+    clamp_with_mask_,
+    clamp_with_mask_backward,
+    clamp_with_mask_backward_,
+    scale_masked,
+)
 from torch_odt.ops.max_pool import max_pool2d_with_offsets, max_pool2d_with_offsets_backward
 from torch_odt.ops.overwriting_batch_norm import batch_norm_act_backward_, batch_norm_add_act_backward_
 from torch_odt.ops.random_bits import bernoulli_bits
@@ -68,7 +74,9 @@ __all__ = [
     "batch_norm_normalize",
     "bernoulli_bits",
     "clamp_with_mask",
+    "clamp_with_mask_",
     "clamp_with_mask_backward",
+    "clamp_with_mask_backward_",
     "int8_conv2d",
     "int8_conv2d_grad_input",
     "int8_conv2d_grad_input_quantized",

@@ -17,6 +17,8 @@ from torch_odt.ops.registration import register
 
 SCHEMAS = {
     "clamp_with_mask": "(Tensor self, float low, float? high, bool channels_last) -> (Tensor, Tensor)",
+    "clamp_with_mask_": "(Tensor(a!) self, float low, float? high, bool channels_last) -> Tensor",
+    "clamp_with_mask_backward_": "(Tensor(a!) grad_output, Tensor mask, bool channels_last) -> ()",
     "clamp_with_mask_backward": "(Tensor grad_output, Tensor mask, bool channels_last) -> Tensor",
     "scale_masked": "(Tensor self, Tensor mask, float scale, bool channels_last) -> Tensor",
 }
@@ -71,6 +73,36 @@ def clamp_with_mask_backward(grad_output: Tensor, mask: Tensor, channels_last: b
         tensor([0., 2., 3.])
     """
     return torch.ops.torch_odt.clamp_with_mask_backward(grad_output, mask, channels_last)
+
+
+def clamp_with_mask_(input: Tensor, low: float, high: float | None = None, channels_last: bool = False) -> Tensor:
+    """As `clamp_with_mask`, with the output in the place of the input.
+
+    When to choose it: nobody reads the input any more. One tensor is in memory in place of two.
+
+    Returns:
+        The mask.
+
+    Example:
+        >>> x = torch.tensor([-1.0, 0.5, 2.0])
+        >>> clamp_with_mask_(x, 0.0), x
+        (tensor([6], dtype=torch.uint8), tensor([0.0000, 0.5000, 2.0000]))
+    """
+    return torch.ops.torch_odt.clamp_with_mask_(input, low, high, channels_last)
+
+
+def clamp_with_mask_backward_(grad_output: Tensor, mask: Tensor, channels_last: bool = False) -> None:
+    """As `clamp_with_mask_backward`, with the input's gradient in the place of `grad_output`.
+
+    When to choose it: nobody reads `grad_output` any more.
+
+    Example:
+        >>> g = torch.tensor([1.0, 2.0, 3.0])
+        >>> clamp_with_mask_backward_(g, torch.tensor([6], dtype=torch.uint8))
+        >>> g
+        tensor([0., 2., 3.])
+    """
+    torch.ops.torch_odt.clamp_with_mask_backward_(grad_output, mask, channels_last)
 
 
 def scale_masked(input: Tensor, mask: Tensor, scale: float, channels_last: bool = False) -> Tensor:
@@ -143,6 +175,18 @@ def _clamp_in_torch(input: Tensor, low: float, high: float | None, channels_last
     return _laid_out(source.clamp(low, high), input), pack_in_order(~stopped, channels_last)
 
 
+def _clamp_in_place_in_torch(input: Tensor, low: float, high: float | None, channels_last: bool) -> Tensor:
+    """As the compiled operator, in plain torch."""
+    output, mask = _clamp_in_torch(input, low, high, channels_last)
+    input.copy_(output)
+    return mask
+
+
+def _clamp_backward_in_place_in_torch(grad_output: Tensor, mask: Tensor, channels_last: bool) -> None:
+    """As the compiled operator, in plain torch."""
+    grad_output.copy_(_clamp_backward_in_torch(grad_output, mask, channels_last))
+
+
 def _clamp_backward_in_torch(grad_output: Tensor, mask: Tensor, channels_last: bool) -> Tensor:
     """As the compiled operator, in plain torch."""
     _check(grad_output)
@@ -162,10 +206,25 @@ def _clamp_fake(input: Tensor, low: float, high: float | None, channels_last: bo
     return torch.empty_like(input), input.new_empty((input.numel() + 7) // 8, dtype=torch.uint8)
 
 
+def _clamp_in_place_fake(input: Tensor, low: float, high: float | None, channels_last: bool) -> Tensor:
+    return _clamp_fake(input, low, high, channels_last)[1]
+
+
+def _nothing_fake(*_: Any) -> None:
+    return None
+
+
 def _masked_fake(input: Tensor, *_: Any) -> Tensor:
     return torch.empty_like(input)
 
 
 register("clamp_with_mask", SCHEMAS["clamp_with_mask"], _clamp_in_torch, _clamp_fake)
 register("clamp_with_mask_backward", SCHEMAS["clamp_with_mask_backward"], _clamp_backward_in_torch, _masked_fake)
+register("clamp_with_mask_", SCHEMAS["clamp_with_mask_"], _clamp_in_place_in_torch, _clamp_in_place_fake)
+register(
+    "clamp_with_mask_backward_",
+    SCHEMAS["clamp_with_mask_backward_"],
+    _clamp_backward_in_place_in_torch,
+    _nothing_fake,
+)
 register("scale_masked", SCHEMAS["scale_masked"], _scale_in_torch, _masked_fake)

@@ -1,5 +1,6 @@
 // Masks that are made and applied on the way: every bit, at every length around the ends of vectors and parts.
 
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -44,6 +45,23 @@ std::vector<Storage> untouched(int64_t count) {
   return std::vector<Storage>(static_cast<size_t>(count) + 1, stored<Storage>(7));
 }
 
+// The same bits where the output takes the input's place.
+template <typename Storage, typename Value>
+void check_in_place(
+    const std::vector<Storage>& input,
+    const Bounds<Value>& bounds,
+    const std::vector<Storage>& clamped,
+    const std::vector<uint8_t>& packed) {
+  std::vector<Storage> elements = input;
+  std::vector<uint8_t> mask(packed.size());
+  kernels::clamp_with_mask(
+      elements.data(), static_cast<int64_t>(elements.size()), bounds, elements.data(), mask.data());
+  CHECK(mask == packed);
+  for (size_t i = 0; i < input.size(); ++i) {
+    check_equal(elements[i], clamped[i]);
+  }
+}
+
 template <typename Storage, typename Value, typename Word>
 void check_masks() {
   for (const int64_t count : kCounts) {
@@ -66,6 +84,9 @@ void check_masks() {
       kernels::keep_masked(words.data() + half, packed.data(), half, count - half, kept_words.data() + half);
       std::memcpy(kept.data(), kept_words.data(), sizeof(Word) * words.size());
       CHECK_EQUAL(kept_words.back(), Word{7});
+      kernels::keep_masked(words.data(), packed.data(), 0, count, words.data());
+      CHECK(std::equal(words.begin(), words.end(), kept_words.begin()));
+      check_in_place(input, bounds, clamped, packed);
       for (size_t i = 0; i < input.size(); ++i) {
         const Value value = kernels::load(input[i]);
         const bool passes = !(value <= bounds.low) && !(value >= bounds.high);

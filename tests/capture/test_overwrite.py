@@ -1,4 +1,4 @@
-"""Gradients that are overwritten: which, what a schedule may do with them, and that no bit changes."""
+"""Gradients and activations that are overwritten: which, what a schedule may do with them, and that no bit changes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.capture.test_rewrite import capture, check_against_plain
+from tests.capture.test_rewrite import capture, check_against_plain, execute
 from torch_odt.capture.costs import Costs
 from torch_odt.capture.graph import Op, TrainingGraph
 from torch_odt.errors import ScheduleError
@@ -71,6 +71,27 @@ def test_what_reads_a_gradient_last_writes_in_its_place() -> None:
     assert any(note.endswith("(overwrite_gradients)") for note in graph.notes)
 
 
+class FrozenStart(nn.Module):
+    """Two layers of which nothing trains, one whose input two branches read, and layers that train."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = (nn.Conv2d(n, 4, 3, padding=1).requires_grad_(False) for n in (3, 4, 4))
+        self.last = nn.Conv2d(4, 4, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.hardtanh(torch.addcmul(torch.ones(4, 1, 1), self.first(x), torch.ones(4, 1, 1)))
+        x = x + F.relu(self.second(x))
+        return F.silu(self.last(F.silu(self.third(x)))).mean((2, 3))
+
+
+def test_activations_of_layers_before_all_that_trains_are_overwritten() -> None:
+    graph = check_against_plain(FrozenStart(), images(), torch.randn(2, 4))
+    forward = [op.target for op in graph.program if op.overwrites is not None and op.phase == "forward"]
+    assert forward == ["aten.addcmul.default", "aten.hardtanh.default", "aten.relu.default", "aten.add.Tensor"]
+    assert any(note.startswith("4 activations are overwritten") for note in graph.notes)
+
+
 def test_it_can_be_switched_off() -> None:
     assert not overwriting(residual(disabled=("overwrite_gradients",)))
 
@@ -119,3 +140,60 @@ def test_the_simulator_refuses_a_read_of_what_has_been_overwritten() -> None:
     instructions.insert(instructions.index(Run(op.index)), Run(op.index))
     with pytest.raises(ScheduleError, match="has been overwritten"):
         simulate(graph, NO_COSTS, Schedule(instructions, schedule.boundary))
+
+
+class Frozen(nn.Module):
+    """Convolutions whose biases alone train, with activation functions, a residual and a gate."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(3, 4, 3, padding=1)
+        self.second = nn.Conv2d(4, 4, 3, padding=1)
+        self.third = nn.Conv2d(4, 4, 3, padding=1)
+        for name, parameter in self.named_parameters():
+            parameter.requires_grad_(name.endswith("bias"))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.relu6(self.first(x))
+        x = torch.relu(self.second(x) + x)
+        return self.third(x).mean((2, 3))
+
+
+def test_activations_of_frozen_layers_are_overwritten() -> None:
+    graph = capture(Frozen(), images(), torch.randn(2, 4))
+    forward = [op.target for op in graph.program if op.overwrites is not None and op.phase == "forward"]
+    assert forward == ["torch_odt.clamp_with_mask.default", "aten.add.Tensor", "torch_odt.clamp_with_mask.default"]
+    assert any(note.endswith("(overwrite_activations)") for note in graph.notes)
+
+
+def test_layers_without_a_backward_pass_need_one_tensor() -> None:
+    layers = [layer for _ in range(4) for layer in (nn.Conv2d(4, 4, 3, padding=1), nn.Hardswish())]
+    model = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 4))
+    for parameter in model[:-1].parameters():
+        parameter.requires_grad_(False)
+    graph = check_against_plain(model, torch.randn(2, 4, 8, 8), torch.randn(2, 4))
+    assert [op.target for op in graph.program if op.overwrites is not None].count("aten.hardswish.default") == 4
+
+
+def test_what_trains_overwrites_no_activation_that_could_be_computed_again() -> None:
+    class Clamped(nn.Module):
+        """What is added is read by the clamp alone, whose output is kept: it can come back from the two summands."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second, self.third = (nn.Conv2d(4, 4, 3, padding=1) for _ in range(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.third(torch.relu(self.first(x) + self.second(x))).mean((2, 3))
+
+    graph = check_against_plain(Clamped(), torch.randn(2, 4, 8, 8), torch.randn(2, 4))
+    assert not [op for op in graph.program if op.overwrites is not None and op.phase == "forward"]
+
+
+def test_bits_stay_when_activations_are_overwritten_or_not() -> None:
+    model, x, y = Frozen(), images(), torch.randn(2, 4)
+    with_it, without = (capture(model, x, y, disabled=disabled) for disabled in ((), ("overwrite_activations",)))
+    assert not [op for op in without.program if op.overwrites is not None and op.phase == "forward"]
+    found, wanted = execute(with_it, model, (x, y)), execute(without, model, (x, y))
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(found[key], wanted[key]) for key in wanted)
