@@ -23,6 +23,7 @@ from torch_odt.errors import (
 from torch_odt.runtime.budget import Budget
 
 if TYPE_CHECKING:
+    from torch_odt import adapt
     from torch_odt.execute.dry_run import plan, profile
     from torch_odt.execute.frontier import Frontier, frontier
     from torch_odt.execute.page_file import PageFile
@@ -47,6 +48,7 @@ __all__ = [
     "PlanError",
     "ScheduleError",
     "TrainStep",
+    "adapt",
     "frontier",
     "load_plan",
     "memory",
@@ -76,10 +78,12 @@ _LAZY = {
 
 
 def __getattr__(name: str) -> Any:
+    if name == "adapt":
+        return import_module("torch_odt.adapt")
     if name not in _LAZY:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(_LAZY[name]), name)
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_LAZY})
+    return sorted({*globals(), *_LAZY, "adapt"})

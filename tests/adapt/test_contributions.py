@@ -1,0 +1,92 @@
+"""Contribution analysis: every part on its own, from the same start, and only once."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from torch_odt.adapt import Adaptation, FineTuning, Scheme, measure_contributions, sparse_update_
+from torch_odt.adapt.contributions import accuracy
+
+
+class Counting:
+    """The share of parameters that train, as if it were an accuracy; notes what it was asked for."""
+
+    def __init__(self, fails_after: int = 1000) -> None:
+        self.starts: list[torch.Tensor] = []
+        self._fails_after = fails_after
+
+    def __call__(self, model: nn.Module, adaptation: Adaptation) -> float:
+        if len(self.starts) == self._fails_after:
+            raise KeyboardInterrupt
+        self.starts.append(model[-1].weight.detach().clone())  # type: ignore[index,union-attr]
+        return adaptation.after.trained_parameters / 1000
+
+
+def _model() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 12), nn.ReLU(), nn.Linear(12, 3))
+
+
+def test_gains_are_above_the_classifier_and_above_the_reference_biases() -> None:
+    found = measure_contributions(_model(), Counting(), classes=5, ratios=[1 / 4, 1], biases=[1, 2])
+    assert found.classifier_accuracy == pytest.approx(0.065)
+    assert found.bias_gains == pytest.approx({0: 0, 1: 0.012, 2: 0.028})
+    assert found.reference_biases == 2
+    assert found.weight_gains == pytest.approx(
+        {("0", 0.25): 0.032, ("0", 1): 0.128, ("2", 0.25): 0.048, ("2", 1): 0.192}
+    )
+    assert found.gain(Scheme(1, {"0": 1 / 4, "2": 1})) == pytest.approx(0.012 + 0.032 + 0.192)
+
+
+def test_every_run_starts_alike_and_leaves_the_model_as_it_was() -> None:
+    model = _model()
+    before = copy.deepcopy(model.state_dict())
+    counting = Counting()
+    measure_contributions(model, counting, classes=5, ratios=[1 / 2])
+    assert all(torch.equal(start, counting.starts[0]) for start in counting.starts)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    assert model[-1].out_features == 3
+
+
+def test_an_interrupted_analysis_goes_on_where_it_was(tmp_path: Path) -> None:
+    path = tmp_path / "contributions.json"
+    with pytest.raises(KeyboardInterrupt):
+        measure_contributions(_model(), Counting(fails_after=3), ratios=[1], cache=path)
+    rest = Counting()
+    found = measure_contributions(_model(), rest, ratios=[1], cache=path)
+    whole = Counting()
+    assert found == measure_contributions(_model(), whole, ratios=[1])
+    assert len(rest.starts) == len(whole.starts) - 3
+
+
+def test_a_cache_of_something_else_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "contributions.json"
+    measure_contributions(_model(), Counting(), ratios=[1], cache=path)
+    with pytest.raises(ValueError, match="of another model, number of classes or seed"):
+        measure_contributions(_model(), Counting(), ratios=[1], cache=path, classes=7)
+    for content, message in (("{", "holds no contributions"), ("{}", "of version 1")):
+        path.write_text(content)
+        with pytest.raises(ValueError, match=message):
+            measure_contributions(_model(), Counting(), cache=path)
+
+
+def test_a_layer_that_is_none_is_named_before_anything_trains() -> None:
+    counting = Counting()
+    with pytest.raises(ValueError, match="'1' is no linear layer"):
+        measure_contributions(_model(), counting, layers=["0", "1"])
+    assert not counting.starts
+
+
+def test_fine_tuning_learns_what_can_be_learnt() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(64, 8)
+    batches = list(zip(x.split(16), (x[:, 0] > 0).long().split(16), strict=True))
+    model = _model()
+    before = accuracy(model, batches)
+    adaptation = sparse_update_(model, Scheme(2, {"0": 1, "2": 1 / 2}))
+    assert FineTuning(batches, batches, epochs=30, lr=0.1)(model, adaptation) > max(before, 0.9)

@@ -1,0 +1,73 @@
+"""A scheme travels as a file, and is checked against the model where it arrives."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import nn
+
+from torch_odt.adapt import Scheme
+
+
+def _model(width: int = 8) -> nn.Sequential:
+    return nn.Sequential(
+        nn.Conv2d(3, width, 3, bias=False), nn.BatchNorm2d(width), nn.Conv2d(width, 6, 1), nn.Flatten(), nn.Linear(6, 4)
+    )
+
+
+def test_a_file_gives_the_scheme_back(tmp_path: Path) -> None:
+    scheme = Scheme.for_model(_model(), biases=2, weights={"0": 1 / 3, "2": 1})
+    scheme.save(tmp_path / "scheme.json")
+    assert Scheme.load(tmp_path / "scheme.json") == scheme
+    assert scheme.shapes["2"] == (6, 8, 1, 1)
+
+
+def test_it_says_what_it_trains() -> None:
+    scheme = Scheme(2, {"0": 1 / 4, "2": 1})
+    assert str(scheme) == "the last 2 biases, weights of 0 (1/4), 2 (1), classifier"
+
+
+@pytest.mark.parametrize(
+    ("scheme", "message"),
+    [
+        (Scheme(weights={"7": 1}), r"'7' is no linear layer.*the model has none of this name; it has 0, 2"),
+        (Scheme(weights={"1": 1}), "it is a BatchNorm2d"),
+        (Scheme(weights={"4": 1}), "'4' is the classifier"),
+        (Scheme(weights={"2": 1}, shapes={"2": (6, 4, 1, 1)}), r"made for a '2' of \(6, 4, 1, 1\); here it has"),
+        (Scheme(3), "trains the last 3 biases; the model has 2"),
+    ],
+)
+def test_a_model_that_it_does_not_fit_is_refused(scheme: Scheme, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        scheme.check(_model())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"), [({"biases": -1}, "biases=-1"), ({"weights": {"a": 1.5}}, "the ratio of 'a' is 1.5")]
+)
+def test_values_out_of_range_are_refused(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Scheme(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("{", "is no scheme"),
+        ('{"format": "other"}', "does not say that it is"),
+        ('{"format": "torch_odt.scheme", "version": 2}', "version 2; this release reads 1"),
+        ('{"format": "torch_odt.scheme", "version": 1, "biases": 1}', "damaged scheme: KeyError"),
+        (
+            json.dumps({"format": "torch_odt.scheme", "version": 1, "biases": 1, "weights": {"a": {"ratio": "x"}}}),
+            "damaged",
+        ),
+    ],
+)
+def test_a_file_that_is_no_scheme_is_refused(content: str, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "scheme.json"
+    path.write_text(content)
+    with pytest.raises(ValueError, match=message):
+        Scheme.load(path)

@@ -1,0 +1,105 @@
+"""The search finds what brute force finds, inside the budget, and its memory model is near the simulator's count."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import torch_odt as odt
+from torch_odt.adapt import Contributions, Scheme, SchemeMemory, search_scheme
+
+LAYERS = ("a", "b", "c", "d")
+RATIOS = (0.25, 1.0)
+
+
+class Prices:
+    """A price for each part; the simulator finds them a share higher than counting does."""
+
+    def __init__(self, seed: int, more: float = 1.0) -> None:
+        draw = random.Random(seed)
+        self._layers = {name: draw.randint(5, 40) for name in LAYERS}
+        self._more = more
+
+    def counted(self, scheme: Scheme) -> int:
+        return 10 + 3 * scheme.biases + round(sum(ratio * self._layers[name] for name, ratio in scheme.weights.items()))
+
+    def simulated(self, scheme: Scheme) -> int:
+        return round(self._more * self.counted(scheme))
+
+
+def _contributions(seed: int) -> Contributions:
+    draw = random.Random(seed)
+    gains = {(name, ratio): draw.uniform(-0.01, 0.1) for name in LAYERS for ratio in RATIOS}
+    return Contributions(0.5, 4, {0: 0.0} | {k: draw.uniform(0, 0.05) for k in (2, 4)}, gains)
+
+
+def _brute_force(contributions: Contributions, memory: Prices, budget: int) -> float:
+    best = 0.0
+    for biases, *ratios in itertools.product((0, 2, 4), *[(0.0, *RATIOS)] * len(LAYERS)):
+        scheme = Scheme(int(biases), {name: r for name, r in zip(LAYERS, ratios, strict=True) if r})
+        if memory.counted(scheme) <= budget:
+            best = max(best, contributions.gain(scheme))
+    return best
+
+
+@given(st.integers(0, 10_000), st.integers(10, 120))
+@settings(max_examples=15, deadline=None)
+def test_finds_what_brute_force_finds(seed: int, budget: int) -> None:
+    contributions, memory = _contributions(seed), Prices(seed)
+    found = search_scheme(contributions, memory, budget=budget, generations=30)
+    assert found.nbytes <= budget
+    assert found.gain == pytest.approx(_brute_force(contributions, memory, budget))
+
+
+def test_what_the_simulator_says_counts() -> None:
+    contributions, memory = _contributions(3), Prices(3, more=1.3)
+    found = search_scheme(contributions, memory, budget=60)
+    assert found.nbytes == memory.simulated(found.scheme) <= 60
+    assert found.gain >= _brute_force(contributions, memory, 40)
+
+
+def test_a_budget_below_the_classifier_alone_is_refused() -> None:
+    with pytest.raises(odt.InfeasibleBudget) as refused:
+        search_scheme(_contributions(1), Prices(1), budget=9)
+    assert refused.value.smallest_feasible_bytes == 10
+
+
+def _network() -> nn.Sequential:
+    layers: list[nn.Module] = []
+    for inputs, outputs in ((3, 8), (8, 16), (16, 16), (16, 24)):
+        layers += [nn.Conv2d(inputs, outputs, 3, padding=1, bias=False), nn.BatchNorm2d(outputs), nn.ReLU()]
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(24, 4))
+
+
+def test_counted_bytes_order_schemes_as_the_simulator_does() -> None:
+    batch = (torch.randn(4, 3, 24, 24), torch.randint(4, (4,)))
+    memory = SchemeMemory(_network(), nn.functional.cross_entropy, batch, classes=6)
+    schemes = [
+        Scheme(),
+        Scheme(1),
+        Scheme(4),
+        Scheme(2, {"6": 1 / 4, "9": 1 / 4}),
+        Scheme(4, {"3": 1, "6": 1, "9": 1}),
+    ]
+    counted, simulated = ([ask(scheme) for scheme in schemes] for ask in (memory.counted, memory.simulated))
+    assert counted[0] == simulated[0]
+    assert sorted(range(5), key=counted.__getitem__) == sorted(range(5), key=simulated.__getitem__)
+    for mine, exact in zip(counted, simulated, strict=True):
+        assert mine == pytest.approx(exact, rel=0.25)
+
+
+def test_the_optimizers_state_counts() -> None:
+    batch = (torch.randn(2, 3, 8, 8), torch.randint(4, (2,)))
+    plain = SchemeMemory(_network(), nn.functional.cross_entropy, batch)
+    adam = SchemeMemory(_network(), nn.functional.cross_entropy, batch, optimizer=torch.optim.Adam)
+    scheme = Scheme(0, {"9": 1})
+    weights = 24 * 16 * 9 * 4
+    for ask in ("counted", "simulated"):
+        more = getattr(adam, ask)(scheme) - getattr(plain, ask)(scheme)
+        assert 2 * weights <= more < 3 * weights

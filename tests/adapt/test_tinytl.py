@@ -1,0 +1,268 @@
+"""Lite residual modules and biases: the model computes what it did, and trains what plain PyTorch would, in less."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+
+import pytest
+import timm
+import torch
+import torchvision
+from adapted_steps import assert_trained_alike, peak_bytes, train_both
+from models import MOBILENET_V2, ModelCase, case_named
+from torch import Tensor, nn
+
+import torch_odt as odt
+from torch_odt.adapt.group_norm import group_count
+from torch_odt.adapt.lite_residual import LiteResidual, LiteShape
+from torch_odt.adapt.stored_weights import StoredConv2d, StoredLinear
+from torch_odt.adapt.weight_standardization import StandardizedConv2d, standardized
+
+SIZE = 64
+# Blocks with a lite module, by the network whose they are.
+FAMILIES = {
+    "mobilenet_v2": 17,
+    "mobilenet_v3_small": 11,
+    "efficientnet_b0": 16,
+    "resnet18": 8,
+    "resnet50": 16,
+}
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> Iterator[None]:
+    """New layers are drawn; with this seed no activation lies so near to 0 that rounding decides its gradient."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        yield
+
+
+def batches(case: ModelCase, count: int = 2) -> list[tuple[Tensor, Tensor]]:
+    return [(args[0], args[1] % 5) for args, _ in case.batches(count)]
+
+
+def lites(model: nn.Module) -> list[LiteResidual]:
+    return [module for module in model.modules() if isinstance(module, LiteResidual)]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_model_computes_what_it_did(name: str) -> None:
+    model = torchvision.models.get_model(name, weights=None).eval()
+    x = torch.randn(2, 3, SIZE, SIZE)
+    with torch.no_grad():
+        before = model(x)
+        odt.adapt.tinytl_(model, input_size=SIZE)
+        assert len(lites(model)) == FAMILIES[name]
+        torch.testing.assert_close(model(x), before, rtol=1e-3, atol=1e-4)
+        for lite in lites(model):
+            nn.init.normal_(lite.last_norm.weight, std=0.5)
+        assert not torch.allclose(model(x), before, rtol=1e-2, atol=1e-3)
+
+
+@pytest.mark.parametrize("name", ["resnet18", "mobilenetv3_small_050", "efficientnet_lite0"])
+def test_blocks_of_timm(name: str) -> None:
+    model = timm.create_model(name, num_classes=4).eval()
+    x = torch.randn(1, 3, SIZE, SIZE)
+    with torch.no_grad():
+        before = model(x)
+        odt.adapt.tinytl_(model, input_size=SIZE)
+        torch.testing.assert_close(model(x), before, rtol=1e-3, atol=1e-4)
+    assert len(lites(model)) >= 8
+
+
+@pytest.mark.parametrize("mode", ["lite+bias", "norm+last"])
+def test_trains_what_plain_training_of_the_same_selection_does(mode: str) -> None:
+    model = MOBILENET_V2.model()
+    odt.adapt.tinytl_(model, mode=mode, classes=5, input_size=SIZE)  # type: ignore[arg-type]
+    for lite in lites(model):
+        nn.init.normal_(lite.last_norm.weight, std=0.1)
+    assert_trained_alike(train_both(model, batches(MOBILENET_V2)), rtol=5e-3)
+
+
+def test_a_resnet_with_weights_in_8_bits_trains_alike() -> None:
+    case = case_named("resnet18")
+    model = case.model()
+    odt.adapt.tinytl_(model, classes=5, weight_bits=8, input_size=SIZE)
+    for lite in lites(model):
+        nn.init.normal_(lite.last_norm.weight, std=0.1)
+    assert_trained_alike(train_both(model, batches(case)), rtol=5e-3)
+
+
+def test_each_mode_trains_what_it_says() -> None:
+    trained = {}
+    for mode in ("full", "last", "norm+last", "bias", "lite", "lite+bias"):
+        adaptation = odt.adapt.tinytl_(MOBILENET_V2.model(), mode=mode, classes=5, input_size=SIZE)  # type: ignore[arg-type]
+        trained[mode] = set(adaptation.trained)
+        assert f"tinytl ({mode})" in str(adaptation)
+    head = {"classifier.1.weight", "classifier.1.bias"}
+    assert trained["last"] == head
+    assert all(names > head for mode, names in trained.items() if mode != "last")
+    assert all(name.endswith("bias") for name in trained["bias"] - head)
+    assert all(".lite." in name for name in trained["lite"] - head)
+    last_biases = {name for name in trained["lite"] if name.endswith("last_norm.bias")}
+    assert len(last_biases) == 17
+    # What a module's last norm adds, its block's own norm adds already.
+    assert trained["lite+bias"] == (trained["lite"] | trained["bias"]) - last_biases
+    assert {name.rpartition(".")[2] for name in trained["norm+last"]} == {"weight", "bias"}
+
+
+def test_norms_that_are_more_than_norms_are_refused_or_kept_whole() -> None:
+    model = timm.create_model("mobilenetv3_small_050", num_classes=4)
+    with pytest.raises(ValueError, match="BatchNormAct2d, which is more than BatchNorm"):
+        odt.adapt.tinytl_(model, norm="group", input_size=SIZE)
+
+    class Doubled(nn.BatchNorm2d):
+        def forward(self, x: Tensor) -> Tensor:
+            return 2 * super().forward(x)
+
+    other = nn.Sequential(nn.Conv2d(3, 4, 1), Doubled(4), nn.Flatten(), nn.Linear(4, 2))
+    with pytest.raises(ValueError, match=r"1 is a .*Doubled, which may compute more than BatchNorm"):
+        odt.adapt.bias_only_(other)
+    assert isinstance(other[1], Doubled) and other[0].weight.requires_grad
+
+
+def test_takes_a_fraction_of_a_full_update_and_of_the_norms() -> None:
+    batch = batches(MOBILENET_V2, 1)[0]
+    peaks = {}
+    for mode in ("full", "norm+last", "lite+bias"):
+        model = MOBILENET_V2.model()
+        odt.adapt.tinytl_(model, mode=mode, input_size=SIZE)  # type: ignore[arg-type]
+        peaks[mode] = peak_bytes(model, batch)
+    assert peaks["lite+bias"] < peaks["full"] / 2
+    assert peaks["lite+bias"] < peaks["norm+last"] / 2
+
+
+def test_weights_in_8_bits_take_a_quarter_and_come_back() -> None:
+    plain = MOBILENET_V2.model()
+    stored = copy.deepcopy(plain)
+    small = odt.adapt.tinytl_(stored, mode="last", weight_bits=8)
+    large = odt.adapt.tinytl_(copy.deepcopy(plain), mode="last")
+    assert small.after.parameters == large.after.parameters
+    assert small.after.weight_bytes < 0.32 * large.after.weight_bytes
+    assert any(isinstance(module, StoredConv2d) for module in stored.modules())
+    small.unload()
+    for (name, ours), theirs in zip(stored.named_parameters(), plain.parameters(), strict=True):
+        assert ours.requires_grad and ours.shape == theirs.shape
+        step = theirs.detach().abs().amax(list(range(1, theirs.dim())), keepdim=True) / 127 if theirs.dim() > 1 else 0.0
+        assert bool(((ours - theirs).abs() <= 0.51 * step + 1e-9).all()), name
+
+
+def test_a_weight_of_zeros_is_stored_as_zeros() -> None:
+    layer = nn.Linear(4, 3)
+    nn.init.zeros_(layer.weight)
+    assert bool((StoredLinear(layer).weight() == 0).all())
+
+
+def test_a_state_dict_goes_from_one_adapted_model_to_another() -> None:
+    first, second = (MOBILENET_V2.model(seed) for seed in (0, 1))
+    for model in (first, second):
+        odt.adapt.tinytl_(model, classes=5, weight_bits=8, input_size=SIZE)
+    second.load_state_dict(first.state_dict())
+    x = torch.randn(1, 3, SIZE, SIZE)
+    with torch.no_grad():
+        assert torch.equal(first.eval()(x), second.eval()(x))
+
+
+@pytest.mark.parametrize("name", ["mobilenet_v2", "resnet18", "mobilenet_v3_small"])
+def test_unload_gives_the_structure_back(name: str) -> None:
+    model = torchvision.models.get_model(name, weights=None)
+    keys, kinds = list(model.state_dict()), [type(module) for module in model.modules()]
+    flags = [parameter.requires_grad for parameter in model.parameters()]
+    odt.adapt.tinytl_(model, weight_bits=8, input_size=SIZE).unload()
+    assert sorted(model.state_dict()) == sorted(keys)
+    assert [type(module) for module in model.modules()] == kinds
+    assert [parameter.requires_grad for parameter in model.parameters()] == flags
+    model(torch.randn(2, 3, SIZE, SIZE)).sum().backward()
+
+
+@pytest.mark.parametrize(
+    ("shape", "kernel", "stride", "result"),
+    [
+        (LiteShape(16, (32, 32), 24, (16, 16)), 5, 2, (8, 8)),
+        (LiteShape(16, (8, 8), 24, (8, 8)), 3, 1, (4, 4)),
+        (LiteShape(16, (4, 4), 24, (2, 2)), 1, 2, (1, 1)),
+        (LiteShape(16, (2, 2), 24, (2, 2)), 1, 1, (1, 1)),
+        (LiteShape(3, (9, 12), 5, (9, 12)), 3, 1, (4, 6)),
+    ],
+)
+def test_a_module_fits_its_block(shape: LiteShape, kernel: int, stride: int, result: tuple[int, int]) -> None:
+    lite = LiteResidual(shape)
+    assert lite.conv.kernel_size == (kernel, kernel)
+    assert lite.conv.stride == (stride, stride)
+    assert lite.conv.groups == (2 if shape.in_channels % 2 == 0 else 1)
+    made = lite(torch.randn(2, shape.in_channels, *shape.in_size))
+    assert made.shape == (2, shape.out_channels, *result)
+    assert not made.any()
+
+
+def test_norms_become_group_norms_and_weights_are_standardized() -> None:
+    model = MOBILENET_V2.model()
+    weight = model.features[0][0].weight.detach().clone()
+    adaptation = odt.adapt.tinytl_(model, norm="group", weight_standardization=True, input_size=SIZE)
+    norm = model.features[0][1]
+    assert isinstance(norm, nn.GroupNorm) and norm.num_groups == group_count(32) == 4
+    torch.testing.assert_close(model.features[0][0].weight, standardized(weight))
+    assert all(isinstance(lite.conv, StandardizedConv2d) for lite in lites(model))
+    assert "52" in "".join(adaptation.notes) or "normalize" in str(adaptation)
+    adaptation.unload()
+    assert torch.equal(model.features[0][0].weight, weight)
+    assert isinstance(model.features[0][1], nn.BatchNorm2d)
+
+
+class OwnBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.branch = nn.Sequential(nn.Conv2d(4, 4, 3, padding=1), nn.ReLU())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.branch(x)
+
+
+def own_model() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(3, 4, 3, padding=1), OwnBlock(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 2)
+    )
+
+
+def test_blocks_of_ones_own() -> None:
+    model = own_model()
+    with pytest.raises(ValueError, match=r"Sequential has no block of a known type; it has .*OwnBlock.*blocks="):
+        odt.adapt.tinytl_(model, input_size=16)
+    assert not lites(model) and all(parameter.requires_grad for parameter in model.parameters())
+    odt.adapt.tinytl_(model, blocks={OwnBlock: "branch"}, input_size=16)
+    assert len(lites(model)) == 1
+    with pytest.raises(ValueError, match="has no 'stem'"):
+        odt.adapt.tinytl_(own_model(), blocks={OwnBlock: "stem"}, input_size=16)
+
+
+def test_wrong_arguments_are_named() -> None:
+    model = MOBILENET_V2.model()
+    for options, text in (
+        ({"mode": "some"}, "mode='some'"),
+        ({"norm": "layer"}, "norm='layer'"),
+        ({"weight_bits": 4}, "weight_bits=4"),
+        ({"kernel_size": 4}, "kernel_size=4"),
+        ({"weight_standardization": True}, "norm='group'"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            odt.adapt.tinytl_(model, **options)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="no 2-D convolution"):
+        odt.adapt.tinytl_(nn.Sequential(nn.Linear(4, 2)))
+
+
+def test_trains_through_wrap_within_a_budget() -> None:
+    model = MOBILENET_V2.model()
+    adaptation = odt.adapt.tinytl_(model, classes=5, input_size=SIZE)
+    optimizer = torch.optim.SGD(adaptation.parameters(), lr=0.05)
+    wrapped = odt.wrap(model, budget=odt.Budget("1GiB", of="training"))
+    x, y = batches(MOBILENET_V2, 1)[0]
+    losses = []
+    for _ in range(2):
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(wrapped(x), y)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[0] != losses[1]
+    assert all((parameter.grad is not None) is parameter.requires_grad for parameter in model.parameters())

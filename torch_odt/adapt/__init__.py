@@ -1,0 +1,66 @@
+"""Train less of a model, and hold less for it.
+
+Verbs change a model in place and return an `Adaptation`, which says what trains and takes the change back.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch_odt.adapt.adaptation import Adaptation, Footprint
+    from torch_odt.adapt.bias_only import bias_only_
+    from torch_odt.adapt.blocks import Blockwise, Stage, blockwise
+    from torch_odt.adapt.contributions import Contributions, FineTuning, measure_contributions
+    from torch_odt.adapt.frozen_batch_norm import FrozenBatchNorm
+    from torch_odt.adapt.scheme import Scheme
+    from torch_odt.adapt.scheme_memory import SchemeMemory
+    from torch_odt.adapt.scheme_search import FoundScheme, search_scheme
+    from torch_odt.adapt.sparse_update import sparse_update_
+    from torch_odt.adapt.tinytl import tinytl_
+
+__all__ = [
+    "Adaptation",
+    "Blockwise",
+    "Contributions",
+    "FineTuning",
+    "Footprint",
+    "FoundScheme",
+    "FrozenBatchNorm",
+    "Scheme",
+    "SchemeMemory",
+    "Stage",
+    "bias_only_",
+    "blockwise",
+    "measure_contributions",
+    "search_scheme",
+    "sparse_update_",
+    "tinytl_",
+]
+
+# Loaded when first used.
+_LAZY = {
+    "Blockwise": "blocks",
+    "Stage": "blocks",
+    "blockwise": "blocks",
+    "Adaptation": "adaptation",
+    "Contributions": "contributions",
+    "FineTuning": "contributions",
+    "Footprint": "adaptation",
+    "FoundScheme": "scheme_search",
+    "FrozenBatchNorm": "frozen_batch_norm",
+    "Scheme": "scheme",
+    "SchemeMemory": "scheme_memory",
+    "bias_only_": "bias_only",
+    "measure_contributions": "contributions",
+    "search_scheme": "scheme_search",
+    "sparse_update_": "sparse_update",
+    "tinytl_": "tinytl",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_LAZY[name]}"), name)

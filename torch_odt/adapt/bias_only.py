@@ -1,0 +1,64 @@
+"""Bias-only training: every weight frozen, every bias trains, and a classifier (TinyTL-B; BitFit).
+
+H. Cai et al., "TinyTL: Reduce Memory, Not Parameters for Efficient On-Device Learning", NeurIPS 2020, section 3.1: the
+gradient of a bias is a sum of the output's gradients, so that no layer's input has to be kept for it. E. Ben Zaken et
+al., "BitFit", ACL 2022, does the same to transformers.
+"""
+
+from __future__ import annotations
+
+from torch import nn
+
+from torch_odt.adapt.adaptation import Adaptation, Adapting
+from torch_odt.adapt.frozen_batch_norm import freeze_batch_norms
+from torch_odt.adapt.head import find_head, replace_head
+
+NORMALIZES_ITS_INPUT = (nn.GroupNorm, nn.LayerNorm, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
+
+
+def bias_only_(model: nn.Module, *, classes: int | None = None, head: str | None = None) -> Adaptation:
+    """Let biases and the classifier train, and nothing else.
+
+    Choose it where memory is everything: it trains in the fewest bytes short of the classifier alone, and learns less
+    than lite residual modules (`tinytl_`) do. Biases of convolutions, linear layers and norms train; a BatchNorm keeps
+    its statistics and its weight (`FrozenBatchNorm`). LayerNorm and GroupNorm need their normalised input for the
+    gradient that goes on through them, so that transformers save less than CNNs; a note says so.
+
+    Args:
+        model: changed in place.
+        classes: replace the classifier by a new one for so many classes; None keeps the one that there is.
+        head: the classifier's name; by default it is the last linear layer.
+
+    Returns:
+        What trains and what that saves; its `unload()` takes the change back.
+
+    Raises:
+        ValueError: the model has no classifier that can be found, or no biases outside of it.
+
+    Example:
+        >>> from torchvision.models import mobilenet_v2
+        >>> import torch_odt as odt
+        >>> model = mobilenet_v2()
+        >>> adaptation = odt.adapt.bias_only_(model, classes=5)
+        >>> optimizer = torch.optim.SGD(adaptation.parameters(), lr=0.1)
+        >>> len(adaptation.trained)
+        54
+    """
+    with Adapting(model) as adapting:
+        name = find_head(model, head) if classes is None else replace_head(adapting, classes, head=head)
+        biases = bias_names(model)
+        head_names = [f"{name}.{local}" for local, _ in model.get_submodule(name).named_parameters()]
+        if not set(biases) - set(head_names):
+            kinds = sorted({type(module).__name__ for module in model.modules()})
+            raise ValueError(f"no layer but the classifier {name!r} has a bias; the model has {', '.join(kinds)}")
+        freeze_batch_norms(adapting)
+        adapting.train_only(dict.fromkeys([*biases, *head_names]))
+        normalizing = sum(isinstance(module, NORMALIZES_ITS_INPUT) for module in model.modules())
+        if normalizing:
+            adapting.notes.append(f"{normalizing} layers normalize, and keep their input for the gradient that goes on")
+        return adapting.finish("bias_only")
+
+
+def bias_names(model: nn.Module) -> list[str]:
+    """Names of the parameters that are added to something: those which their modules call a bias."""
+    return [name for name, _ in model.named_parameters() if name.rpartition(".")[2].endswith("bias")]

@@ -1,0 +1,210 @@
+"""Contribution analysis: what accuracy each bias and each part of a weight is worth, measured one at a time.
+
+J. Lin et al., "On-Device Training Under 256KB Memory", NeurIPS 2022, section 3.2: the gain of the last k biases over
+the classifier alone, and of a layer's weights at a ratio on top of biases, by fine-tuning. It is made once, on a server
+and one data set, and its result serves others.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torch_odt.adapt.adaptation import Adaptation
+from torch_odt.adapt.scheme import RATIOS, Scheme, body_biases, updatable_layers
+from torch_odt.adapt.sparse_update import sparse_update_
+
+TrainAndEvaluate = Callable[[nn.Module, Adaptation], float]
+_FORMAT, _VERSION = "torch_odt.contributions", 1
+
+
+@dataclass(frozen=True)
+class Contributions:
+    """What parts of a model are worth, in accuracy.
+
+    Attributes:
+        classifier_accuracy: of training the classifier alone.
+        reference_biases: so many of the last biases train wherever a weight's gain is measured.
+        bias_gains: number of last biases -> accuracy above the classifier's alone; that of 0 is 0.
+        weight_gains: layer and ratio -> accuracy above that of the reference biases.
+    """
+
+    classifier_accuracy: float
+    reference_biases: int
+    bias_gains: Mapping[int, float]
+    weight_gains: Mapping[tuple[str, float], float]
+
+    def gain(self, scheme: Scheme) -> float:
+        """The sum of its parts' gains: what is taken for a scheme's accuracy above the classifier's alone.
+
+        Raises:
+            KeyError: a part was not measured.
+        """
+        return self.bias_gains[scheme.biases] + sum(self.weight_gains[name, r] for name, r in scheme.weights.items())
+
+
+@dataclass(frozen=True)
+class FineTuning:
+    """Trains a model for some epochs in plain PyTorch and returns its accuracy: a `train_and_evaluate`.
+
+    Attributes:
+        train, test: batches of inputs and classes, gone through as often as needed (a list, a DataLoader).
+        epochs, lr, momentum: of stochastic gradient descent, whose rate falls to 0 as a cosine does.
+
+    Example:
+        >>> batches = [(torch.randn(8, 4), torch.randint(2, (8,)))]
+        >>> model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
+        >>> adaptation = sparse_update_(model, Scheme(1))
+        >>> 0 <= FineTuning(batches, batches, epochs=1)(model, adaptation) <= 1
+        True
+    """
+
+    train: Iterable[tuple[Tensor, Tensor]]
+    test: Iterable[tuple[Tensor, Tensor]]
+    epochs: int = 5
+    lr: float = 0.05
+    momentum: float = 0.9
+
+    def __call__(self, model: nn.Module, adaptation: Adaptation) -> float:
+        optimizer = torch.optim.SGD(adaptation.parameters(), lr=self.lr, momentum=self.momentum)
+        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, self.epochs)
+        model.train()
+        for _ in range(self.epochs):
+            for x, y in self.train:
+                optimizer.zero_grad()
+                nn.functional.cross_entropy(model(x), y).backward()
+                optimizer.step()
+            schedule.step()
+        return accuracy(model, self.test)
+
+
+def accuracy(model: nn.Module, batches: Iterable[tuple[Tensor, Tensor]]) -> float:
+    """The share of samples whose class has the largest output, in evaluation mode."""
+    model.eval()
+    right = samples = 0
+    with torch.no_grad():
+        for x, y in batches:
+            right += int((model(x).argmax(1) == y).sum())
+            samples += len(y)
+    return right / samples
+
+
+def measure_contributions(
+    model: nn.Module,
+    train_and_evaluate: TrainAndEvaluate,
+    *,
+    classes: int | None = None,
+    head: str | None = None,
+    layers: Sequence[str] | None = None,
+    ratios: Sequence[float] = RATIOS,
+    biases: Sequence[int] | None = None,
+    reference_biases: int | None = None,
+    cache: str | os.PathLike[str] | None = None,
+    seed: int = 0,
+) -> Contributions:
+    """Fine-tune once for each part of a model, from the same start, and note what it gains.
+
+    Args:
+        model: left as it is; each run trains a copy.
+        train_and_evaluate: trains an adapted model and returns its accuracy; `FineTuning` is one.
+        classes, head: as for `sparse_update_`.
+        layers: whose weights are measured, by name; by default all linear layers and convolutions but the classifier.
+        ratios: of their input channels, each measured for each layer.
+        biases: numbers of last biases; by default eight of them, spread evenly.
+        reference_biases: so many train while weights are measured; by default the largest of `biases`.
+        cache: a JSON file that takes each result as soon as there is one, and from which an interrupted analysis goes
+            on. Use another file for other data or another way to train.
+        seed: of torch's random numbers before each run: new classifiers are alike.
+
+    Raises:
+        ValueError: the cache is of another start, or a part is none of the model's.
+
+    Example:
+        >>> batches = [(torch.randn(8, 4), torch.randint(2, (8,)))]
+        >>> model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
+        >>> found = measure_contributions(model, FineTuning(batches, batches, epochs=1), ratios=[1 / 2])
+        >>> sorted(found.bias_gains), list(found.weight_gains)
+        ([0, 1], [('0', 0.5)])
+    """
+    counts = _spread(len(body_biases(model, head=head))) if biases is None else sorted({0, *biases})
+    reference = counts[-1] if reference_biases is None else reference_biases
+    names = updatable_layers(model, head=head) if layers is None else list(layers)
+    results = _Results(cache, _fingerprint(model, classes, seed))
+
+    def accuracy_of(scheme: Scheme) -> float:
+        def run() -> float:
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(seed)
+                trained = copy.deepcopy(model)
+                return train_and_evaluate(trained, sparse_update_(trained, scheme, classes=classes, head=head))
+
+        return results.get(str(scheme), run)
+
+    for name in names:
+        Scheme(weights={name: 1.0}).check(model, head=head)
+    alone = accuracy_of(Scheme(0))
+    bias_gains = {count: accuracy_of(Scheme(count)) - alone for count in counts}
+    with_biases = accuracy_of(Scheme(reference))
+    weight_gains = {
+        (name, ratio): accuracy_of(Scheme(reference, {name: ratio})) - with_biases for name in names for ratio in ratios
+    }
+    return Contributions(alone, reference, bias_gains, weight_gains)
+
+
+def _spread(most: int, count: int = 8) -> list[int]:
+    return sorted({0, *(round(most * i / count) for i in range(1, count + 1))})
+
+
+def _fingerprint(model: nn.Module, classes: int | None, seed: int) -> str:
+    """What an analysis starts from, in a few characters."""
+    digest = hashlib.sha256(f"{classes} {seed}".encode())
+    for name, tensor in model.state_dict().items():
+        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
+        digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+    return digest.hexdigest()[:16]
+
+
+class _Results:
+    """Accuracies by scheme, in a file if there is to be one."""
+
+    def __init__(self, path: str | os.PathLike[str] | None, start: str) -> None:
+        self._path = None if path is None else Path(path)
+        self._data: dict[str, Any] = {"format": _FORMAT, "version": _VERSION, "start": start, "accuracies": {}}
+        if self._path is not None and self._path.exists():
+            self._data = self._read(self._path, start)
+
+    def get(self, key: str, run: Callable[[], float]) -> float:
+        found: dict[str, float] = self._data["accuracies"]
+        if key not in found:
+            found[key] = float(run())
+            self._write()
+        return found[key]
+
+    def _write(self) -> None:
+        if self._path is not None:
+            partial = self._path.with_name(f"{self._path.name}.partial")
+            partial.write_text(json.dumps(self._data, indent=1) + "\n", encoding="utf-8")
+            partial.replace(self._path)
+
+    @staticmethod
+    def _read(path: Path, start: str) -> dict[str, Any]:
+        try:
+            data = json.loads(path.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise ValueError(f"{path} holds no contributions: {error}") from error
+        if not isinstance(data, dict) or (data.get("format"), data.get("version")) != (_FORMAT, _VERSION):
+            raise ValueError(f"{path} holds no contributions of version {_VERSION}; give another file")
+        if data.get("start") != start:
+            raise ValueError(f"{path} is of another model, number of classes or seed; give another file, or remove it")
+        if not isinstance(data.get("accuracies"), dict):
+            raise ValueError(f"{path} is damaged: it has no accuracies")
+        return data

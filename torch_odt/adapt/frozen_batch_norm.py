@@ -1,0 +1,140 @@
+"""BatchNorm whose statistics stay what they are, whatever mode the model is put into."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from torch_odt.adapt.adaptation import Adapting
+
+PLAIN_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+
+
+class FrozenBatchNorm(nn.Module):
+    """BatchNorm with its running statistics: an affine map of each channel, in training, too.
+
+    The map is one multiplication and one addition, `x * scale + shift` with `scale = weight / sqrt(running_var + eps)`
+    and `shift = bias - running_mean * scale`. Where the weight is frozen, the backward pass needs nothing of `x`: plain
+    PyTorch's operator keeps it (`F.batch_norm(training=False)`). Values agree with it within rounding. The names in the
+    state_dict are those of the BatchNorm that it stands for, whose tensors it shares. While the weight is frozen, what
+    is made of it and of the statistics is computed once: here, and when a state_dict is loaded.
+
+    Choose it wherever a pretrained network with BatchNorm is adapted to few samples, or in small batches: samples do
+    not influence each other then, so that micro-batches are exact, too.
+
+    Args:
+        norm: a BatchNorm of any dimension that has running statistics.
+
+    Raises:
+        ValueError: it has no running statistics to use.
+
+    Example:
+        >>> norm = nn.BatchNorm2d(3)
+        >>> frozen = FrozenBatchNorm(norm)
+        >>> x = torch.randn(2, 3, 4, 4)
+        >>> torch.allclose(frozen.train()(x), norm.eval()(x), atol=1e-6)
+        True
+    """
+
+    weight: nn.Parameter | None
+    bias: nn.Parameter | None
+    running_mean: Tensor
+    running_var: Tensor
+    num_batches_tracked: Tensor | None
+    frozen_scale: Tensor
+    frozen_offset: Tensor
+
+    def __init__(self, norm: _BatchNorm) -> None:
+        super().__init__()
+        if norm.running_mean is None or norm.running_var is None:
+            raise ValueError("a BatchNorm without running statistics (track_running_stats=False) cannot be frozen")
+        self.num_features = norm.num_features
+        self.eps = norm.eps
+        self.register_parameter("weight", norm.weight)
+        self.register_parameter("bias", norm.bias)
+        self.register_buffer("running_mean", norm.running_mean)
+        self.register_buffer("running_var", norm.running_var)
+        self.register_buffer("num_batches_tracked", norm.num_batches_tracked)
+        with torch.no_grad():
+            self.register_buffer("frozen_scale", self._scale().clone(), persistent=False)
+            self.register_buffer("frozen_offset", -self.running_mean * self.frozen_scale, persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        scale, shift = self.frozen_scale, self.frozen_offset
+        if self.weight is not None and self.weight.requires_grad:
+            scale = self._scale()
+            shift = -self.running_mean * scale
+        if self.bias is not None:
+            shift = shift + self.bias
+        of_channels = (-1, *(1 for _ in range(x.dim() - 2)))
+        return torch.addcmul(shift.view(of_channels), x, scale.view(of_channels))
+
+    def _scale(self) -> Tensor:
+        scale = torch.rsqrt(self.running_var + self.eps)
+        return scale if self.weight is None else scale * self.weight
+
+    def _load_from_state_dict(self, *args: Any) -> None:
+        super()._load_from_state_dict(*args)
+        with torch.no_grad():
+            self.frozen_scale.copy_(self._scale())
+            self.frozen_offset.copy_(-self.running_mean * self.frozen_scale)
+
+    def extra_repr(self) -> str:
+        return f"{self.num_features}, eps={self.eps}"
+
+
+class FrozenBatchNormAct(FrozenBatchNorm):
+    """timm's BatchNorm that drops and activates what it has normalised, with fixed statistics."""
+
+    def __init__(self, norm: _BatchNorm) -> None:
+        super().__init__(norm)
+        self.drop, self.act = norm.drop, norm.act
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.act(self.drop(super().forward(x)))  # type: ignore[operator]
+        return result
+
+
+def frozen_batch_norm(name: str, norm: _BatchNorm) -> FrozenBatchNorm:
+    """What takes a BatchNorm's place.
+
+    Raises:
+        ValueError: it is of a type that computes more than BatchNorm, nobody knows what.
+    """
+    kind = type(norm)
+    if kind in PLAIN_BATCH_NORMS:
+        return FrozenBatchNorm(norm)
+    if kind.__module__.startswith("timm.") and kind.__name__.startswith("BatchNormAct"):
+        return FrozenBatchNormAct(norm)
+    raise ValueError(
+        f"{name} is a {kind.__module__}.{kind.__qualname__}, which may compute more than BatchNorm: it cannot be "
+        "frozen. Replace it by torch.nn.BatchNorm2d and what follows"
+    )
+
+
+def freeze_batch_norms(adapting: Adapting, *, below: str = "") -> int:
+    """Put a `FrozenBatchNorm` in the place of each BatchNorm.
+
+    Args:
+        below: the name of a submodule, for those inside it alone.
+
+    Returns:
+        How many there were. Those without running statistics are left as they are, and named in the notes.
+
+    Raises:
+        ValueError: one of them is of a type that cannot be frozen.
+    """
+    prefix = f"{below}." if below else ""
+    count = 0
+    for name, module in list(adapting.model.named_modules()):
+        if not isinstance(module, _BatchNorm) or not f"{name}.".startswith(prefix):
+            continue
+        if module.running_mean is None:
+            adapting.notes.append(f"{name} has no running statistics, so it normalizes with those of the batch")
+            continue
+        adapting.replace(name, frozen_batch_norm(name, module))
+        count += 1
+    return count

@@ -1,0 +1,55 @@
+"""The classifier at the end of a model: found, and replaced by one for other classes."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from torch_odt.adapt.adaptation import Adapting
+
+HEAD_TYPES = (nn.Linear, nn.Conv2d)
+
+
+def find_head(model: nn.Module, head: str | None = None) -> str:
+    """The name of the layer that computes the classes: the last linear layer, or convolution where none is linear.
+
+    torchvision, timm and transformers register modules in the order in which they run. Where a model of your own does
+    not, name the layer.
+
+    Args:
+        head: the name, where it is known; it is checked.
+
+    Raises:
+        ValueError: there is no such layer, or none at all.
+    """
+    if head is not None:
+        found = dict(model.named_modules()).get(head)
+        if not isinstance(found, HEAD_TYPES):
+            what = "there is no such module" if found is None else f"it is a {type(found).__name__}"
+            raise ValueError(f"head={head!r} is no linear layer or convolution: {what}")
+        return head
+    for kind in HEAD_TYPES:
+        names = [name for name, module in model.named_modules() if isinstance(module, kind)]
+        if names:
+            return names[-1]
+    kinds = sorted({type(module).__name__ for module in model.modules()})
+    raise ValueError(f"no linear layer or convolution was found to be the classifier; the model has {', '.join(kinds)}")
+
+
+def replace_head(adapting: Adapting, classes: int, *, head: str | None = None) -> str:
+    """Put a new classifier in the place of the last layer, initialised as PyTorch does.
+
+    Returns:
+        Its name.
+    """
+    if classes < 1:
+        raise ValueError(f"classes={classes}: a classifier has at least one class")
+    name = find_head(adapting.model, head)
+    old = adapting.model.get_submodule(name)
+    new: nn.Module
+    if isinstance(old, nn.Linear):
+        new = nn.Linear(old.in_features, classes, bias=old.bias is not None)
+    else:
+        assert isinstance(old, nn.Conv2d)
+        new = nn.Conv2d(old.in_channels, classes, old.kernel_size, old.stride, old.padding, bias=old.bias is not None)  # type: ignore[arg-type]
+    adapting.replace(name, new.to(old.weight.device, old.weight.dtype))
+    return name

@@ -1,0 +1,91 @@
+"""The blocks of a CNN beside which lite residual modules run, and where in each type of block they are added.
+
+A new type of block is one more row of `BRANCHES`, or an entry of the argument `blocks`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from torch_odt.adapt.layers import run_layers
+from torch_odt.adapt.lite_residual import LiteShape
+
+# By the type's full name, so that neither library is imported: the attribute to whose result the module's is added,
+# before the block's own shortcut is or an activation follows. "" is the block as a whole, which ends without an
+# activation. A ResNet's blocks call no sequence but `downsample`; what it returns, or the input where it is None, is
+# added to the main branch before the last ReLU.
+BRANCHES = {
+    "torchvision.models.mobilenetv2.InvertedResidual": "conv",
+    "torchvision.models.mobilenetv3.InvertedResidual": "block",
+    "torchvision.models.efficientnet.MBConv": "block",
+    "torchvision.models.efficientnet.FusedMBConv": "block",
+    "torchvision.models.resnet.BasicBlock": "downsample",
+    "torchvision.models.resnet.Bottleneck": "downsample",
+    "timm.models.resnet.BasicBlock": "downsample",
+    "timm.models.resnet.Bottleneck": "downsample",
+    "timm.models._efficientnet_blocks.InvertedResidual": "",
+    "timm.models._efficientnet_blocks.DepthwiseSeparableConv": "",
+    "timm.models._efficientnet_blocks.EdgeResidual": "",
+}
+
+
+@dataclass(frozen=True)
+class Block:
+    """A block as it ran.
+
+    Attributes:
+        name: the block's, as `model.named_modules()` has it.
+        branch: the name of the module beside which the lite one runs; it may have the value None in a ResNet.
+        shape: of the block's input and output.
+    """
+
+    name: str
+    branch: str
+    shape: LiteShape
+
+
+def find_blocks(model: nn.Module, example: Any, *, blocks: Mapping[type[nn.Module], str] | None = None) -> list[Block]:
+    """The blocks of known types, in order, with their shapes.
+
+    Args:
+        model: runs once, without gradients and in evaluation mode.
+        example: one sample, with the batch dimension.
+        blocks: further types, each with the attribute to whose result a lite module's is added; "" for the whole block.
+
+    Raises:
+        ValueError: the model has no such block; a block lacks the attribute, or is not called with images.
+    """
+    branches = {**BRANCHES, **{_full_name(kind): branch for kind, branch in (blocks or {}).items()}}
+    found: dict[str, str] = {}
+    for name, module in model.named_modules():
+        known = [_full_name(kind) for kind in type(module).__mro__ if _full_name(kind) in branches]
+        if known and not any(name.startswith(f"{outer}.") for outer in found):
+            branch = branches[known[0]]
+            if branch and not hasattr(module, branch):
+                raise ValueError(f"{name or 'the model'} is a {type(module).__name__}, but has no {branch!r}")
+            found[name] = f"{name}.{branch}".strip(".") if branch else name
+    if not found:
+        kinds = sorted({type(module).__name__ for module in model.modules()})
+        raise ValueError(
+            f"{type(model).__name__} has no block of a known type; it has {', '.join(kinds)}. Name the type of its "
+            'blocks, and the branch beside which a lite module is to run: blocks={YourBlock: "branch"}'
+        )
+    layers = run_layers(model, example)
+    result = []
+    for name, branch in found.items():
+        inside = [layer for layer in layers if layer.name == name or layer.name.startswith(f"{name}.")]
+        if not inside or any(len(shape) != 4 for shape in (inside[0].input_shape, inside[-1].output_shape)):
+            raise ValueError(
+                f"{name} is not called with images (samples, channels, height, width) in a run of the model"
+            )
+        first, last = inside[0].input_shape, inside[-1].output_shape
+        result.append(Block(name, branch, LiteShape(first[1], first[2:], last[1], last[2:])))  # type: ignore[arg-type]
+    return result
+
+
+def _full_name(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"

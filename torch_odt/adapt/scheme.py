@@ -1,0 +1,143 @@
+"""What of a model a sparse update trains, as data: small enough to travel, and checked where it arrives."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from torch_odt.adapt.bias_only import bias_names
+from torch_odt.adapt.head import find_head
+from torch_odt.adapt.sparse_layers import SPARSE_TYPES
+
+RATIOS = (1 / 8, 1 / 4, 1 / 2, 1.0)
+_FORMAT, _VERSION = "torch_odt.scheme", 1
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """A selection of what trains besides the classifier (TTE's update scheme).
+
+    Made on a server, by `search_scheme` or by hand, it is saved to a file and applied by `sparse_update_` on devices,
+    which never search.
+
+    Attributes:
+        biases: so many of the last biases train, not counting the classifier's. A BatchNorm's bias counts as that of
+            the convolution in front of it.
+        weights: layers whose weights train, by name, and the ratio of their input channels that do, in (0, 1].
+        shapes: the shapes of these weights where the scheme was made, so that another model is noticed; may be empty.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(8, 6), nn.ReLU(), nn.Linear(6, 2))
+        >>> scheme = Scheme.for_model(model, biases=1, weights={"0": 1 / 4})
+        >>> print(scheme)
+        the last 1 biases, weights of 0 (1/4), classifier
+    """
+
+    biases: int = 0
+    weights: Mapping[str, float] = field(default_factory=dict)
+    shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if isinstance(self.biases, bool) or not isinstance(self.biases, int) or self.biases < 0:
+            raise ValueError(f"biases={self.biases!r}: give the number of last biases that train, 0 or more")
+        for name, ratio in self.weights.items():
+            if isinstance(ratio, bool) or not isinstance(ratio, (int, float)) or not 0 < ratio <= 1:
+                raise ValueError(f"the ratio of {name!r} is {ratio!r}; it is a share of the input channels, in (0, 1]")
+
+    @classmethod
+    def for_model(cls, model: nn.Module, *, biases: int = 0, weights: Mapping[str, float] | None = None) -> Scheme:
+        """A scheme that notes the shapes of the model that it is made for, and fits it.
+
+        Raises:
+            ValueError: the model has no such layers, or fewer biases.
+        """
+        scheme = cls(biases, dict(weights or {}))
+        layers = scheme.check(model)
+        return cls(biases, scheme.weights, {name: tuple(layer.weight.shape) for name, layer in layers.items()})
+
+    def check(self, model: nn.Module, *, head: str | None = None) -> dict[str, Any]:
+        """The layers whose weights train, by name; makes sure that this is a model that the scheme fits.
+
+        Args:
+            head: the classifier's name; by default it is the last linear layer.
+
+        Raises:
+            ValueError: a layer is missing, of another kind or shape, or is the classifier; or there are fewer biases.
+        """
+        classifier = find_head(model, head)
+        modules = dict(model.named_modules())
+        for name in self.weights:
+            layer = modules.get(name)
+            if layer is None or not isinstance(layer, SPARSE_TYPES):
+                what = "the model has none of this name" if layer is None else f"it is a {type(layer).__name__}"
+                known = ", ".join(updatable_layers(model, head=head)[:5])
+                raise ValueError(f"{name!r} is no linear layer or convolution: {what}; it has {known}, ...")
+            if name == classifier:
+                raise ValueError(f"{name!r} is the classifier, which trains anyway: leave it out of the scheme")
+            shape = tuple(layer.weight.shape)
+            if name in self.shapes and tuple(self.shapes[name]) != shape:
+                raise ValueError(
+                    f"the scheme was made for a {name!r} of {tuple(self.shapes[name])}; here it has {shape}"
+                )
+        most = len(body_biases(model, head=head))
+        if self.biases > most:
+            raise ValueError(f"the scheme trains the last {self.biases} biases; the model has {most} of them")
+        return {name: modules[name] for name in self.weights}
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write it to a file of JSON."""
+        rows = {
+            name: {"ratio": str(Fraction(ratio)), "shape": list(self.shapes.get(name, ())) or None}
+            for name, ratio in self.weights.items()
+        }
+        data = {"format": _FORMAT, "version": _VERSION, "biases": self.biases, "weights": rows}
+        Path(path).write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Scheme:
+        """Read what `save` has written.
+
+        Raises:
+            OSError: the file cannot be read.
+            ValueError: it is no scheme, or of a later version.
+        """
+        try:
+            data = json.loads(Path(path).read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise ValueError(f"{path} is no scheme: {error}") from error
+        if not isinstance(data, dict) or data.get("format") != _FORMAT:
+            raise ValueError(f"{path} is no scheme: it does not say that it is a {_FORMAT!r}")
+        if data.get("version") != _VERSION:
+            raise ValueError(f"{path} is a scheme of version {data.get('version')!r}; this release reads {_VERSION}")
+        try:
+            rows = {str(name): (float(Fraction(row["ratio"])), row["shape"]) for name, row in data["weights"].items()}
+            shapes = {name: tuple(map(int, shape)) for name, (_, shape) in rows.items() if shape is not None}
+            return cls(data["biases"], {name: ratio for name, (ratio, _) in rows.items()}, shapes)
+        except (KeyError, TypeError, AttributeError, ValueError, ZeroDivisionError) as error:
+            raise ValueError(f"{path} is a damaged scheme: {error!r}") from error
+
+    def __str__(self) -> str:
+        parts = [f"the last {self.biases} biases"] if self.biases else []
+        if self.weights:
+            ratios = [f"{name} ({Fraction(ratio).limit_denominator(64)})" for name, ratio in self.weights.items()]
+            parts.append(f"weights of {', '.join(ratios)}")
+        return ", ".join([*parts, "classifier"])
+
+
+def updatable_layers(model: nn.Module, *, head: str | None = None) -> list[str]:
+    """Names of the layers whose weights a scheme may name: linear layers and convolutions but for the classifier."""
+    classifier = find_head(model, head)
+    return [name for name, module in model.named_modules() if isinstance(module, SPARSE_TYPES) and name != classifier]
+
+
+def body_biases(model: nn.Module, *, head: str | None = None) -> list[str]:
+    """Names of the biases that a scheme counts, in the order in which the model registers them."""
+    classifier = find_head(model, head)
+    return [name for name in bias_names(model) if name.rpartition(".")[0] != classifier]

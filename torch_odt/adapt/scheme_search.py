@@ -1,0 +1,149 @@
+"""Evolutionary search for the scheme that gains most inside a number of bytes.
+
+J. Lin et al., "On-Device Training Under 256KB Memory", NeurIPS 2022, section 3.2: maximise the sum of the parts' gains
+(bias_gain[k] + sum of weight_gain[i, r]) subject to memory(k, i, r) <= budget. Nothing is trained inside the search.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+from torch_odt.adapt.contributions import Contributions
+from torch_odt.adapt.scheme import Scheme
+from torch_odt.adapt.scheme_memory import MemoryModel
+from torch_odt.errors import InfeasibleBudget
+from torch_odt.memory._units import format_bytes, parse_bytes
+
+# Number of last biases; for each layer its ratio, 0 for none.
+Genome = tuple[int, ...]
+_ROUNDS = 6
+
+
+@dataclass(frozen=True)
+class FoundScheme:
+    """What a search has found.
+
+    Attributes:
+        scheme: the selection.
+        gain: of accuracy above the classifier's alone, as the sum of its parts' gains.
+        nbytes: of its step, by the simulator; at most the budget.
+        evaluated: how many schemes were looked at.
+    """
+
+    scheme: Scheme
+    gain: float
+    nbytes: int
+    evaluated: int
+
+
+def search_scheme(
+    contributions: Contributions,
+    memory: MemoryModel,
+    *,
+    budget: int | str,
+    population: int = 64,
+    generations: int = 60,
+    seed: int = 0,
+) -> FoundScheme:
+    """The scheme of the largest gain whose step fits into a budget.
+
+    The memory model counts while generations go by and simulates the winner. Where the simulation exceeds the budget,
+    the search is made again with so many bytes less.
+
+    Args:
+        contributions: what the parts of the model are worth; the search takes those that were measured.
+        memory: what schemes take; `SchemeMemory` is one.
+        budget: bytes of all that is not weights, such as "100KiB".
+        population, generations: of the evolution.
+        seed: of its random numbers.
+
+    Raises:
+        InfeasibleBudget: not even the classifier alone fits.
+
+    Example:
+        >>> class OneByteEach:
+        ...     def counted(self, scheme):
+        ...         return scheme.biases + len(scheme.weights)
+        ...     simulated = counted
+        >>> contributions = Contributions(0.5, 2, {0: 0.0, 1: 0.02, 2: 0.03}, {("a", 1.0): 0.04, ("b", 1.0): 0.015})
+        >>> print(search_scheme(contributions, OneByteEach(), budget=2).scheme)
+        the last 1 biases, weights of a (1), classifier
+    """
+    budget_bytes = parse_bytes(budget) if isinstance(budget, str) else budget
+    least = memory.simulated(Scheme())
+    if least > budget_bytes:
+        detail = "the classifier alone trains"
+        raise InfeasibleBudget(format_bytes(budget_bytes), least, detail=detail)
+    limit, evaluated = float(budget_bytes), 0
+    for _ in range(_ROUNDS):
+        evolution = _Evolution(contributions, memory, limit, population, random.Random(seed))
+        scheme = evolution.run(generations)
+        evaluated += len(evolution.fitness)
+        nbytes = memory.simulated(scheme)
+        if nbytes <= budget_bytes:
+            return FoundScheme(scheme, contributions.gain(scheme), nbytes, evaluated)
+        limit = min(limit, memory.counted(scheme)) - max(1, nbytes - budget_bytes)
+    return FoundScheme(Scheme(), 0.0, least, evaluated)
+
+
+class _Evolution:
+    def __init__(
+        self, contributions: Contributions, memory: MemoryModel, limit: float, population: int, draw: random.Random
+    ) -> None:
+        self.contributions, self.memory, self.limit, self.draw = contributions, memory, limit, draw
+        self.size = population
+        self.layers = list(dict.fromkeys(name for name, _ in contributions.weight_gains))
+        ratios = {name: [0.0] for name in self.layers}
+        for name, ratio in contributions.weight_gains:
+            ratios[name].append(ratio)
+        # What each gene may be: indices into these.
+        self.choices: list[list[float]] = [sorted(contributions.bias_gains), *(sorted(ratios[n]) for n in self.layers)]
+        self.fitness: dict[Genome, float] = {}
+
+    def run(self, generations: int) -> Scheme:
+        people = [self._nothing(), *(self._random() for _ in range(self.size - 1))]
+        people = [self._fit(genome) for genome in people]
+        for _ in range(generations):
+            people = sorted(set(people), key=self._gain, reverse=True)[: self.size // 2]
+            children = [self._fit(self._mutate(self._cross(*self.draw.choices(people, k=2)))) for _ in range(self.size)]
+            people += children
+        return self.scheme(max(people, key=self._gain))
+
+    def scheme(self, genome: Genome) -> Scheme:
+        values = [choices[gene] for choices, gene in zip(self.choices, genome, strict=True)]
+        weights = {name: ratio for name, ratio in zip(self.layers, values[1:], strict=True) if ratio}
+        return Scheme(int(values[0]), weights)
+
+    def _gain(self, genome: Genome) -> float:
+        if genome not in self.fitness:
+            scheme = self.scheme(genome)
+            self.fitness[genome] = self.contributions.gain(scheme)
+        return self.fitness[genome]
+
+    def _fits(self, genome: Genome) -> bool:
+        return genome == self._nothing() or self.memory.counted(self.scheme(genome)) <= self.limit
+
+    def _fit(self, genome: Genome) -> Genome:
+        """Lower random genes until the scheme fits."""
+        genes = list(genome)
+        while not self._fits(tuple(genes)):
+            gene = self.draw.choice([i for i, value in enumerate(genes) if value])
+            genes[gene] = self.draw.randrange(genes[gene])
+        return tuple(genes)
+
+    def _nothing(self) -> Genome:
+        return (0,) * len(self.choices)
+
+    def _random(self) -> Genome:
+        return tuple(self.draw.randrange(len(choices)) for choices in self.choices)
+
+    def _cross(self, one: Genome, other: Genome) -> Genome:
+        return tuple(self.draw.choice(pair) for pair in zip(one, other, strict=True))
+
+    def _mutate(self, genome: Genome) -> Genome:
+        """About one gene becomes another, and any other gene with a small chance."""
+        genes = list(genome)
+        for i in {self.draw.randrange(len(genes)), *(i for i in range(len(genes)) if self.draw.random() < 0.1)}:
+            genes[i] = self.draw.randrange(len(self.choices[i]))
+        return tuple(genes)

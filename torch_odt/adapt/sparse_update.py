@@ -1,0 +1,91 @@
+"""Sparse update: the last biases, slices of chosen weights, and the classifier (TTE).
+
+J. Lin et al., "On-Device Training Under 256KB Memory", NeurIPS 2022, section 3.2.
+"""
+
+from __future__ import annotations
+
+from torch import nn
+
+from torch_odt.adapt.adaptation import Adaptation, Adapting
+from torch_odt.adapt.channels import ChannelChoice, kept_channels
+from torch_odt.adapt.frozen_batch_norm import freeze_batch_norms
+from torch_odt.adapt.head import find_head, replace_head
+from torch_odt.adapt.scheme import Scheme, body_biases
+from torch_odt.adapt.sparse_layers import SparseConv, SparseLinear
+
+
+def sparse_update_(
+    model: nn.Module,
+    scheme: Scheme,
+    *,
+    classes: int | None = None,
+    head: str | None = None,
+    channels: ChannelChoice = "largest",
+    seed: int = 0,
+) -> Adaptation:
+    """Let a scheme's selection train: the last biases, some input channels of chosen weights, and the classifier.
+
+    Choose it for the fewest bytes at a given accuracy, where a scheme can be searched for once (`search_scheme`) and
+    used on many devices. Of a chosen layer's input only the channels whose weights train are kept; back-propagation
+    stops at the earliest layer of which anything trains; gradients and the optimizer's state exist for the slices
+    alone. A BatchNorm keeps its statistics and its weight (`FrozenBatchNorm`).
+
+    Args:
+        model: changed in place.
+        scheme: what trains; it is checked against the model.
+        classes: replace the classifier by a new one for so many classes; None keeps the one that there is.
+        head: the classifier's name; by default it is the last linear layer.
+        channels: which input channels train where not all do: those whose weights have the "largest" norm, the
+            "smallest", or "random" ones. They are chosen here, once.
+        seed: of random channels.
+
+    Returns:
+        What trains and what that saves. Its `unload()` writes the trained slices into the ordinary weights, bit for
+        bit, and takes the model's structure back to what it was.
+
+    Raises:
+        ValueError: the scheme does not fit the model, or the model has no classifier that can be found.
+
+    Example:
+        >>> from torchvision.models import mobilenet_v2
+        >>> import torch_odt as odt
+        >>> model = mobilenet_v2(width_mult=0.35)
+        >>> scheme = odt.adapt.Scheme(biases=12, weights={"features.13.conv.0.0": 1 / 4, "features.14.conv.0.0": 1})
+        >>> adaptation = odt.adapt.sparse_update_(model, scheme, classes=5)
+        >>> adaptation.trained[0]
+        'features.13.conv.0.0.trained_weight'
+        >>> _ = adaptation.unload()
+    """
+    layers = scheme.check(model, head=head)
+    with Adapting(model) as adapting:
+        name = find_head(model, head) if classes is None else replace_head(adapting, classes, head=head)
+        biases = body_biases(model, head=name)
+        selected = biases[len(biases) - scheme.biases :]
+        for layer_name, ratio in scheme.weights.items():
+            selected.append(_train_weight(adapting, layer_name, layers[layer_name], ratio, channels, seed))
+        freeze_batch_norms(adapting)
+        head_parameters = [f"{name}.{local}" for local, _ in model.get_submodule(name).named_parameters()]
+        adapting.train_only(dict.fromkeys([*selected, *head_parameters]))
+        adapting.notes.append(str(scheme))
+        return adapting.finish("sparse_update")
+
+
+def _train_weight(
+    adapting: Adapting, name: str, layer: nn.Module, ratio: float, channels: ChannelChoice, seed: int
+) -> str:
+    """Make the kept part of a layer's weight a parameter; returns its name."""
+    kept = kept_channels(layer, ratio, choice=channels, seed=seed)
+    if ratio == 1:
+        return f"{name}.weight"
+    sparse: SparseLinear | SparseConv
+    if isinstance(layer, nn.Linear):
+        sparse = SparseLinear(layer, kept)
+    else:
+        try:
+            sparse = SparseConv(layer, kept)  # type: ignore[arg-type]
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from error
+    adapting.replace(name, sparse)
+    adapting.also_undo(sparse.merge)
+    return f"{name}.trained_weight"

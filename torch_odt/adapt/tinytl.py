@@ -1,0 +1,164 @@
+"""TinyTL: frozen weights, biases that train, and lite residual modules that learn beside the blocks of a CNN.
+
+H. Cai et al., "TinyTL: Reduce Memory, Not Parameters for Efficient On-Device Learning", NeurIPS 2020.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from torch_odt.adapt.adaptation import Adaptation, Adapting
+from torch_odt.adapt.bias_only import NORMALIZES_ITS_INPUT, bias_names
+from torch_odt.adapt.frozen_batch_norm import FrozenBatchNorm, freeze_batch_norms
+from torch_odt.adapt.group_norm import group_batch_norms
+from torch_odt.adapt.head import find_head, replace_head
+from torch_odt.adapt.lite_residual import LiteBranch, LiteResidual
+from torch_odt.adapt.residual_blocks import Block, find_blocks
+from torch_odt.adapt.stored_weights import store_frozen_weights
+from torch_odt.adapt.weight_standardization import standardize_convolutions
+
+Mode = Literal["full", "last", "norm+last", "bias", "lite", "lite+bias"]
+MODES = ("full", "last", "norm+last", "bias", "lite", "lite+bias")
+NORMS = (FrozenBatchNorm, _BatchNorm, *NORMALIZES_ITS_INPUT)
+
+
+def tinytl_(
+    model: nn.Module,
+    *,
+    mode: Mode = "lite+bias",
+    classes: int | None = None,
+    head: str | None = None,
+    norm: Literal["frozen", "group"] = "frozen",
+    weight_standardization: bool = False,
+    weight_bits: Literal[32, 8] = 32,
+    blocks: Mapping[type[nn.Module], str] | None = None,
+    kernel_size: int = 5,
+    expand: float = 1.0,
+    input_size: int | tuple[int, int] = 224,
+    example: Any = None,
+) -> Adaptation:
+    """Freeze the weights of a pretrained CNN; let its biases and small branches beside its blocks train.
+
+    Choose it to adapt a CNN to new data at nearly the accuracy of full fine-tuning and a fraction of its memory: for a
+    bias no layer's input is kept, and a lite residual module works at half the resolution and without the expansion of
+    an inverted residual. Just after the call the model computes what it computed before (`norm="frozen"`,
+    `weight_bits=32`, and no new classifier).
+
+    Args:
+        model: changed in place. Blocks are found by their type: torchvision's and timm's ResNets, MobileNets and
+            EfficientNets; others with `blocks`.
+        mode: what trains beside the classifier. "lite+bias": lite residual modules and every bias (TinyTL-L+B); "lite":
+            the modules alone (TinyTL-L); "bias": the biases alone (TinyTL-B); "norm+last": weights and biases of the
+            norms; "last": nothing; "full": everything. With "lite+bias" the bias of a module's last norm stays 0: the
+            block's own does the same.
+        classes: replace the classifier by a new one for so many classes; None keeps the one that there is.
+        head: the classifier's name; by default it is the last linear layer.
+        norm: "frozen" keeps BatchNorm's statistics (`FrozenBatchNorm`); "group" puts GroupNorm in its place, for models
+            that were pretrained with it. GroupNorm keeps its input for the backward pass.
+        weight_standardization: standardise convolutions without a bias; only with norm="group".
+        weight_bits: 8 stores frozen weights as integers with a scale for each output channel, and computes with those.
+        blocks: further types of blocks: each with the attribute to whose result a lite module's is added, before the
+            block's own shortcut; "" for a block without an activation at its end.
+        kernel_size, expand: of lite residual modules: the convolution's k, odd, and its channels as a multiple of the
+            block's input.
+        input_size: height and width of images, in pixels; it decides where kernels must be smaller. An int is both.
+        example: one sample with the batch dimension, for a model that takes something else than images of that size.
+
+    Returns:
+        What trains and what that saves; its `unload()` removes the modules and takes the change back.
+
+    Raises:
+        ValueError: an argument is wrong, or the model has no block of a known type, or no classifier that can be found.
+
+    Example:
+        >>> from torchvision.models import mobilenet_v2
+        >>> import torch_odt as odt
+        >>> model = mobilenet_v2()
+        >>> adaptation = odt.adapt.tinytl_(model, classes=5, weight_bits=8)
+        >>> optimizer = torch.optim.Adam(adaptation.parameters(), lr=1e-3)
+        >>> adaptation.trained[:2]
+        ('features.0.1.bias', 'features.1.conv.0.1.bias')
+    """
+    _check(mode, norm, weight_standardization, weight_bits, kernel_size)
+    with Adapting(model) as adapting:
+        found: list[Block] = []
+        if mode.startswith("lite"):
+            found = find_blocks(model, _example(model, input_size) if example is None else example, blocks=blocks)
+        head_name = find_head(model, head) if classes is None else replace_head(adapting, classes, head=head)
+        of_head = [f"{head_name}.{local}" for local, _ in model.get_submodule(head_name).named_parameters()]
+        of_model = [name for name in _selected(model, mode) if name not in of_head]
+        # The last to be taken back: what other changes put in place has the flags of this one.
+        adapting.train_only([*of_model, *of_head])
+        if norm == "frozen":
+            freeze_batch_norms(adapting)
+        else:
+            group_batch_norms(adapting)
+            normalizing = sum(isinstance(module, NORMALIZES_ITS_INPUT) for module in model.modules())
+            adapting.notes.append(f"{normalizing} layers normalize, and keep their input for the gradient that goes on")
+        if weight_standardization:
+            standardize_convolutions(adapting)
+        for block in found:
+            lite = LiteResidual(
+                block.shape, kernel_size=kernel_size, expand=expand, weight_standardization=weight_standardization
+            )
+            _insert(adapting, block, lite, train_last_bias=mode == "lite")
+        if found:
+            adapting.notes.append(f"{len(found)} lite residual modules, {found[0].name} to {found[-1].name}")
+        if weight_bits == 8:
+            # The last change, because what it frees comes back rounded.
+            stored = store_frozen_weights(adapting)
+            adapting.notes.append(f"{stored} frozen weights are stored in 8 bits")
+        return adapting.finish(f"tinytl ({mode})")
+
+
+def _check(mode: str, norm: str, weight_standardization: bool, weight_bits: int, kernel_size: int) -> None:
+    if mode not in MODES:
+        raise ValueError(f"mode={mode!r}: it is one of {', '.join(MODES)}")
+    if norm not in ("frozen", "group"):
+        raise ValueError(f"norm={norm!r}: it is 'frozen' or 'group'")
+    if weight_standardization and norm != "group":
+        raise ValueError("weight_standardization changes what a frozen norm's statistics are of; use norm='group'")
+    if weight_bits not in (8, 32):
+        raise ValueError(f"weight_bits={weight_bits}: it is 8 or 32")
+    if kernel_size < 1 or kernel_size % 2 == 0:
+        raise ValueError(f"kernel_size={kernel_size}: it is odd")
+
+
+def _example(model: nn.Module, input_size: int | tuple[int, int]) -> torch.Tensor:
+    first = next((module for module in model.modules() if isinstance(module, nn.Conv2d)), None)
+    if first is None:
+        raise ValueError(f"{type(model).__name__} has no 2-D convolution: lite residual modules are for CNNs")
+    size = (input_size, input_size) if isinstance(input_size, int) else input_size
+    return first.weight.new_zeros(1, first.in_channels, *size)
+
+
+def _selected(model: nn.Module, mode: Mode) -> list[str]:
+    """Names of the model's own parameters that train, the classifier's apart."""
+    if mode == "full":
+        return [name for name, _ in model.named_parameters()]
+    if mode == "norm+last":
+        norms = [(name, module) for name, module in model.named_modules() if isinstance(module, NORMS)]
+        return [f"{name}.{local}" for name, module in norms for local, _ in module.named_parameters()]
+    return bias_names(model) if "bias" in mode else []
+
+
+def _insert(adapting: Adapting, block: Block, lite: LiteResidual, *, train_last_bias: bool) -> None:
+    """Put a lite residual module beside a block's branch."""
+    lite.last_norm.bias.requires_grad_(train_last_bias)
+    model = adapting.model
+    parent = model.get_submodule(block.name)
+    reference = next(parent.parameters())
+    lite.to(reference.device, reference.dtype)
+    attribute = block.branch.removeprefix(block.name).strip(".")
+    old = getattr(parent, attribute) if attribute else parent
+    branch = LiteBranch(old, lite).train(parent.training)
+    if not attribute:
+        adapting.replace(block.name, branch)
+        return
+    setattr(parent, attribute, branch)
+    adapting.also_undo(lambda: setattr(parent, attribute, old))

@@ -1,0 +1,70 @@
+"""Convolutions whose weights have mean 0 and deviation 1 in each output channel.
+
+S. Qiao et al., "Micro-Batch Training with Batch-Channel Normalization and Weight Standardization", 2019. TinyTL uses it
+together with GroupNorm.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd
+
+from torch_odt.adapt.adaptation import Adapting
+
+EPS = 1e-5
+
+
+def standardized(weight: Tensor) -> Tensor:
+    """A weight less the mean of each output channel, divided by that channel's deviation + 1e-5.
+
+    Example:
+        >>> weight = standardized(torch.randn(4, 3, 3, 3))
+        >>> torch.allclose(weight.flatten(1).std(1), torch.ones(4), atol=1e-3)
+        True
+    """
+    dims = list(range(1, weight.dim()))
+    return (weight - weight.mean(dims, keepdim=True)) / (weight.std(dims, keepdim=True) + EPS)
+
+
+class StandardizedConv2d(nn.Conv2d):
+    """A convolution that standardises its weight in every step, for weights that train.
+
+    Example:
+        >>> conv = StandardizedConv2d(4, 8, 3, bias=False)
+        >>> x = torch.randn(1, 4, 5, 5)
+        >>> torch.equal(conv(x), nn.functional.conv2d(x, standardized(conv.weight)))
+        True
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self._conv_forward(x, standardized(self.weight), self.bias)
+
+
+def standardize_convolutions(adapting: Adapting) -> None:
+    """Standardise every 2-D convolution without a bias: once where its weight is frozen, else in every step."""
+    for name, module in list(adapting.model.named_modules()):
+        if not isinstance(module, nn.Conv2d) or isinstance(module, StandardizedConv2d) or module.bias is not None:
+            continue
+        if module.weight.requires_grad:
+            adapting.replace(name, _standardizing(module))
+        else:
+            _fold(adapting, module)
+
+
+def _standardizing(conv: nn.Conv2d) -> StandardizedConv2d:
+    geometry: dict[str, Any] = {
+        name: getattr(conv, name) for name in ("kernel_size", "stride", "padding", "dilation", "groups", "padding_mode")
+    }
+    new = StandardizedConv2d(conv.in_channels, conv.out_channels, bias=False, device="meta", **geometry)
+    new.weight = conv.weight
+    return new
+
+
+def _fold(adapting: Adapting, conv: _ConvNd) -> None:
+    weight, old = conv.weight, conv.weight.data
+    adapting.also_undo(lambda: setattr(weight, "data", old))
+    with torch.no_grad():
+        weight.data = standardized(old).contiguous(memory_format=torch.preserve_format)
