@@ -1,0 +1,264 @@
+"""Energy: counters of processors, sensors of boards, batteries, graphics cards; or a model that says so.
+
+Each source is a meter of its own, because they measure different things: a package of processors, a whole board, what a
+battery gave. What a machine draws while nothing runs is to be measured in a window of its own and taken off.
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch_odt.measure.meter import Absent, Quantity, read_number, read_text
+from torch_odt.memory._files import SYSTEM_ROOT
+
+_NO_MACHINE_WATTS = 10_000.0
+
+
+class Rapl:
+    """Joules of the processors' packages and, where they are counted apart, of memory.
+
+    The counters begin anew at their range, after minutes under load: each look adds what has been counted since the one
+    before. A counter that was set back in between seems to have run through its range; what is more than a machine
+    draws is absent.
+    """
+
+    source = "rapl"
+
+    def __init__(self, root: Path = SYSTEM_ROOT) -> None:
+        self._folder = root / "sys/class/powercap"
+
+    def begin(self) -> None:
+        self._began = time.perf_counter()
+        self._zones = {"package": self._find("package"), "memory": self._find("dram")}
+
+    def poll(self) -> None:
+        for zones in self._zones.values():
+            for zone in zones:
+                zone.look()
+
+    def end(self) -> dict[str, Quantity]:
+        self.poll()
+        seconds = time.perf_counter() - self._began
+        found = {f"{name}_energy_joules": self._sum(zones, seconds) for name, zones in self._zones.items()}
+        if not self._zones["memory"] and not isinstance(found["package_energy_joules"], Absent):
+            found["memory_energy_joules"] = Absent("these processors do not count memory apart")
+        return found
+
+    def _find(self, name: str) -> list[_Counter]:
+        # Zones of a package are children of it; "psys" counts the same again, and is neither.
+        zones = sorted(self._folder.glob("intel-rapl:*"))
+        wanted = [zone for zone in zones if str(read_text(zone / "name")).startswith(name)]
+        return [_Counter(zone / "energy_uj", read_number(zone / "max_energy_range_uj")) for zone in wanted]
+
+    def _sum(self, zones: Sequence[_Counter], seconds: float) -> Quantity:
+        if not zones:
+            return Absent(f"no counter of packages in {self._folder}")
+        refused = [zone.refusal for zone in zones if zone.refusal is not None]
+        if refused:
+            return refused[0]
+        joules = sum(zone.microjoules for zone in zones) / 1e6
+        if joules > _NO_MACHINE_WATTS * max(seconds, 1.0):
+            return Absent(f"the counters say {joules:.0f} J in {seconds:.1f} s, which no machine draws")
+        return joules
+
+
+class _Counter:
+    """A counter of microjoules that begins anew behind its range."""
+
+    def __init__(self, path: Path, range_microjoules: int | Absent) -> None:
+        self._path = path
+        self.refusal: Absent | None = None
+        self.microjoules = 0
+        if isinstance(range_microjoules, Absent):
+            self.refusal = range_microjoules
+        else:
+            self._range = range_microjoules + 1
+        self._last = self._read()
+
+    def look(self) -> None:
+        now = self._read()
+        if self.refusal is None:
+            self.microjoules += (now - self._last) % self._range
+            self._last = now
+
+    def _read(self) -> int:
+        reading = read_number(self._path)
+        if isinstance(reading, Absent):
+            self.refusal = self.refusal or reading
+            return 0
+        return reading
+
+
+class Board:
+    """Joules of a board by its INA sensors (Jetson, many single-board computers): watts at each look, times seconds.
+
+    Of several rails the one that shows most is taken, for the input carries what the others take.
+    """
+
+    source = "ina"
+
+    def __init__(self, root: Path = SYSTEM_ROOT, *, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._folder = root / "sys/class/hwmon"
+        self._clock = clock
+
+    def begin(self) -> None:
+        chips = [
+            chip for chip in sorted(self._folder.glob("hwmon*")) if str(read_text(chip / "name")).startswith("ina")
+        ]
+        self._rails = [rail for chip in chips for rail in _rails_of(chip)]
+        self._joules, self._refusal = 0.0, None if self._rails else Absent(f"no INA sensor in {self._folder}")
+        self._watts, self._at = self._read(), self._clock()
+
+    def poll(self) -> None:
+        watts, at = self._read(), self._clock()
+        self._joules += (watts + self._watts) / 2 * (at - self._at)
+        self._watts, self._at = watts, at
+
+    def end(self) -> dict[str, Quantity]:
+        self.poll()
+        return {"board_energy_joules": self._refusal or self._joules}
+
+    def _read(self) -> float:
+        readings = [rail() for rail in self._rails]
+        watts = [reading for reading in readings if not isinstance(reading, Absent)]
+        if not watts:
+            self._refusal = self._refusal or next((r for r in readings if isinstance(r, Absent)), None)
+        return max(watts, default=0.0)
+
+
+def _rails_of(chip: Path) -> list[Callable[[], float | Absent]]:
+    """What a chip measures, in watts: as such, or as volts and amperes."""
+
+    def power(path: Path) -> float | Absent:
+        reading = read_number(path)
+        return reading if isinstance(reading, Absent) else reading / 1e6
+
+    def product(millivolts: Path, milliamperes: Path) -> float | Absent:
+        volts, amperes = read_number(millivolts), read_number(milliamperes)
+        if isinstance(volts, Absent):
+            return volts
+        return amperes if isinstance(amperes, Absent) else volts * amperes / 1e6
+
+    powers = sorted(chip.glob("power*_input"))
+    if powers:
+        return [lambda path=path: power(path) for path in powers]  # type: ignore[misc]
+    currents = [path for path in sorted(chip.glob("curr*_input")) if re.fullmatch(r"curr\d+_input", path.name)]
+    return [lambda path=path: product(chip / path.name.replace("curr", "in"), path) for path in currents]  # type: ignore[misc]
+
+
+class Battery:
+    """Joules that a machine's batteries gave, by what they say is left in them.
+
+    Their steps are coarse, often of 36 J or more: measure for minutes. While a supply carries the machine, batteries
+    say nothing of what it takes.
+    """
+
+    source = "battery"
+
+    def __init__(self, root: Path = SYSTEM_ROOT) -> None:
+        self._folder = root / "sys/class/power_supply"
+
+    def begin(self) -> None:
+        self._before = self._left()
+
+    def poll(self) -> None:
+        """The battery counts."""
+
+    def end(self) -> dict[str, Quantity]:
+        now = self._left()
+        for reading in (self._before, now):
+            if isinstance(reading, Absent):
+                return {"battery_energy_joules": reading}
+        assert not isinstance(now, Absent) and not isinstance(self._before, Absent)
+        return {"battery_energy_joules": self._before - now}
+
+    def _left(self) -> float | Absent:
+        supplies = sorted(self._folder.glob("*"))
+        batteries = [supply for supply in supplies if read_text(supply / "type") == "Battery"]
+        # Of peripherals, such as a mouse.
+        batteries = [supply for supply in batteries if read_text(supply / "scope") != "Device"]
+        if not batteries:
+            return Absent(f"there is no battery in {self._folder}")
+        joules = 0.0
+        for battery in batteries:
+            status = read_text(battery / "status")
+            if status != "Discharging":
+                return Absent(f"{battery.name} is not discharging: it says {status}")
+            left = _joules_in(battery)
+            if isinstance(left, Absent):
+                return left
+            joules += left
+        return joules
+
+
+def _joules_in(battery: Path) -> float | Absent:
+    """From microwatt-hours, or from microampere-hours at the voltage that the battery is made for."""
+    energy = read_number(battery / "energy_now")
+    if not isinstance(energy, Absent):
+        return energy * 3600 / 1e6
+    charge, volts = read_number(battery / "charge_now"), read_number(battery / "voltage_min_design")
+    if isinstance(charge, Absent):
+        return charge
+    return volts if isinstance(volts, Absent) else charge * 3600 / 1e6 * volts / 1e6
+
+
+class Nvml:
+    """Joules of NVIDIA's graphics cards, by the counters of their driver. Needs `pip install nvidia-ml-py`."""
+
+    source = "nvml"
+
+    def begin(self) -> None:
+        self._before = self._read()
+
+    def poll(self) -> None:
+        """The driver counts."""
+
+    def end(self) -> dict[str, Quantity]:
+        before, now = self._before, self._read()
+        if isinstance(before, Absent) or isinstance(now, Absent):
+            return {"gpu_energy_joules": before if isinstance(before, Absent) else now}
+        return {"gpu_energy_joules": (now - before) / 1e3}
+
+    def _read(self) -> Quantity:
+        """Millijoules of all cards since the driver was loaded."""
+        try:
+            pynvml: Any = importlib.import_module("pynvml")
+        except ImportError:
+            return Absent("nvidia-ml-py is not installed")
+        try:
+            pynvml.nvmlInit()
+            count = pynvml.nvmlDeviceGetCount()
+            handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(count)]
+            return sum(pynvml.nvmlDeviceGetTotalEnergyConsumption(handle) for handle in handles)
+        except pynvml.NVMLError as error:
+            return Absent(f"NVML says: {error}")
+
+
+@dataclass
+class StatedPower:
+    """Joules of a model: watts that the user states for a busy processor-second and for a second of the wall.
+
+    Attributes:
+        busy_watts: for each second of a processor that this process takes.
+        idle_watts: for each second of the wall.
+    """
+
+    busy_watts: float
+    idle_watts: float = 0.0
+    source: str = "model"
+
+    def begin(self) -> None:
+        self._wall, self._busy = time.perf_counter(), time.process_time()
+
+    def poll(self) -> None:
+        """Nothing is to be looked at."""
+
+    def end(self) -> dict[str, Quantity]:
+        wall, busy = time.perf_counter() - self._wall, time.process_time() - self._busy
+        return {"modelled_energy_joules": self.busy_watts * busy + self.idle_watts * wall}
