@@ -5,8 +5,13 @@ from __future__ import annotations
 import gc
 import importlib
 import os
+import shutil
 import signal
+import sys
+import tempfile
+from collections.abc import Generator
 
+import pytest
 from hypothesis import HealthCheck, settings
 
 # Threads that wait in a loop make tests many times slower as soon as anything else runs beside them. OpenMP reads this
@@ -29,11 +34,43 @@ settings.register_profile("repeatable", _UNTIMED, derandomize=True)
 settings.register_profile("searching", _UNTIMED, derandomize=False)
 settings.load_profile("repeatable")
 
+_MANY_MODULES = 50
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Make the folder in which a run's tests keep traces, measurements and plans; xdist's workers inherit it."""
+    if not hasattr(config, "workerinput"):
+        os.environ["TORCH_ODT_TESTS_CACHE"] = tempfile.mkdtemp(prefix="torch_odt_tests_")
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    if not hasattr(config, "workerinput"):
+        shutil.rmtree(os.environ["TORCH_ODT_TESTS_CACHE"], ignore_errors=True)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """A test that replaces anything has a cache of its own: the others must not find what came of that."""
+    shared = os.environ["TORCH_ODT_TESTS_CACHE"]
+    replaces = "monkeypatch" in getattr(item, "fixturenames", ())
+    os.environ["TORCH_ODT_CACHE"] = tempfile.mkdtemp(dir=shared) if replaces else shared
+
 
 def pytest_collection_finish() -> None:
     """What is imported by now stays; every start of a training step looks for garbage, and need not look there."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol() -> Generator[None, object, object]:
+    """The same for what a test is the first to import: dynamo and scikit-learn are tens of thousands of objects."""
+    before = len(sys.modules)
+    result = yield
+    if len(sys.modules) > before + _MANY_MODULES:
+        gc.collect()
+        gc.freeze()
+    return result
 
 
 def pytest_sessionfinish() -> None:

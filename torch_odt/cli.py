@@ -21,7 +21,10 @@ DONE, UNEXPECTED, USER_ERROR, INTERRUPTED = 0, 1, 2, 130
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit code."""
-    arguments = make_parser().parse_args(argv)
+    arguments, unknown = make_parser().parse_known_args(argv)
+    if unknown:
+        # By the command's own parser: the usage of all commands does not tell what this one takes.
+        arguments.parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     arguments.owns_process = argv is None
     with warnings.catch_warnings():
         if not arguments.debug:
@@ -37,7 +40,7 @@ def make_parser() -> argparse.ArgumentParser:
     for command in COMMANDS:
         subparser = commands.add_parser(command.NAME, help=command.SUMMARY, description=_sentence(command.SUMMARY))
         command.add_arguments(subparser)
-        subparser.set_defaults(run=command.run)
+        subparser.set_defaults(run=command.run, parser=subparser)
     return parser
 
 

@@ -47,7 +47,7 @@ def broken():
 """
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path_factory.mktemp("cache")
     monkeypatch.setenv("TORCH_ODT_CACHE", str(folder))
@@ -90,8 +90,8 @@ def image_folder(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def packed_fashion_mnist(tmp_path: Path) -> Path:
-    """The files of Fashion-MNIST as they are downloaded, with a few images in them."""
+def packed_fashion_mnist(tmp_path: Path, own_cache: Path) -> Path:
+    """The files of Fashion-MNIST as they are downloaded, with a few images in them; unpacked into `own_cache`."""
     raw = tmp_path / "data" / "FashionMNIST" / "raw"
     raw.mkdir(parents=True)
     generator = np.random.default_rng(0)

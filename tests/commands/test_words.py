@@ -32,6 +32,13 @@ def test_a_command_is_needed(terminal: Terminal) -> None:
     assert terminal().code == 2
 
 
+def test_an_unknown_option_shows_the_usage_of_its_command(terminal: Terminal) -> None:
+    outcome = terminal("watch", "--colour", "red")
+    assert outcome.code == 2
+    assert "usage: torch-odt watch" in outcome.err
+    assert "unrecognized arguments: --colour red" in outcome.err
+
+
 def test_module_can_be_run() -> None:
     command = [sys.executable, "-m", "torch_odt", "--version"]
     assert __version__ in subprocess.run(command, capture_output=True, text=True, check=True).stdout

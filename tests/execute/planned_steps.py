@@ -46,7 +46,7 @@ class Case:
 
     def plan(self) -> tuple[odt.TrainStep, list[Tensor]]:
         """The step that makes the plan."""
-        return self.train(**{"budget": PLENTY, "cache": False, **self.options})
+        return self.train(**{"budget": PLENTY, **self.options})
 
 
 def assert_equal_bits(found: list[Tensor], wanted: list[Tensor]) -> None:

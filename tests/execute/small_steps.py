@@ -43,7 +43,7 @@ def make_batches(count: int, size: int = 4, seed: int = 3) -> list[Batch]:
 def make_step(model: nn.Module, loss_fn: Callable[..., Any] | None = F.cross_entropy, **options: Any) -> odt.TrainStep:
     """A step whose every bit is plain PyTorch's where the batch is not cut, and that leaves its gradients."""
     optimizer = options.pop("optimizer", None) or sgd(model.parameters())
-    usual = {"budget": PLENTY, "cache": False, "disable_rewrites": exactness.WITH_GRADIENTS}
+    usual = {"budget": PLENTY, "disable_rewrites": exactness.WITH_GRADIENTS}
     return odt.TrainStep(model, loss_fn, optimizer, **usual | options)
 
 

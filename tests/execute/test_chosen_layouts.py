@@ -5,12 +5,12 @@ from __future__ import annotations
 import copy
 import itertools
 import math
-from pathlib import Path
 
 import exactness
 import pytest
 import torch
 import torchvision
+from fresh_plans import FreshPlans
 from models import CLASSES, Batch, ModelCase, case_named
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -50,13 +50,13 @@ SQUEEZENET = ModelCase("squeezenet", make_squeezenet, make_batch, loss_fn=F.cros
 
 @pytest.mark.parametrize("door", ["step", "wrap"])
 @pytest.mark.parametrize("case", [EVERY_KIND, SQUEEZENET], ids=lambda case: case.name)
-def test_graphs_compute_what_plain_pytorch_does(case: ModelCase, door: str, tmp_path: Path) -> None:
-    check(case, door, tmp_path)
+def test_graphs_compute_what_plain_pytorch_does(case: ModelCase, door: str) -> None:
+    check(case, door)
 
 
-def check(case: ModelCase, door: str, cache: Path) -> None:
+def check(case: ModelCase, door: str) -> None:
     plain = exactness.train_plainly(case, torch.float64)
-    opened = open_door(door, case, PLENTY, cache=cache, disable_rewrites=["update_in_backward"])
+    opened = open_door(door, case, PLENTY, cache=FreshPlans(), disable_rewrites=["update_in_backward"])
     outcome, plan = opened.train(PLENTY)
     assert any("(choose_layouts)" in note for note in plan.notes), plan.notes
     assert not plan.departures
@@ -76,15 +76,15 @@ def check(case: ModelCase, door: str, cache: Path) -> None:
         ("shufflenet_v2_x0_5", "step"),
     ],
 )
-def test_large_models_compute_what_plain_pytorch_does(name: str, door: str, tmp_path: Path) -> None:
-    check(in_float64(case_named(name)), door, tmp_path)
+def test_large_models_compute_what_plain_pytorch_does(name: str, door: str) -> None:
+    check(in_float64(case_named(name)), door)
 
 
 def test_micro_batches_compute_it_too() -> None:
     plain = exactness.train_plainly(SQUEEZENET, torch.float64)
-    outcome, plan = open_door(
-        "step", SQUEEZENET, PLENTY, cache=False, micro_batch=1, disable_rewrites=["update_in_backward"]
-    ).train(PLENTY)
+    outcome, plan = open_door("step", SQUEEZENET, PLENTY, micro_batch=1, disable_rewrites=["update_in_backward"]).train(
+        PLENTY
+    )
     assert plan.micro_batch == 1 and any("(choose_layouts)" in note for note in plan.notes)
     exactness.assert_as_exact(outcome, plain, plain, FLOAT64_ROUNDING)
 
@@ -105,7 +105,7 @@ class ReturnsImages(nn.Module):
 def test_what_leaves_a_wrapped_model_has_its_strides() -> None:
     model = ReturnsImages().double()
     plain = copy.deepcopy(model)
-    odt.wrap(model, budget=PLENTY, cache=False)
+    odt.wrap(model, budget=PLENTY)
     x = torch.randn(3, 3, 16, 16, dtype=torch.float64)
     inputs = [x.clone().requires_grad_() for _ in range(2)]
     outputs = [side(given) for side, given in zip((model, plain), inputs, strict=True)]
@@ -124,7 +124,7 @@ def test_what_leaves_a_wrapped_model_has_its_strides() -> None:
 def test_images_that_a_step_returns_have_their_strides() -> None:
     model = nn.Sequential(*ReturnsImages().double().layers)
     plain = copy.deepcopy(model)
-    step = odt.TrainStep(model, F.mse_loss, torch.optim.SGD(model.parameters(), lr=0.1), budget=PLENTY, cache=False)
+    step = odt.TrainStep(model, F.mse_loss, torch.optim.SGD(model.parameters(), lr=0.1), budget=PLENTY)
     x, y = (torch.randn(3, n, 16, 16, dtype=torch.float64) for n in (3, 1))
     _, image = step.with_outputs(x, y)
     assert any("(choose_layouts)" in note for note in step.plan.notes)

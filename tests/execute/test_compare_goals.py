@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from fresh_plans import FreshPlans
 from torch import nn
 
 import torch_odt as odt
@@ -40,7 +41,7 @@ def compared(*planners: str, share: float = 0.6, model: nn.Module | None = None,
         BATCH,
         planners=planners,
         budgets=[lambda everything_bytes: int(share * everything_bytes)],
-        **{"cache": False, "micro_batch": 4} | options,
+        **{"cache": FreshPlans(), "micro_batch": 4} | options,
     )
 
 

@@ -64,7 +64,7 @@ def _seeded() -> Iterator[None]:
 def test_a_step_is_as_near_to_float64_as_plain_pytorchs(
     off: str | None, door: str, plain_and_exact: tuple[exactness.Outcome, exactness.Outcome]
 ) -> None:
-    opened = open_door(door, CASE, PLENTY, cache=False, disable_rewrites=[] if off is None else [off])
+    opened = open_door(door, CASE, PLENTY, disable_rewrites=[] if off is None else [off])
     outcome, plan = opened.train(PLENTY)
     made = {name for name in REWRITES for note in plan.notes if note.endswith(f"({name})")}
     assert off not in made and len(made) >= 4, plan.notes

@@ -11,7 +11,6 @@ import functools
 import gc
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import exactness
@@ -50,9 +49,8 @@ NOISE_BYTES = 12 << 20
 class Trials:
     """The runs of one case, each made once and kept as long as the case is being tested."""
 
-    def __init__(self, case: ModelCase, cache: Path) -> None:
+    def __init__(self, case: ModelCase) -> None:
         self.case = case
-        self.cache = cache
         self._plenty: dict[str, tuple[Outcome, Planned]] = {}
         self._doors: dict[tuple[str, bool], Door] = {}
 
@@ -71,7 +69,7 @@ class Trials:
     @functools.cached_property
     def large(self) -> Trials | None:
         case = self.case.enlarged()
-        return None if case is None else Trials(case, self.cache)
+        return None if case is None else Trials(case)
 
     def plenty(self, door: str) -> tuple[Outcome, Planned]:
         """A run that has to give up nothing; its plan says what 100 % is."""
@@ -93,15 +91,15 @@ class Trials:
     def open(self, door: str, budget: odt.Budget, *, keeps_gradients: bool = False, **options: Any) -> Door:
         """A door as a fresh start finds it."""
         disabled = exactness.WITH_GRADIENTS if keeps_gradients else inexact_rewrites()
-        return open_door(door, self.case, budget, cache=self.cache, disable_rewrites=disabled, **options)
+        return open_door(door, self.case, budget, disable_rewrites=disabled, **options)
 
 
 @pytest.fixture(scope="module")
-def trials(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Trials:
+def trials(request: pytest.FixtureRequest) -> Trials:
     gc.collect()
     # What other tests have left for good need not be searched for garbage at every start of a step.
     gc.freeze()
-    return Trials(request.param, tmp_path_factory.mktemp("cache"))
+    return Trials(request.param)
 
 
 @pytest.fixture(scope="module", autouse=True)

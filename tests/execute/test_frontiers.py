@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from fresh_plans import FreshPlans
 from torch import Tensor, nn
 
 import torch_odt as odt
@@ -68,7 +69,7 @@ def test_all_planners_are_given_the_same(tmp_path: Path) -> None:
 
 def test_nobody_s_frontier_is_refused() -> None:
     with pytest.raises(odt.PlanError, match="nobody"):
-        frontiers(*step(), planners=("melon", "nobody"), cache=False)
+        frontiers(*step(), planners=("melon", "nobody"), cache=FreshPlans())
 
 
 def without_solver(*_: Any) -> Schedule:
@@ -77,12 +78,12 @@ def without_solver(*_: Any) -> Schedule:
 
 def test_a_planner_that_fails_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(registry._PLANNERS, "absent", without_solver)
-    found = frontiers(*step(norm=True), planners=("absent", "melon"), cache=False, **OPTIONS)
+    found = frontiers(*step(norm=True), planners=("absent", "melon"), cache=FreshPlans(), **OPTIONS)
     assert list(found) == ["melon"] and len(found["melon"]) > 1
     assert found["melon"].notes == ("no frontier of absent: this planner needs pulp",)
     assert "note: no frontier of absent" in str(found["melon"])
     with pytest.raises(odt.PlanError, match="needs pulp"):
-        frontiers(*step(norm=True), planners=("absent",), cache=False, **OPTIONS)
+        frontiers(*step(norm=True), planners=("absent",), cache=FreshPlans(), **OPTIONS)
 
 
 def test_what_is_too_late_without_paging_may_be_in_time_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,7 +95,9 @@ def test_what_is_too_late_without_paging_may_be_in_time_with_it(monkeypatch: pyt
 
     monkeypatch.setattr(frontier_module, "_candidates", only_paged)
     device = replace(Device.of_value("cortex-a72") or pytest.fail("no device"), storage=SLOW)
-    found = frontiers(*step(norm=True), planners=("melon",), device=device, page_to="/data", cache=False, **OPTIONS)
+    found = frontiers(
+        *step(norm=True), planners=("melon",), device=device, page_to="/data", cache=FreshPlans(), **OPTIONS
+    )
     assert len(made) == 2 and len(found["melon"]) == 1
 
 
@@ -106,7 +109,7 @@ def test_a_rest_of_the_batch_is_planned_in_time_too(monkeypatch: pytest.MonkeyPa
         return melon(graph, costs, budget_bytes)
 
     monkeypatch.setitem(registry._PLANNERS, "patient", patient)
-    found = frontiers(*step(), planners=("patient",), micro_batch=3, cache=False, **OPTIONS)["patient"]
+    found = frontiers(*step(), planners=("patient",), micro_batch=3, cache=FreshPlans(), **OPTIONS)["patient"]
     assert len(found) > 1 and max(limits) <= OPTIONS["time_limit_seconds"]
 
 
@@ -136,7 +139,7 @@ def test_frontiers_page_where_a_folder_is_given(tmp_path: Path, monkeypatch: pyt
     free = TransferCosts(1e-9, 1e15, 1e-9, 1e15, limit_bytes=1 << 40)
     monkeypatch.setattr("torch_odt.execute.page_file._measure", lambda pager, limit_bytes: free)
     folder = PageFile(tmp_path, limit="64MiB")
-    found = frontiers(*step(norm=True), planners=("melon",), page_to=folder, cache=False, **OPTIONS)["melon"]
+    found = frontiers(*step(norm=True), planners=("melon",), page_to=folder, cache=FreshPlans(), **OPTIONS)["melon"]
     smallest = found.plans[-1]
     assert smallest.timeline is not None and smallest.timeline.transfers
     assert any("paged out" in note for note in smallest.notes)
@@ -164,7 +167,7 @@ def test_each_plan_can_be_followed(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match="made for no budget"):
             odt.TrainStep(trained, loss_fn, optimizer, plan=plan)
         following = odt.TrainStep(
-            trained, loss_fn, optimizer, plan=plan, budget=odt.Budget("1GiB", of="training"), cache=False
+            trained, loss_fn, optimizer, plan=plan, budget=odt.Budget("1GiB", of="training"), cache=FreshPlans()
         )
         for _ in range(2):
             following(*batch)

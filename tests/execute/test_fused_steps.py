@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
-from pathlib import Path
 
 import exactness
 import pytest
@@ -86,15 +85,13 @@ def assert_near(
     exactness.assert_as_exact(*(parts(of, True) for of in (outcome, plain, exact)), CARRIED_OVER)
 
 
-def train(
-    case: ModelCase, budget: odt.Budget, cache: Path, autocast: bool = False
-) -> tuple[exactness.Outcome, odt.Plan]:
+def train(case: ModelCase, budget: odt.Budget, autocast: bool = False) -> tuple[exactness.Outcome, odt.Plan]:
     model = case.model()
     torch.manual_seed(exactness.SEED)
     optimizer = exactness.make_optimizer(model.parameters())
     # Convolutions in another layout round otherwise, and carry other activations over a bound than plain's.
     disabled = ["choose_layouts", "update_in_backward"]
-    step = odt.TrainStep(model, case.loss_fn, optimizer, budget=budget, cache=cache, disable_rewrites=disabled)
+    step = odt.TrainStep(model, case.loss_fn, optimizer, budget=budget, disable_rewrites=disabled)
 
     def call(batch: Batch) -> torch.Tensor:
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
@@ -113,10 +110,10 @@ def in_float64(case: ModelCase) -> ModelCase:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case, door", THROUGH_DOORS)
-def test_graphs_compute_in_float64_what_plain_pytorch_does(case: ModelCase, door: str, tmp_path: Path) -> None:
+def test_graphs_compute_in_float64_what_plain_pytorch_does(case: ModelCase, door: str) -> None:
     case = in_float64(case)
     plain = exactness.train_plainly(case, torch.float64)
-    opened = open_door(door, case, PLENTY, cache=tmp_path, disable_rewrites=["update_in_backward"])
+    opened = open_door(door, case, PLENTY, disable_rewrites=["update_in_backward"])
     outcome, plan = opened.train(PLENTY)
     assert any("fused" in note for note in plan.notes), plan.notes
     exactness.assert_as_exact(outcome, plain, plain, FLOAT64_ROUNDING)
@@ -136,27 +133,27 @@ def train_in_little(opened: Door, budget_bytes: int) -> exactness.Outcome:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
-def test_with_plenty_and_with_the_least(name: str, tmp_path: Path) -> None:
+def test_with_plenty_and_with_the_least(name: str) -> None:
     case = case_named(name)
     plain, exact = exactness.train_plainly(case), exactness.train_plainly(case, torch.float64)
-    outcome, plan = train(case, PLENTY, tmp_path)
+    outcome, plan = train(case, PLENTY)
     assert any("fused" in note for note in plan.notes), plan.notes
     assert_near(outcome, plain, exact, exactness.ROUNDING)
     exactness.assert_same_random_state(outcome, plain)
 
     with pytest.raises(odt.InfeasibleBudget) as refusal:
-        train(case, odt.Budget("4KiB", of="training"), tmp_path)
+        train(case, odt.Budget("4KiB", of="training"))
     smallest = refusal.value.smallest_feasible_bytes
-    tight, _ = train(case, odt.Budget(smallest, of="training"), tmp_path)
+    tight, _ = train(case, odt.Budget(smallest, of="training"))
     exactness.assert_identical(tight, outcome)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["mobilenet_v2-channels_last", "resnet18"])
-def test_under_bfloat16_autocast(name: str, tmp_path: Path) -> None:
+def test_under_bfloat16_autocast(name: str) -> None:
     case = case_named(name)
     plain, exact = exactness.train_plainly(case, autocast=True), exactness.train_plainly(case, torch.float64)
-    outcome, plan = train(case, PLENTY, tmp_path, autocast=True)
+    outcome, plan = train(case, PLENTY, autocast=True)
     assert any("fused" in note for note in plan.notes), plan.notes
     assert_near(outcome, plain, exact, exactness.BFLOAT16_ROUNDING)
 

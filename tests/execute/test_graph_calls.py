@@ -29,7 +29,7 @@ def fresh_dynamo() -> Iterator[None]:
 @pytest.mark.parametrize(("make", "inputs"), [(SeveralInputs, 2), (UsedTwice, 1)])
 def test_the_first_call_allocates_as_planned_too(make: type[nn.Module], inputs: int) -> None:
     """AOTAutograd makes it inside a mode, where numbers become tensors."""
-    model = odt.wrap(make(), budget=odt.Budget("1GiB", of="training"), cache=False)
+    model = odt.wrap(make(), budget=odt.Budget("1GiB", of="training"))
     before = odt.memory.stats().arena
     for _ in range(3):
         model(*(torch.randn(4, 16) for _ in range(inputs))).sum().backward()

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from fresh_plans import FreshPlans
 from torch import nn
 
 import torch_odt as odt
@@ -65,7 +66,7 @@ def make_model() -> nn.Module:
 
 
 def plan(nbytes: float, **options: Any) -> odt.Plan:
-    usual: dict[str, Any] = {"cache": False, "device": BOARD, "budget": odt.Budget(int(nbytes), of="training")}
+    usual: dict[str, Any] = {"cache": FreshPlans(), "device": BOARD, "budget": odt.Budget(int(nbytes), of="training")}
     return odt.plan(make_model(), F.cross_entropy, BATCH, **usual | options)
 
 
@@ -108,7 +109,13 @@ def test_waiting_for_a_file_is_no_reason_to_stop() -> None:
     """A plan that pages recomputes nothing either, and smaller micro-batches need not page."""
     pytest.importorskip("pulp")
     request = request_for(
-        make_model(), F.cross_entropy, budget="auto", planner="poet-paging", device=BOARD, page_to="/data", cache=False
+        make_model(),
+        F.cross_entropy,
+        budget="auto",
+        planner="poet-paging",
+        device=BOARD,
+        page_to="/data",
+        cache=FreshPlans(),
     )
     pages = prepare.Session(request, BATCH, {}, 8, False).candidates(pages=True)
     limit_bytes = int(0.7 * pages.make((8,), 1 << 30).total_bytes)

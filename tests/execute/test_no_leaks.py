@@ -19,7 +19,6 @@ from torch import Tensor, nn
 
 import torch_odt as odt
 from torch_odt import memory
-from torch_odt.runtime import Controller
 
 pytestmark = [
     pytest.mark.slow,
@@ -56,15 +55,8 @@ def transactional(tmp_path: Path) -> Callable[[], object]:
 
 def changing(tmp_path: Path) -> Callable[[], object]:
     """Plans change all the time."""
-
-    class Alternating(Scripted):
-        calls = 0
-
-        def allowed_bytes(self, reading: Any, level_bytes: int) -> int:
-            self.calls += 1
-            return level_bytes + (2**24 if self.calls // 10 % 2 else 2**26)
-
-    return train_step(budget=Controller(Alternating(0), grow_after_seconds=0))
+    growth = (10 * [2**26] + 10 * [2**24]) * (THOUSANDS * STEPS // 20 + 1)
+    return train_step(budget=Scripted(*growth, grow_after_seconds=0))
 
 
 def paging(tmp_path: Path) -> Callable[[], object]:

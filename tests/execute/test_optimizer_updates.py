@@ -56,7 +56,7 @@ def _seeded() -> Iterator[None]:
 
 
 def make_step(model: nn.Module, optimizer: torch.optim.Optimizer, **options: Any) -> odt.TrainStep:
-    usual = {"budget": PLENTY, "cache": False, "disable_rewrites": inexact_rewrites()}
+    usual = {"budget": PLENTY, "disable_rewrites": inexact_rewrites()}
     return odt.TrainStep(model, F.cross_entropy, optimizer, **usual | options)
 
 
@@ -183,7 +183,7 @@ def test_inside_a_small_budget() -> None:
     model = nn.Sequential(nn.Conv2d(3, 8, 3), *layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 3))
     batches = [(torch.randn(8, 3, 64, 64), labels) for _, labels in make_batches(3, size=8)]
     optimizer = sgd(momentum=0.9)(model.parameters())
-    keeping = odt.plan(model, F.cross_entropy, batches[0], budget=PLENTY, optimizer=optimizer, cache=False).peak_bytes
+    keeping = odt.plan(model, F.cross_entropy, batches[0], budget=PLENTY, optimizer=optimizer).peak_bytes
     step, _ = train_both(
         sgd(momentum=0.9), model=model, batches=batches, budget=odt.Budget(keeping * 2 // 3, of="training")
     )

@@ -36,22 +36,21 @@ def _seeded() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Most tests train the same network: it is traced and measured once."""
+    return tmp_path_factory.mktemp("cache")
+
+
 @pytest.fixture(autouse=True)
-def _fast(monkeypatch: pytest.MonkeyPatch) -> None:
+def _fast(monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
     """Transfers are so cheap for the planner that whatever has to go is paged."""
 
     def measure(pager: Any, limit_bytes: int) -> TransferCosts:
         return TransferCosts(0.0, 1e15, 0.0, 1e15, limit_bytes)
 
     monkeypatch.setattr(page_file, "_measure", measure)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Most tests train the same network: it is traced and measured once."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TORCH_ODT_CACHE", str(tmp_path_factory.mktemp("cache")))
-        yield
+    monkeypatch.setenv("TORCH_ODT_CACHE", str(cache))
 
 
 class Deep(nn.Module):

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from fresh_plans import FreshPlans
 from torch import Tensor, nn
 
 import torch_odt as odt
@@ -49,7 +50,7 @@ def _steady(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def plan(nbytes: int, **options: Any) -> odt.Plan:
     budget = odt.Budget(nbytes, of="training")
-    usual: dict[str, Any] = {"cache": False, "device": BOARD, "page_to": "/data"}
+    usual: dict[str, Any] = {"cache": FreshPlans(), "device": BOARD, "page_to": "/data"}
     return odt.plan(Remembering(), F.cross_entropy, BATCH, budget=budget, **usual | options)
 
 

@@ -26,7 +26,7 @@ def train(model: nn.Module | None = None, size: int = 4, **options: Any) -> tupl
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     if options.pop("with_optimizer", False):
         options["optimizer"] = optimizer
-    odt.wrap(model, cache=False, **options)
+    odt.wrap(model, **options)
     losses = []
     for x, y in make_batches(3, size):
         loss = nn.functional.cross_entropy(model(x), y)
@@ -80,7 +80,7 @@ def test_plans_of_the_two_doors_are_told_apart(tmp_path: Path) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(odt.PlanError, match="one of wrap"):
         odt.TrainStep(model, nn.functional.cross_entropy, optimizer, plan=tmp_path / "wrap.json")
-    plan = odt.plan(model, nn.functional.cross_entropy, make_batches(1)[0], budget=PLENTY, cache=False)
+    plan = odt.plan(model, nn.functional.cross_entropy, make_batches(1)[0], budget=PLENTY)
     with pytest.raises(odt.PlanError, match="not one of a wrapped model"):
         odt.wrap(model, plan=plan)
 

@@ -8,10 +8,10 @@ from __future__ import annotations
 import functools
 import gc
 import importlib.util
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import exactness
 import pytest
@@ -54,7 +54,7 @@ class Runs:
     """What all planners are compared with.
 
     Attributes:
-        cache: graphs and measurements, made once.
+        cache: graphs and measurements, made once; of all workers.
         kept_bytes: the budget that is named where everything is kept.
     """
 
@@ -79,17 +79,12 @@ class Runs:
         )
 
 
-def _cases() -> list[Any]:
-    """What is made once for a model is made by one worker."""
-    return [pytest.param(case, id=case.name, marks=pytest.mark.xdist_group(f"executed {case.name}")) for case in CASES]
-
-
-@pytest.fixture(scope="module", params=_cases())
-def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Runs:
+@pytest.fixture(scope="module", params=CASES, ids=lambda case: case.name)
+def runs(request: pytest.FixtureRequest) -> Runs:
     gc.collect()
     case = request.param
     plain = exactness.train_plainly(case, steps=STEPS)
-    runs = Runs(case, tmp_path_factory.mktemp("cache"), plain, 0)
+    runs = Runs(case, Path(os.environ["TORCH_ODT_TESTS_CACHE"], "executed"), plain, 0)
     return replace(runs, kept_bytes=_smallest_bytes(runs.door("keep-all", ABSURD)))
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from fresh_plans import FreshPlans
 from torch import nn
 
 import torch_odt as odt
@@ -42,7 +43,7 @@ def make_model() -> nn.Module:
 
 def plan(megabytes: float, **options: Any) -> odt.Plan:
     budget = odt.Budget(int(megabytes * 2**20), of="training")
-    usual: dict[str, Any] = {"cache": False, "device": BOARD, "micro_batch": 4}
+    usual: dict[str, Any] = {"cache": FreshPlans(), "device": BOARD, "micro_batch": 4}
     return odt.plan(make_model(), F.cross_entropy, BATCH, budget=budget, **usual | options)
 
 
@@ -124,7 +125,7 @@ def test_a_step_plans_longer_too(scarce: float) -> None:
     model = make_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     budget = odt.Budget("1GiB", of="training")
-    step = odt.TrainStep(model, F.cross_entropy, optimizer, budget=budget, cache=False, planning_seconds=0.2)
+    step = odt.TrainStep(model, F.cross_entropy, optimizer, budget=budget, cache=FreshPlans(), planning_seconds=0.2)
     torch.testing.assert_close(step(*BATCH), F.cross_entropy(make_model()(BATCH[0]), BATCH[1]))
 
 
@@ -230,7 +231,7 @@ def test_a_batch_that_cannot_be_cut_leaves_no_time_to_sizes_that_are_not_tried(
     def plan_normalised(**options: Any) -> odt.Plan:
         model = nn.Sequential(make_model()[:-1], nn.BatchNorm1d(128), nn.Linear(128, 3))
         budget = odt.Budget("1GiB", of="training")
-        return odt.plan(model, F.cross_entropy, BATCH, budget=budget, cache=False, device=BOARD, **options)
+        return odt.plan(model, F.cross_entropy, BATCH, budget=budget, cache=FreshPlans(), device=BOARD, **options)
 
     limits: list[float] = []
 
@@ -293,7 +294,7 @@ def test_a_wrapped_model_is_planned_longer_too(tmp_path: Path, monkeypatch: pyte
 def test_one_graph_is_planned_as_long_as_is_allowed(
     monkeypatch: pytest.MonkeyPatch, in_this_process: list[float]
 ) -> None:
-    graph, costs = measured(make_model(), F.cross_entropy, BATCH, cache=False)
+    graph, costs = measured(make_model(), F.cross_entropy, BATCH, cache=FreshPlans())
 
     def takes(schedule: Schedule) -> int:
         return simulate(graph, costs, schedule).peak_bytes

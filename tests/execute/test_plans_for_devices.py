@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from fresh_plans import FreshPlans
 from torch import nn
 
 import torch_odt as odt
@@ -39,7 +40,7 @@ def make_model() -> nn.Module:
 
 def plan(share: float = 1.0, **options: Any) -> odt.Plan:
     """For a share of what keeping everything takes."""
-    usual = {"cache": False, "device": BOARD, "micro_batch": 4} | options
+    usual = {"cache": FreshPlans(), "device": BOARD, "micro_batch": 4} | options
     budget = odt.Budget("1GiB", of="training")
     if share < 1:
         budget = odt.Budget(int(share * plan(**options).peak_bytes), of="training")
@@ -123,7 +124,7 @@ def test_such_a_plan_is_followed_from_its_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, knows_allocations: bool
 ) -> None:
     monkeypatch.undo()
-    costs = odt.profile(make_model(), F.cross_entropy, BATCH, cache=False) if knows_allocations else None
+    costs = odt.profile(make_model(), F.cross_entropy, BATCH, cache=FreshPlans()) if knows_allocations else None
     made = plan(0.7, objective="joules", deadline_seconds=100.0, costs=costs)
     assert any("allocations are guessed" in note for note in made.notes) is not knows_allocations
     made.save(tmp_path / "plan.json")
@@ -141,7 +142,7 @@ def test_such_a_plan_is_followed_from_its_file(
 
 
 def test_the_frontier_of_joules() -> None:
-    options: dict[str, Any] = {"device": BOARD, "cache": False, "time_limit_seconds": 2.0, "rungs": 2}
+    options: dict[str, Any] = {"device": BOARD, "cache": FreshPlans(), "time_limit_seconds": 2.0, "rungs": 2}
     found = odt.frontier(make_model(), F.cross_entropy, BATCH, objective="joules", **options)
     joules = [made.step_joules for made in found]
     assert joules == sorted(joules) and len(joules) > 1 and " J" in str(found)

@@ -17,11 +17,11 @@ BATCHES = make_batches(3)
 
 def plan(model: Net, **options: Any) -> odt.Plan:
     optimizer = sgd(model.parameters())
-    return odt.plan(model, F.cross_entropy, BATCHES[0], budget=PLENTY, optimizer=optimizer, cache=False, **options)
+    return odt.plan(model, F.cross_entropy, BATCHES[0], budget=PLENTY, optimizer=optimizer, **options)
 
 
 def steps(model: Net, **options: Any) -> odt.TrainStep:
-    return odt.TrainStep(model, F.cross_entropy, sgd(model.parameters()), cache=False, **options)
+    return odt.TrainStep(model, F.cross_entropy, sgd(model.parameters()), **options)
 
 
 @pytest.mark.parametrize("options", [{"accumulation_steps": 2}, {"clip_grad_norm": 1.0}, {}])

@@ -125,7 +125,6 @@ def test_outputs_on_request(shape: str, micro_batch: int | None) -> None:
         torch.optim.SGD(model.parameters(), lr=0.1),
         budget=PLENTY,
         micro_batch=micro_batch,
-        cache=False,
     )
     for x, y in make_batches(2):
         with torch.no_grad():
@@ -160,7 +159,7 @@ def test_optimizer_hooks_fire_once_a_step() -> None:
     calls: list[str] = []
     optimizer.register_step_pre_hook(lambda *_: calls.append("before"))
     optimizer.register_step_post_hook(lambda *_: calls.append("after"))
-    step = odt.TrainStep(model, F.cross_entropy, optimizer, budget=PLENTY, cache=False)
+    step = odt.TrainStep(model, F.cross_entropy, optimizer, budget=PLENTY)
     assert calls == []
     for batch in make_batches(3):
         step(*batch)
@@ -239,7 +238,7 @@ def test_accumulation_of_uneven_batches_is_the_mean_of_all_samples(micro_batch: 
     ours = Net()
     plain = copy.deepcopy(ours)
     optimizer = torch.optim.SGD(ours.parameters(), lr=0.1)
-    options = {"budget": PLENTY, "cache": False, "accumulation_steps": 3, "micro_batch": micro_batch}
+    options = {"budget": PLENTY, "accumulation_steps": 3, "micro_batch": micro_batch}
     step = odt.TrainStep(ours, F.cross_entropy, optimizer, **options)
     plain_optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
     for seed in (1, 2):
@@ -263,7 +262,6 @@ def test_flush_takes_the_step_of_an_incomplete_group() -> None:
         torch.optim.SGD(ours.parameters(), lr=0.1),
         budget=PLENTY,
         accumulation_steps=4,
-        cache=False,
     )
     step.flush()
     assert_equal_models(ours, plain)
@@ -349,9 +347,7 @@ def test_an_unknown_planner_is_refused_with_the_names(door: Callable[..., Any]) 
 
 def test_the_plan_is_there_after_the_first_call() -> None:
     model = Net()
-    step = odt.TrainStep(
-        model, F.cross_entropy, torch.optim.SGD(model.parameters(), lr=0.1), budget=PLENTY, cache=False
-    )
+    step = odt.TrainStep(model, F.cross_entropy, torch.optim.SGD(model.parameters(), lr=0.1), budget=PLENTY)
     with pytest.raises(RuntimeError, match="before the first call"):
         _ = step.plan
     step(*make_batches(1)[0])
@@ -368,7 +364,7 @@ def test_a_forced_micro_batch_is_refused_where_samples_influence_each_other() ->
     model = Net(norm=True)
     before = copy.deepcopy(model.state_dict())
     step = odt.TrainStep(
-        model, F.cross_entropy, torch.optim.SGD(model.parameters(), lr=0.1), budget=PLENTY, micro_batch=2, cache=False
+        model, F.cross_entropy, torch.optim.SGD(model.parameters(), lr=0.1), budget=PLENTY, micro_batch=2
     )
     with pytest.raises(NotSeparable, match="BatchNorm"):
         step(*make_batches(1)[0])

@@ -185,7 +185,7 @@ def test_values_changed_between_forward_and_backward_are_noticed() -> None:
 def test_the_model_remains_what_it_is() -> None:
     model = Conv()
     keys = list(model.state_dict())
-    assert wrap(model, budget=training("1GiB"), cache=False) is model
+    assert wrap(model, budget=training("1GiB")) is model
     step(model, images(2))
     assert type(model) is Conv
     assert list(model.state_dict()) == keys

@@ -81,7 +81,7 @@ def test_the_gradients_do_not_exist_at_once() -> None:
         model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(12)), nn.Linear(256, 3))
         gradients = sum(p.nbytes for p in model.parameters())
         optimizer = OPTIMIZERS["sgd"](model.parameters())
-        wrap(model, budget=training("1GiB"), cache=False, optimizer=optimizer if given else None)
+        wrap(model, budget=training("1GiB"), optimizer=optimizer if given else None)
         for _ in range(4):
             optimizer.zero_grad()
             memory.reset_peak()
@@ -97,7 +97,7 @@ def test_a_budget_without_room_for_the_gradients_is_not_refused() -> None:
     model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(40)), nn.Linear(256, 3))
     gradients = sum(p.nbytes for p in model.parameters())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    wrap(model, budget=training("1GiB"), cache=False, optimizer=optimizer)
+    wrap(model, budget=training("1GiB"), optimizer=optimizer)
 
     def step() -> None:
         model(torch.randn(4, 256)).square().mean().backward()
@@ -118,7 +118,7 @@ def test_the_first_step_needs_no_room_for_the_gradients_either() -> None:
         model = nn.Sequential(*(nn.Linear(512, 512) for _ in range(30)), nn.Linear(512, 3))
         gradients = sum(p.nbytes for p in model.parameters())
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        wrap(model, budget=training(4096), cache=False, optimizer=optimizer if given else None)
+        wrap(model, budget=training(4096), optimizer=optimizer if given else None)
         with pytest.raises(InfeasibleBudget) as refused:
             model(torch.randn(4, 512))
         smallest[given] = refused.value.smallest_feasible_bytes
@@ -200,7 +200,7 @@ def test_a_loss_that_uses_a_parameter_itself() -> None:
 def test_a_gradient_that_is_delivered_is_not_copied() -> None:
     model = nn.Linear(512, 512, bias=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    wrap(model, budget=training("1GiB"), cache=False, optimizer=optimizer)
+    wrap(model, budget=training("1GiB"), optimizer=optimizer)
     for is_alone in (True, True, False):
         optimizer.zero_grad()
         kept = None if is_alone else model(torch.randn(2, 512))

@@ -77,7 +77,7 @@ def test_one_optimizer_of_two_wrapped_models() -> None:
     ours = [*first.parameters(), *last.parameters()]
     plain_optimizer = OPTIMIZERS["sgd"](plain.parameters())
     for model in (first, last):
-        wrap(model, budget=training("1GiB"), cache=False, optimizer=optimizer)
+        wrap(model, budget=training("1GiB"), optimizer=optimizer)
     for _ in range(3):
         x = rows(4)
         last(first(x)).square().mean().backward()
@@ -94,7 +94,7 @@ def test_parameters_that_the_optimizer_does_not_hold() -> None:
     model = Mlp()
     plain = copy.deepcopy(model)
     optimizers = [OPTIMIZERS["adam"](m.layers[0].parameters()) for m in (model, plain)]
-    wrap(model, budget=training("1GiB"), cache=False, optimizer=optimizers[0])
+    wrap(model, budget=training("1GiB"), optimizer=optimizers[0])
     x = rows(4)
     for _ in range(2):
         for m, optimizer in zip((model, plain), optimizers, strict=True):

@@ -67,7 +67,7 @@ def adam(model: nn.Module) -> torch.optim.Optimizer:
 def make_step(model: nn.Module, **options: Any) -> odt.TrainStep:
     """A step whose bits do not depend on its plan."""
     optimizer = options.pop("optimizer", None) or adam(model)
-    usual = {"budget": PLENTY, "cache": False, "disable_rewrites": inexact_rewrites(), "transactional": True}
+    usual = {"budget": PLENTY, "disable_rewrites": inexact_rewrites(), "transactional": True}
     return odt.TrainStep(model, F.cross_entropy, optimizer, **usual | options)
 
 

@@ -24,7 +24,7 @@ def training(amount: str | int) -> Budget:
 def wrapped(model: nn.Module, budget: Budget | None = None, **options: Any) -> tuple[nn.Module, nn.Module]:
     """A wrapped model, whose every bit is plain PyTorch's, and a plain copy of it."""
     reference = copy.deepcopy(model)
-    usual = {"budget": budget or training("1GiB"), "cache": False, "disable_rewrites": inexact_rewrites()}
+    usual = {"budget": budget or training("1GiB"), "disable_rewrites": inexact_rewrites()}
     return wrap(model, **usual | options), reference
 
 
