@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
+import sys
+import types
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from tensorboard_writer import Written
 from terminals import Terminal
 from torch import nn
 
@@ -189,6 +193,32 @@ def test_a_budget_that_follows_what_is_available(terminal: Terminal, net: Path, 
     assert "the budget has not changed" in outcome.out
     assert "a step" in outcome.err and "plan" in outcome.err
     assert json.loads(log.read_text())["action"] == "begin"
+
+
+def test_the_live_line_of_a_fixed_budget(terminal: Terminal, net: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch_odt.commands.live.read_celsius", lambda: 48.2)
+    outcome = terminal("train", "--model", f"{net}:make", "--data", "digits", *FEW, "--steps", "2")
+    assert outcome.code == 0, outcome.err
+    assert re.search(r"memory [\d.]+ \w+ of 64\.0 MiB, plan [\d.]+ [MK]iB, [\d.]+ m?s a step, 48 °C", outcome.err)
+
+
+def test_tensorboard(terminal: Terminal, net: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Written] = []
+
+    class Module(types.ModuleType):
+        def SummaryWriter(self, folder: str) -> Written:
+            assert folder == str(tmp_path)
+            made.append(Written())
+            return made[-1]
+
+    words = ("train", "--model", f"{net}:make", "--data", "digits", *FEW, "--steps", "2", "--tensorboard", tmp_path)
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", Module("tensorboard"))
+    assert terminal(*words, "--adaptive").code == 0
+    (written,) = made
+    assert {("odt/loss", 1), ("odt/loss", 2), ("odt/budget_bytes", 0)} <= written.scalars.keys() and written.is_closed
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    refusal = terminal(*words)
+    assert refusal.code == 2 and "TensorBoard is not installed" in refusal.err
 
 
 def test_words_that_belong_to_adaptive_budgets(terminal: Terminal, net: Path) -> None:

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from pathlib import Path
 
 import torch_odt as odt
 from torch_odt.commands import options
 from torch_odt.commands.errors import UserError
-from torch_odt.commands.gauge import MemoryGauge
-from torch_odt.commands.table import format_bytes, seconds_text
-from torch_odt.commands.training import Record
-from torch_odt.runtime.controller import Controller
-from torch_odt.runtime.pause import read_celsius
+from torch_odt.commands.table import format_bytes
+from torch_odt.runtime.controller import Controller, Decision
 from torch_odt.runtime.policies import ShareOfAvailable, Smallest
 
 RESERVE = "64MiB"
@@ -39,7 +37,9 @@ def check(arguments: argparse.Namespace) -> None:
     options.check_folder("--decisions", arguments.decisions)
 
 
-def controller_for(arguments: argparse.Namespace, budget: odt.Budget) -> Controller | None:
+def controller_for(
+    arguments: argparse.Namespace, budget: odt.Budget, on_decision: Callable[[Decision], object] | None
+) -> Controller | None:
     """What decides while training runs; None where the budget stays as it is.
 
     Raises:
@@ -48,20 +48,7 @@ def controller_for(arguments: argparse.Namespace, budget: odt.Budget) -> Control
     if not arguments.adaptive:
         return None
     rest = ShareOfAvailable(1.0, reserve=arguments.reserve or RESERVE)
-    return Controller(Smallest(budget, rest), log=arguments.decisions)
-
-
-def live_text(step: odt.TrainStep, gauge: MemoryGauge, record: Record, above_bytes: int) -> str:
-    """Budget, plan, memory, seconds and temperature, as they are now."""
-    budget = step.plan.budget
-    assert budget is not None
-    words = [
-        f"memory {format_bytes(gauge.now_bytes - above_bytes)} of {format_bytes(budget.total_bytes - above_bytes)}",
-        f"plan {format_bytes(step.plan.peak_bytes)}",
-        f"{seconds_text(record.seconds[-1])} a step",
-    ]
-    celsius = read_celsius()
-    return ", ".join(words if celsius is None else [*words, f"{celsius:.0f} °C"])
+    return Controller(Smallest(budget, rest), log=arguments.decisions, on_decision=on_decision)
 
 
 def changes_text(controller: Controller) -> str:

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 import torch_odt as odt
-from torch_odt.commands import adaptive, background, checkpoints, options
+from torch_odt.commands import adaptive, background, checkpoints, live, options
 from torch_odt.commands.checkpoints import Checkpoints, Order
 from torch_odt.commands.data import NAMES, ImageData, load_data
 from torch_odt.commands.errors import UserError, as_user_errors
@@ -26,8 +26,9 @@ from torch_odt.commands.models import load_model
 from torch_odt.commands.optimizers import add_arguments as add_optimizer
 from torch_odt.commands.optimizers import make_optimizer
 from torch_odt.commands.table import bytes_text, format_bytes, render, seconds_text
-from torch_odt.commands.training import Record, beside_loop, laid_out, memory_against, run_steps, validate
+from torch_odt.commands.training import Record, beside_loop, laid_out, run_steps, validate
 from torch_odt.errors import PagingError
+from torch_odt.integrations.tensorboard import TensorBoardLog
 from torch_odt.runtime.background import BackgroundRun
 
 NAME = "train"
@@ -90,6 +91,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     checkpoints.add_arguments(parser)
     adaptive.add_arguments(parser)
     background.add_arguments(parser)
+    live.add_arguments(parser)
     options.add_output(parser)
 
 
@@ -115,20 +117,22 @@ def run(arguments: argparse.Namespace) -> int:
         MemoryGauge() as gauge,
         beside_loop(budget) as step_budget,
         _saving_on_failure(arguments.save, model, record),
+        live.tensorboard(arguments) as log,
     ):
+        on_decision = None if log is None else log.decision
         with as_user_errors(ValueError, OSError):
             step = odt.TrainStep(
                 model,
                 F.cross_entropy,
                 optimizer,
-                budget=adaptive.controller_for(arguments, step_budget) or step_budget,
+                budget=adaptive.controller_for(arguments, step_budget, on_decision) or step_budget,
                 planner=arguments.planner,
                 disable_rewrites=arguments.disable_rewrite,
                 page_to=arguments.page_to,
                 planning_seconds=arguments.planning_seconds,
             )
         with background.in_background(arguments, step) as beside:
-            report = _train(arguments, step, model, data, budget, gauge, record, kept, beside)
+            report = _train(arguments, step, model, data, budget, gauge, record, kept, beside, log)
     if arguments.save is not None:
         save(model, arguments.save)
         report.saved = str(arguments.save)
@@ -170,6 +174,7 @@ def _train(
     record: Record,
     kept: Checkpoints,
     beside: BackgroundRun | None,
+    log: TensorBoardLog | None,
 ) -> Report:
     resolved = budget.resolve(gauge.base_bytes)
     above = gauge.base_bytes if budget.of == "training" else 0
@@ -185,15 +190,14 @@ def _train(
     report.epochs = [Epoch(**seen) for seen in position.epochs]
     remaining = (arguments.steps or arguments.epochs * batches) - position.steps + position.batches
 
-    def memory_text() -> str:
-        if step.controller is None:
-            return memory_against(gauge, limit, above_bytes=above)
-        return adaptive.live_text(step, gauge, record, above)
-
     def step_done() -> None:
         if beside is not None:
             beside.after_step(record.seconds[-1])
         position.step_done(record.losses[-1], record.accuracies[-1])
+        if log is not None:
+            log.step(
+                position.steps, loss=record.losses[-1], step_seconds=record.seconds[-1], process_bytes=gauge.now_bytes
+            )
         kept.step_done(position)
 
     while position.epoch <= arguments.epochs and (count := min(batches, remaining)) >= max(1, position.batches):
@@ -205,7 +209,7 @@ def _train(
             laid_out(training, arguments.channels_last),
             steps=count - position.batches,
             record=record,
-            memory_text=memory_text,
+            memory_text=lambda: live.live_text(step, gauge, record, limit_bytes=limit, above_bytes=above),
             label=f"epoch {position.epoch}",
             quiet=arguments.json,
             announce=None if len(record.losses) else lambda: f"\n{step.plan}\n",

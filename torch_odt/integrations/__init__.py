@@ -1,0 +1,1 @@
+"""Other frameworks, one file each; none is imported before it is used."""

@@ -1,0 +1,68 @@
+"""TensorBoard: what a controller decides, and what steps take, as scalars over steps."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Protocol
+
+from torch_odt.runtime.controller import Decision
+
+
+class Writer(Protocol):
+    """What is needed of `torch.utils.tensorboard.SummaryWriter`."""
+
+    def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> None: ...
+    def add_text(self, tag: str, text_string: str, global_step: int) -> None: ...
+    def close(self) -> None: ...
+
+
+class TensorBoardLog:
+    """Writes decisions and steps where TensorBoard finds them.
+
+    Choose it where a run is watched in TensorBoard anyway; `Controller(log=...)` writes the same decisions as lines of
+    JSON and needs nothing.
+
+    Args:
+        writer: a `SummaryWriter`, which stays the caller's to close; or a folder, for which one is made.
+
+    Raises:
+        ImportError: a folder is given, and TensorBoard is not installed.
+
+    Example:
+        >>> from torch_odt.runtime import Controller
+        >>> log = TensorBoardLog("runs/small")  # doctest: +SKIP
+        >>> controller = Controller("80%", on_decision=log.decision)  # doctest: +SKIP
+    """
+
+    def __init__(self, writer: Writer | str | Path) -> None:
+        self._writer = _open(writer) if isinstance(writer, str | Path) else writer
+
+    def decision(self, decision: Decision) -> None:
+        """A change of the budget; give it as `on_decision` to a `Controller`."""
+        for name in ("budget_bytes", "allowed_bytes", "process_bytes", "available_bytes"):
+            self._writer.add_scalar(f"odt/{name}", getattr(decision, name), decision.step)
+        self._writer.add_text("odt/decision", f"{decision.action}: {decision.reason}", decision.step)
+
+    def step(self, number: int, *, loss: float, step_seconds: float, process_bytes: int) -> None:
+        """A step has been made.
+
+        Args:
+            number: of the step.
+            process_bytes: that the process holds after it.
+        """
+        self._writer.add_scalar("odt/loss", loss, number)
+        self._writer.add_scalar("odt/step_seconds", step_seconds, number)
+        self._writer.add_scalar("odt/held_bytes", process_bytes, number)
+
+    def close(self) -> None:
+        """Everything is written."""
+        self._writer.close()
+
+
+def _open(folder: str | Path) -> Writer:
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError as error:
+        raise ImportError('TensorBoard is not installed: pip install "torch_odt[tensorboard]"') from error
+    writer: Writer = SummaryWriter(str(folder))
+    return writer
