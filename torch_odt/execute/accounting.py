@@ -212,7 +212,7 @@ def held_by_process() -> int:
     return memory.process_bytes()
 
 
-def make_room(arena: Any, arena_bytes: int, budget_bytes: int, step: int | None = None) -> None:
+def make_room(arena: Any, step_bytes: int, budget_bytes: int, step: int | None = None) -> None:
     """Before a step: what other code has freed since the last one must not stand in the arena's way.
 
     malloc keeps freed pages for itself; they are returned when the step would not fit beside them. In the first steps
@@ -220,17 +220,19 @@ def make_room(arena: Any, arena_bytes: int, budget_bytes: int, step: int | None 
     gradients do not fit in.
 
     Args:
-        arena_bytes: how many of the arena's the step uses.
+        arena: where the step's tensors lie; None where they are ordinary allocations.
+        step_bytes: what the step uses of the arena, or allocates.
         step: how many steps of the plan have run; None after one.
     """
     is_settling = step is not None and step < _SETTLING_STEPS
-    if is_settling or (arena is not None and _held_with(arena, arena_bytes) > budget_bytes):
+    if is_settling or _held_with(arena, step_bytes) > budget_bytes:
         memory.trim()
 
 
-def _held_with(arena: Any, arena_bytes: int) -> int:
-    """What the process will hold when so much of an arena is in use."""
-    return memory.process_bytes() + max(0, arena_bytes - int(arena.resident_bytes))
+def _held_with(arena: Any, step_bytes: int) -> int:
+    """What the process will hold during a step."""
+    resident_bytes = 0 if arena is None else int(arena.resident_bytes)
+    return memory.process_bytes() + max(0, step_bytes - resident_bytes)
 
 
 def _calls(graph: TrainingGraph) -> set[Any]:

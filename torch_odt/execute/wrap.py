@@ -16,6 +16,7 @@ from torch_odt.capture.partition import GraphPiece, inference_piece, partition
 from torch_odt.capture.rewrite import switched_off
 from torch_odt.capture.trace import eager_recurrent_layers
 from torch_odt.errors import CaptureError, InfeasibleBudget, OdtWarning, first_line
+from torch_odt.execute.accounting import make_room
 from torch_odt.execute.allotted import PLAN_FOR_ONE_BUDGET, controller_of
 from torch_odt.execute.checkpointing import checkpointed
 from torch_odt.execute.compiled import refuse_compiled
@@ -294,6 +295,7 @@ class _WrappedCall:
             needed = with_temporaries(costs.estimate(names)) + gradients
             self.session.check(needed, room, "nothing more to checkpoint")
             self.session.ledger.fallback_line = step_line(names, needed, "estimated, new gradients included")
+            make_room(None, needed, self.session.budget.total_bytes)
             try:
                 with undone_on_failure(self._model), capped(room), checkpointed(self._model, names):
                     return call(*args, **kwargs)
