@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from readings import MIB, reading
 
+from torch_odt.errors import OdtWarning
 from torch_odt.runtime.controller import Controller, Decision, Need, _on_ladder
 from torch_odt.runtime.policies import ControlGroupHeadroom
 
@@ -190,3 +191,51 @@ def test_it_must_begin() -> None:
 def test_a_log_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="No such file"):
         Controller("80%", log=tmp_path / "missing" / "decisions.jsonl")
+
+
+def test_below_what_failed_it_grows() -> None:
+    world = World(612)
+    controller = world.controller()
+    controller.begin(LEVEL)
+    controller.out_of_memory(LEVEL + 256 * MIB)
+    assert world.step(228, need=300) == 228
+    grown = [world.step(612, need=220) for _ in range(6)]
+    assert grown[0] == 228 and grown[-1] == 356, "up to what failed, while more than that is not tried"
+    assert world.actions == ["begin", "retreat", "shrink", "grow"]
+
+
+def test_scarcity_ends() -> None:
+    world = World(612)
+    controller = world.controller()
+    controller.begin(LEVEL)
+    world.step(150, need=600)
+    controller.refused(300 * MIB)
+    assert controller.is_scarce and world.actions[-1] == "scarce"
+    world.step(320, need=300)
+    assert not controller.is_scarce
+    assert controller.room_bytes(LEVEL) == 320 * MIB - reading().process_bytes
+    world.step(150, need=300)
+    assert controller.is_scarce and world.actions[-2:] == ["scarce", "scarce"]
+
+
+def test_a_limit_that_is_lifted_ends_nothing() -> None:
+    said: list[int | None] = [612 * MIB, None, None]
+    controller = Controller(lambda _: said.pop(0), read=lambda: reading(available=2000))
+    assert controller.begin(LEVEL).total_bytes == 612 * MIB
+    assert controller.before_step(LEVEL, Need(600 * MIB)).total_bytes == 612 * MIB
+    controller = Controller(lambda _: None, read=reading)
+    with pytest.raises(ValueError, match="says nothing of this process"):
+        controller.begin(LEVEL)
+
+
+def test_a_log_that_fails_ends_nothing(tmp_path: Path) -> None:
+    world = World(612)
+    log = tmp_path / "gone" / "decisions.jsonl"
+    log.parent.mkdir()
+    controller = world.controller(log=log)
+    log.unlink()
+    log.parent.rmdir()
+    with pytest.warns(OdtWarning, match="could not be written down"):
+        controller.begin(LEVEL)
+    assert world.step(356, need=600) == 356
+    assert world.actions == ["begin", "shrink"]

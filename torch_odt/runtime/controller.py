@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import time
+import warnings
 from collections import deque
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -16,6 +17,7 @@ from json import dumps
 from pathlib import Path
 from typing import Any, Literal
 
+from torch_odt.errors import OdtWarning
 from torch_odt.runtime.budget import Allotment, Budget
 from torch_odt.runtime.monitor import Reading, read_system
 from torch_odt.runtime.policies import AnyPolicy, Policy, policy_of
@@ -137,6 +139,8 @@ class Controller:
         self._ceiling_until = 0.0
         self._smallest_bytes, self._smallest_until = 0, 0.0
         self._followed: set[int] = set()
+        self._is_scarce = False
+        self._has_told_of_log = False
         self._lowered_at = -_PRESSED_STEPS
         self._rungs_below = 0
 
@@ -179,12 +183,13 @@ class Controller:
 
         Raises:
             RuntimeError: it has not begun.
-            ValueError: the policy says nothing, or what it says is no number of bytes.
+            ValueError: what the policy says is no number of bytes.
         """
         current = self.current
         reading = self._read()
         allowed = self._allowed(reading, level_bytes)
-        wanted = _on_ladder(allowed, level_bytes)
+        self._is_scarce = self._is_scarce and allowed < current.total_bytes
+        wanted = int(min(_on_ladder(allowed, level_bytes), self._ceiling()))
         if self._must_shrink(allowed, need):
             self._shrink("shrink", "less is allowed than the plan takes", allowed, allowed, level_bytes, reading)
         elif wanted <= current.total_bytes:
@@ -198,7 +203,7 @@ class Controller:
     @property
     def is_scarce(self) -> bool:
         """Whether the smallest plan is followed although it takes more than is allowed."""
-        return bool(self.decisions) and self.decisions[-1].action == "scarce"
+        return self._is_scarce
 
     def room_bytes(self, level_bytes: int) -> int:
         """What the process may take at this moment beside what it holds: what the policy leaves of it, or all that is
@@ -241,6 +246,9 @@ class Controller:
 
     def _allowed(self, reading: Reading, level_bytes: int) -> int:
         said = self.policy.allowed_bytes(reading, level_bytes)
+        if said is None and self._current is not None:
+            # A limit that is lifted while training runs is no reason to end it, nor a number to grow to.
+            return min(self._current.total_bytes, reading.process_bytes + reading.available_bytes)
         if said is None:
             raise ValueError(
                 f"{self.policy} says nothing of this process: combine it with one that does, "
@@ -282,16 +290,18 @@ class Controller:
             reason = "the smallest plan takes more than is allowed"
             self._decide("scarce", reason, self._smallest_bytes, had_bytes, reading)
 
+    def _ceiling(self) -> float:
+        """What is not to be exceeded for some time."""
+        if self._clock() >= self._ceiling_until:
+            self._ceiling_bytes = math.inf
+        return self._ceiling_bytes
+
     def _may_grow(self, wanted: int, need: Need | None) -> bool:
         """Whether more has been allowed for long enough, and is of use."""
         now = self._clock()
         if need is not None and need.is_free:
             self._more_since = None
             return False
-        if wanted > self._ceiling_bytes:
-            if now < self._ceiling_until:
-                return False
-            self._ceiling_bytes = math.inf
         if self._more_since is None:
             self._more_since, self._least_more = now, wanted
         self._least_more = min(self._least_more, wanted)
@@ -312,6 +322,17 @@ class Controller:
             available_bytes=reading.available_bytes,
         )
         self.decisions.append(decision)
+        self._is_scarce = action == "scarce"
+        try:
+            self._tell(decision)
+        except OSError as error:
+            if not self._has_told_of_log:
+                self._has_told_of_log = True
+                warnings.warn(
+                    f"a decision could not be written down: {error}; training goes on", OdtWarning, stacklevel=2
+                )
+
+    def _tell(self, decision: Decision) -> None:
         if self._log is not None:
             with self._log.open("a", encoding="utf-8") as file:
                 file.write(dumps(decision.to_dict()) + "\n")
