@@ -21,7 +21,8 @@ class ControlGroupLevel:
 
     Attributes:
         limit_bytes: what all its processes may take together; None where it does not limit.
-        used_bytes: what they take, pages of files that the kernel can drop left out; None where it does not say.
+        used_bytes: what they take, pages of files that the kernel can drop left out; None where it does not limit, or
+            does not say.
     """
 
     folder: Path
@@ -79,15 +80,15 @@ def _folders(mount: Path, path: str) -> Iterator[Path]:
 
 def _level_v2(folder: Path) -> ControlGroupLevel:
     limits = [read_number(folder / "memory.max"), read_number(folder / "memory.high")]
-    known = [limit for limit in limits if limit is not None]
-    used_bytes = _used(folder, "memory.current", "inactive_file")
-    return ControlGroupLevel(folder, min(known, default=None), used_bytes)
+    limit = min((limit for limit in limits if limit is not None), default=None)
+    return ControlGroupLevel(folder, limit, None if limit is None else _used(folder, "memory.current", "inactive_file"))
 
 
 def _level_v1(folder: Path) -> ControlGroupLevel:
     limit = read_number(folder / "memory.limit_in_bytes")
-    used_bytes = _used(folder, "memory.usage_in_bytes", "total_inactive_file")
-    return ControlGroupLevel(folder, limit if limit is not None and limit < UNLIMITED_BYTES else None, used_bytes)
+    if limit is None or limit >= UNLIMITED_BYTES:
+        return ControlGroupLevel(folder, None, None)
+    return ControlGroupLevel(folder, limit, _used(folder, "memory.usage_in_bytes", "total_inactive_file"))
 
 
 def _used(folder: Path, usage: str, reclaimable: str) -> int | None:
