@@ -12,13 +12,14 @@ from typing import Any
 
 import pytest
 import torch
+from refusals import refused
 from safetensors.torch import load_file
 from tensorboard_writer import Written
 from terminals import Terminal
 from torch import nn
 
 import torch_odt as odt
-from torch_odt import Budget, InfeasibleBudget, PagingError, TrainStep
+from torch_odt import Budget, InfeasibleBudget, PagingError, TrainStep, memory
 from torch_odt.commands.train import save
 from torch_odt.commands.training import beside_loop, laid_out, validate
 
@@ -200,6 +201,25 @@ def test_the_live_line_of_a_fixed_budget(terminal: Terminal, net: Path, monkeypa
     outcome = terminal("train", "--model", f"{net}:make", "--data", "digits", *FEW, "--steps", "2")
     assert outcome.code == 0, outcome.err
     assert re.search(r"memory [\d.]+ \w+ of 64\.0 MiB, plan [\d.]+ [MK]iB, [\d.]+ m?s a step, 48 °C", outcome.err)
+
+
+@pytest.mark.skipif(not memory.install(), reason="torch_odt._memory, which refuses allocations, is not built")
+@pytest.mark.filterwarnings("ignore:an attempt of a step was undone:torch_odt.errors.OdtWarning")
+def test_a_step_without_memory_is_made_again(terminal: Terminal, net: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[TrainStep] = []
+
+    def with_outputs(self: TrainStep, *args: Any) -> Any:
+        made.append(self)
+        with refused(2 if len(made) == 2 else 1 << 30):
+            return MAKE_STEP(self, *args)
+
+    monkeypatch.setattr(TrainStep, "with_outputs", with_outputs)
+    words = ("train", "--model", f"{net}:make", "--data", "digits", *FEW, "--steps", "2")
+    assert terminal(*words).code != 0, "an ordinary step ends the run"
+    made.clear()
+    outcome = terminal(*words, "--transactional")
+    assert outcome.code == 0, outcome.err
+    assert len(made) == 2 and len(made[1].last_retries) == 1
 
 
 def test_tensorboard(terminal: Terminal, net: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

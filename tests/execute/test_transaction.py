@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from refusals import refused
 from torch import Tensor, nn
 from undone_steps import (
     PLENTY,
@@ -29,7 +30,6 @@ from undone_steps import (
     batches,
     make_step,
     places,
-    refused,
 )
 
 import torch_odt as odt

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from undone_steps import Everything, Restless, batches, make_step, refused
+from refusals import refused
+from undone_steps import Everything, Restless, batches, make_step
 
 import torch_odt as odt
 from torch_odt._extensions import memory_module

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from refusals import refused
 from scripted_budgets import Scripted, make_batches, make_net, plainly
 from torch import nn
-from undone_steps import refused
 
 import torch_odt as odt
 from torch_odt import memory

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +12,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import torch_odt as odt
-from torch_odt._extensions import memory_module
 from torch_odt.capture.rewrite import inexact_rewrites
 from torch_odt.memory import stats
 
@@ -136,17 +133,6 @@ class Rewindable:
             for key, value in entries.items():
                 self._step.optimizer.state[parameter][key].copy_(value)
         torch.set_rng_state(self._random)
-
-
-@contextmanager
-def refused(after: int, *, lasts: bool = False) -> Iterator[None]:
-    """The allocation that comes after so many others is refused; all behind it as well if that lasts."""
-    assert memory_module is not None
-    memory_module.refuse_after(after, lasts)
-    try:
-        yield
-    finally:
-        memory_module.refuse_after(-1)
 
 
 def allocations(step: odt.TrainStep, batch: Batch) -> int:

@@ -88,6 +88,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_optimizer(parser)
     parser.add_argument("--workers", type=int, default=0, help="processes that load data (default: 0)")
     parser.add_argument("--save", type=Path, metavar="FILE", help="write the weights there, as safetensors")
+    parser.add_argument(
+        "--transactional", action="store_true", help="undo a step that fails, and make it again where memory was short"
+    )
     checkpoints.add_arguments(parser)
     adaptive.add_arguments(parser)
     background.add_arguments(parser)
@@ -130,6 +133,7 @@ def run(arguments: argparse.Namespace) -> int:
                 disable_rewrites=arguments.disable_rewrite,
                 page_to=arguments.page_to,
                 planning_seconds=arguments.planning_seconds,
+                transactional=arguments.transactional,
             )
         with background.in_background(arguments, step) as beside:
             report = _train(arguments, step, model, data, budget, gauge, record, kept, beside, log)
