@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from torch_odt.runtime.monitor import Monitor, Reading, read_system
     from torch_odt.runtime.persistence import Checkpointer, Resumed
     from torch_odt.runtime.policies import ControlGroupHeadroom, Fixed, Policy, ShareOfAvailable, Smallest
+    from torch_odt.runtime.spin_count import explored_spin_count
     from torch_odt.runtime.wait_policy import reexecute_with_wait_policy
 
 __all__ = [
@@ -31,6 +32,7 @@ __all__ = [
     "Resumed",
     "ShareOfAvailable",
     "Smallest",
+    "explored_spin_count",
     "format_bytes",
     "parse_bytes",
     "read_system",
@@ -53,6 +55,7 @@ _LAZY = {
     "Monitor": "torch_odt.runtime.monitor",
     "Reading": "torch_odt.runtime.monitor",
     "read_system": "torch_odt.runtime.monitor",
+    "explored_spin_count": "torch_odt.runtime.spin_count",
     "reexecute_with_wait_policy": "torch_odt.runtime.wait_policy",
 }
 

@@ -32,6 +32,7 @@ def wait_policy_is_set(environment: MutableMapping[str, str] = os.environ) -> bo
 
 def reexecute_with_wait_policy(
     *,
+    spin_count: int | None = SPIN_COUNT,
     environment: MutableMapping[str, str] = os.environ,
     words: Sequence[str] | None = None,
     execute: Callable[[str, list[str], MutableMapping[str, str]], object] = os.execve,
@@ -42,6 +43,8 @@ def reexecute_with_wait_policy(
     process keeps its number; its memory, threads and open files do not survive.
 
     Args:
+        spin_count: of OpenMP's threads; None takes the one that `explored_spin_count` finds for this machine, which
+            takes up to a minute the first time and none later.
         environment: of this process, for tests.
         words: the command line; None takes the process's own.
         execute: replaces the process, for tests.
@@ -51,12 +54,17 @@ def reexecute_with_wait_policy(
     """
     if wait_policy_is_set(environment) or GUARD in environment:
         return
+    if spin_count is None:
+        # Most programs do without what it takes to try.
+        from torch_odt.runtime.spin_count import explored_spin_count
+
+        spin_count = explored_spin_count()
     line = list(sys.orig_argv if words is None else words)
     sys.stdout.flush()
     sys.stderr.flush()
     try:
         execute(
-            sys.executable, [sys.executable, *line[1:]], {**environment, "GOMP_SPINCOUNT": str(SPIN_COUNT), GUARD: "1"}
+            sys.executable, [sys.executable, *line[1:]], {**environment, "GOMP_SPINCOUNT": str(spin_count), GUARD: "1"}
         )
     except OSError as error:
         warnings.warn(f"the process could not be started anew: {error}. {_ADVICE}", OdtWarning, stacklevel=2)
