@@ -21,7 +21,7 @@ from torch_odt.adapt.drift import FadingMean, PageHinkley
 from torch_odt.adapt.frozen_features import FrozenFeatures
 from torch_odt.adapt.head import find_head
 from torch_odt.adapt.linear import linear_of
-from torch_odt.adapt.online_layer import OnlineLayer, place_of_layer
+from torch_odt.adapt.stream_layer import OnlineLayer, place_of_layer
 
 
 @dataclass(frozen=True, slots=True)

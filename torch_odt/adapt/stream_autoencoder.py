@@ -18,8 +18,8 @@ from torch_odt.adapt.drift import PageHinkley
 from torch_odt.adapt.frozen_features import FrozenFeatures
 from torch_odt.adapt.head import find_head
 from torch_odt.adapt.linear import linear_of
-from torch_odt.adapt.online_layer import OnlineLayer, place_of_layer
 from torch_odt.adapt.running_statistics import RunningStatistics
+from torch_odt.adapt.stream_layer import OnlineLayer, place_of_layer
 
 Reconstructed = Literal["features", "input"]
 
