@@ -51,7 +51,7 @@ def online_autoencoder(
     attach: str | None = None,
     reconstruct: Reconstructed = "features",
     bottleneck: int | None = None,
-    lr: float = 0.01,
+    lr: float = 0.05,
     deviations: float = 3.0,
     warm_up: int = 100,
     learn_anomalies: bool = True,
@@ -76,7 +76,7 @@ def online_autoencoder(
         reconstruct: the standardised features, or the input as it is.
         bottleneck: so many numbers in between, as two linear layers; by default a quarter of the features, and none
             (one layer) where the input is reconstructed.
-        lr: of SGD, without momentum.
+        lr: of SGD, without momentum. A larger one reconstructs better, until the loss becomes infinite.
         deviations: a score is an anomaly's where it is so many standard deviations above the mean of the scores.
         warm_up: so many samples are seen before any is called an anomaly.
         learn_anomalies: whether statistics, layer and threshold learn from anomalies, too: then what stays becomes

@@ -50,7 +50,7 @@ def online_head(
     replace: str | None = None,
     attach: str | None = None,
     classes: Iterable[Hashable] = (),
-    lr: float = 0.01,
+    lr: float | None = None,
     forgetting: float = 1.0,
     eps: float = 1e-3,
     fading: float = 0.998,
@@ -71,8 +71,8 @@ def online_head(
             the last linear layer.
         attach: ... or it goes behind this layer: its features are what the layer returns. "" is the whole model.
         classes: labels that are known to come. Others are added when they come.
-        lr: of SGD, without momentum. The larger, the faster it learns, and the less exactly; half as large for twice as
-            many features.
+        lr: of SGD, without momentum. By default 0.5 / features: standardised features have a squared length of their
+            number, so that a step changes the scores alike however many there are.
         forgetting: how fast the statistics of the features forget, see `RunningStatistics`: 1 for a stream that stays
             what it is, 0.999 for one that drifts.
         eps: added to the variance of each feature.
@@ -97,7 +97,13 @@ def online_head(
     """
     features = place_of_layer(model, sample, replace=replace, attach=attach, default=lambda: find_head(model))
     return OnlineHead(
-        features, classes=classes, lr=lr, forgetting=forgetting, eps=eps, accuracy=FadingMean(fading), drift=drift
+        features,
+        classes=classes,
+        lr=0.5 / features.count if lr is None else lr,
+        forgetting=forgetting,
+        eps=eps,
+        accuracy=FadingMean(fading),
+        drift=drift,
     )
 
 
