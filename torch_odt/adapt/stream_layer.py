@@ -75,7 +75,9 @@ class OnlineLayer:
         with self.features.running() as features_of:
             return [do(number, features_of(x[number : number + 1])) for number in range(len(x))]
 
-    def _step(self, features: Tensor, loss_of: Callable[[Tensor], Tensor]) -> float:
+    def _step(
+        self, features: Tensor, loss_of: Callable[[Tensor], Tensor], *, clip_grad_norm: float | None = None
+    ) -> float:
         """W <- W - lr dL/dW and b <- b - lr dL/db; returns the loss L from before."""
         parameters = list(self.layer.parameters())
         with torch.enable_grad():
@@ -87,6 +89,9 @@ class OnlineLayer:
                 f"the loss of sample {self.samples} is {value}, and it was not learnt from: lr={self.lr} is too large "
                 f"for {self.features.count} features"
             )
+        if clip_grad_norm is not None:
+            factor = clip_grad_norm / max(float(nn.utils.get_total_norm(gradients)), clip_grad_norm)
+            gradients = tuple(gradient.mul_(factor) for gradient in gradients)
         with torch.no_grad():
             for parameter, gradient in zip(parameters, gradients, strict=True):
                 parameter.add_(gradient, alpha=-self.lr)
