@@ -151,6 +151,17 @@ def test_the_network_is_frozen_and_left_as_it_was() -> None:
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
 
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_learns_where_gradients_are_off(mode: type[torch.no_grad]) -> None:
+    model, (x, labels) = network(), samples(20)
+    head, other = (online_head(model, x[:1]) for _ in range(2))
+    head.learn(x, labels)
+    with mode():
+        other.learn(x.clone(), labels)
+        assert other.predict(x.clone()) == head.predict(x)
+    assert_same_state(head, other)
+
+
 def test_what_lies_behind_the_layer_is_not_run() -> None:
     model, (x, labels) = network(), samples(4)
     head = online_head(model, x, attach="0")

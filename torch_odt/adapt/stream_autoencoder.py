@@ -6,6 +6,7 @@ what a device sees, but a sample can be its own target. What is reconstructed ba
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
@@ -52,8 +53,9 @@ def online_autoencoder(
     reconstruct: Reconstructed = "features",
     bottleneck: int | None = None,
     lr: float = 0.05,
+    clip_grad_norm: float | None = 1.0,
     deviations: float = 3.0,
-    warm_up: int = 100,
+    warm_up: int = 200,
     learn_anomalies: bool = True,
     forgetting: float = 1.0,
     score_forgetting: float = 0.998,
@@ -77,8 +79,11 @@ def online_autoencoder(
         bottleneck: so many numbers in between, as two linear layers; by default a quarter of the features, and none
             (one layer) where the input is reconstructed.
         lr: of SGD, without momentum. A larger one reconstructs better, until the loss becomes infinite.
+        clip_grad_norm: gradients are shortened to this length, for a squared error knows no bounds, and one anomaly
+            could undo everything; None for plain SGD.
         deviations: a score is an anomaly's where it is so many standard deviations above the mean of the scores.
-        warm_up: so many samples are seen before any is called an anomaly.
+        warm_up: so many samples are seen before any is called an anomaly. The scores of the first half of them tell
+            nothing yet, and are not counted.
         learn_anomalies: whether statistics, layer and threshold learn from anomalies, too: then what stays becomes
             normal in time. Otherwise it is an anomaly for ever.
         forgetting, score_forgetting: how fast the statistics of features and of scores forget, see `RunningStatistics`.
@@ -94,7 +99,7 @@ def online_autoencoder(
     Example:
         >>> model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 2))
         >>> watcher = online_autoencoder(model, torch.ones(1, 8), bottleneck=2)
-        >>> steps = watcher.learn(torch.randn(200, 8))
+        >>> steps = watcher.learn(torch.randn(300, 8))
         >>> bool(watcher.score(torch.full((1, 8), 9.0)) > watcher.threshold)
         True
     """
@@ -115,6 +120,7 @@ def online_autoencoder(
         warm_up=warm_up,
         learn_anomalies=learn_anomalies,
         lr=lr,
+        clip_grad_norm=clip_grad_norm,
         forgetting=forgetting,
         eps=eps,
         drift=drift,
@@ -129,7 +135,7 @@ class OnlineAutoencoder(OnlineLayer):
     Attributes:
         reconstruct: "features" or "input".
         scores: the statistics of the scores that were learnt from.
-        deviations, warm_up, learn_anomalies: as for `online_autoencoder`; they may be changed.
+        deviations, warm_up, learn_anomalies, clip_grad_norm: as for `online_autoencoder`; they may be changed.
     """
 
     layer: nn.Sequential
@@ -145,6 +151,7 @@ class OnlineAutoencoder(OnlineLayer):
         warm_up: int,
         learn_anomalies: bool,
         lr: float,
+        clip_grad_norm: float | None,
         forgetting: float,
         eps: float,
         drift: PageHinkley | None,
@@ -152,17 +159,20 @@ class OnlineAutoencoder(OnlineLayer):
         super().__init__(features, lr=lr, forgetting=forgetting, eps=eps, drift=drift)
         if not (deviations > 0 and warm_up >= 2):
             raise ValueError(f"deviations={deviations}, warm_up={warm_up}: give more than 0, and 2 samples or more")
+        if clip_grad_norm is not None and not clip_grad_norm > 0:
+            raise ValueError(f"clip_grad_norm={clip_grad_norm}: a length above 0, or None")
         self.reconstruct = reconstruct
         self.layer = layer
         self.scores = scores
         self.deviations = deviations
         self.warm_up = warm_up
         self.learn_anomalies = learn_anomalies
+        self.clip_grad_norm = clip_grad_norm
 
     @property
     def threshold(self) -> float:
         """What a sample's score must exceed to be an anomaly's; infinite during the warm-up."""
-        if self.scores.samples < self.warm_up:
+        if self.scores.samples < self.warm_up - self.warm_up // 2:
             return float("inf")
         return float(self.scores.mean) + self.deviations * float(self.scores.variance) ** 0.5
 
@@ -250,16 +260,14 @@ class OnlineAutoencoder(OnlineLayer):
         score = self._score_of(features, sample)
         is_anomaly = float(score) > threshold
         is_learnt = self.learn_anomalies or not is_anomaly
-        if self.scores.samples >= self.warm_up:
-            is_drift = self.drift.update(float(is_anomaly))
-        else:
-            is_drift = False
+        is_drift = not math.isinf(threshold) and self.drift.update(float(is_anomaly))
         if is_learnt:
-            self.scores.update_(score.reshape(1).cpu())
+            if self.samples >= self.warm_up // 2:
+                self.scores.update_(score.reshape(1).cpu())
             self.statistics.update_(features[0])
             standardised = self.statistics.standardise(features)
             target = self._target(standardised, sample)
-            self._step(standardised, lambda output: F.mse_loss(output, target))
+            self._step(standardised, lambda output: F.mse_loss(output, target), clip_grad_norm=self.clip_grad_norm)
         return AnomalyStep(float(score), threshold, is_anomaly, is_drift, is_learnt)
 
     def _score_of(self, features: Tensor, sample: Tensor) -> Tensor:

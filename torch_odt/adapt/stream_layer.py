@@ -72,7 +72,8 @@ class OnlineLayer:
         check_samples(x)
         if not len(x):
             raise ValueError("the batch is empty: give at least one sample")
-        with self.features.running() as features_of:
+        # Whoever only infers beside may do so in inference mode, in which nothing learns.
+        with torch.inference_mode(False), self.features.running() as features_of:
             return [do(number, features_of(x[number : number + 1])) for number in range(len(x))]
 
     def _step(
