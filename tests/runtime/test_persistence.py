@@ -261,3 +261,12 @@ print(kills, while_saving, run)
     assert outcome.returncode == 0, outcome.stderr
     kills, while_saving, runs = map(int, outcome.stdout.split())
     assert kills >= 100 and while_saving >= 20 and runs >= 3
+
+
+def test_others_alone_are_enough_and_nothing_is_too_little(tmp_path: Path) -> None:
+    optimizer = new_training().optimizer
+    Checkpointer(tmp_path, others={"mine": optimizer}).save(3)
+    resumed = Checkpointer(tmp_path, others={"mine": new_training().optimizer}).resume()
+    assert resumed is not None and resumed.step == 3
+    with pytest.raises(ValueError, match="nothing to save"):
+        Checkpointer(tmp_path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 from pathlib import Path
 from typing import Any
@@ -139,3 +140,14 @@ def test_a_failed_write_leaves_the_file_before(tmp_path: Path, monkeypatch: pyte
         write_state(path, {"step": 2})
     assert read_state(path) == {"step": 1}
     assert [each.name for each in tmp_path.iterdir()] == ["state"]
+
+
+def test_what_was_written_is_not_held_until_garbage_is_collected(tmp_path: Path) -> None:
+    gc.collect()
+    gc.disable()
+    try:
+        write_state(tmp_path / "state", {"a": torch.ones(3), "b": [(1, np.ones(2))], "c": b"d"})
+        held = [each for each in gc.get_objects() if type(each).__name__ == "_Flattener"]
+    finally:
+        gc.enable()
+    assert not held

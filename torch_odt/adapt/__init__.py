@@ -1,6 +1,7 @@
 """Train less of a model, and hold less for it.
 
-Verbs change a model in place and return an `Adaptation`, which says what trains and takes the change back.
+Verbs change a model in place and return an `Adaptation`, which says what trains and takes the change back. The online
+ones leave the model alone and return a layer behind it, which learns from a stream.
 """
 
 from __future__ import annotations
@@ -13,27 +14,40 @@ if TYPE_CHECKING:
     from torch_odt.adapt.bias_only import bias_only_
     from torch_odt.adapt.blocks import Blockwise, Stage, blockwise
     from torch_odt.adapt.contributions import Contributions, FineTuning, measure_contributions
+    from torch_odt.adapt.drift import FadingMean, PageHinkley
     from torch_odt.adapt.frozen_batch_norm import FrozenBatchNorm
+    from torch_odt.adapt.running_statistics import RunningStatistics
     from torch_odt.adapt.scheme import Scheme
     from torch_odt.adapt.scheme_memory import SchemeMemory
     from torch_odt.adapt.scheme_search import FoundScheme, search_scheme
     from torch_odt.adapt.sparse_update import sparse_update_
+    from torch_odt.adapt.stream_autoencoder import AnomalyStep, OnlineAutoencoder, online_autoencoder
+    from torch_odt.adapt.stream_head import OnlineHead, OnlineStep, online_head
     from torch_odt.adapt.tinytl import tinytl_
 
 __all__ = [
     "Adaptation",
+    "AnomalyStep",
     "Blockwise",
     "Contributions",
+    "FadingMean",
     "FineTuning",
     "Footprint",
     "FoundScheme",
     "FrozenBatchNorm",
+    "OnlineAutoencoder",
+    "OnlineHead",
+    "OnlineStep",
+    "PageHinkley",
+    "RunningStatistics",
     "Scheme",
     "SchemeMemory",
     "Stage",
     "bias_only_",
     "blockwise",
     "measure_contributions",
+    "online_autoencoder",
+    "online_head",
     "search_scheme",
     "sparse_update_",
     "tinytl_",
@@ -45,15 +59,24 @@ _LAZY = {
     "Stage": "blocks",
     "blockwise": "blocks",
     "Adaptation": "adaptation",
+    "AnomalyStep": "stream_autoencoder",
     "Contributions": "contributions",
+    "FadingMean": "drift",
     "FineTuning": "contributions",
     "Footprint": "adaptation",
     "FoundScheme": "scheme_search",
     "FrozenBatchNorm": "frozen_batch_norm",
+    "OnlineAutoencoder": "stream_autoencoder",
+    "OnlineHead": "stream_head",
+    "OnlineStep": "stream_head",
+    "PageHinkley": "drift",
+    "RunningStatistics": "running_statistics",
     "Scheme": "scheme",
     "SchemeMemory": "scheme_memory",
     "bias_only_": "bias_only",
     "measure_contributions": "contributions",
+    "online_autoencoder": "stream_autoencoder",
+    "online_head": "stream_head",
     "search_scheme": "scheme_search",
     "sparse_update_": "sparse_update",
     "tinytl_": "tinytl",

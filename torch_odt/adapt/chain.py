@@ -241,8 +241,11 @@ class Chain:
         return math.prod(meta.shape) * meta.dtype.itemsize
 
 
-def trace(model: nn.Module) -> fx.GraphModule:
+def trace(model: nn.Module, *, whole: frozenset[str] = frozenset()) -> fx.GraphModule:
     """The operators of a model in the mode that it is in; submodules that cannot be traced are operators themselves.
+
+    Args:
+        whole: names of submodules that are operators, too.
 
     Raises:
         ValueError: the model's own code cannot be traced, or it takes several inputs.
@@ -252,9 +255,9 @@ def trace(model: nn.Module) -> fx.GraphModule:
         raise ValueError(f"{_named(model)} takes several inputs ({', '.join(required)}); a chain has one")
     # The model's own code runs with stand-ins for tensors, and may raise anything.
     try:
-        return _trace(model, frozenset())
+        return _trace(model, whole)
     except Exception:
-        leaves = frozenset(_untraceable(model))
+        leaves = whole | frozenset(_untraceable(model))
     try:
         return _trace(model, leaves)
     except Exception as error:

@@ -61,8 +61,8 @@ class Checkpointer:
 
     Args:
         folder: made if it is not there; one for each training.
-        model: what is trained.
-        optimizer: its optimizer.
+        model: what is trained; None where it does not change, as behind an `online_head`, which goes to `others`.
+        optimizer: its optimizer, or None where there is none.
         scheduler: its scheduler of learning rates, or None.
         others: more that has a state, by name: samplers, a gradient scaler, an average of the weights.
         every_steps: `step_done` saves after each so many steps; None saves on a signal alone.
@@ -72,7 +72,7 @@ class Checkpointer:
 
     Raises:
         OSError: the folder cannot be made or written to.
-        ValueError: `keep` or `every_steps` is no positive number, or a name in `others` is taken.
+        ValueError: `keep` or `every_steps` is no positive number, a name in `others` is taken, or nothing is given.
 
     Example:
         >>> import tempfile
@@ -91,8 +91,8 @@ class Checkpointer:
         self,
         folder: str | Path,
         *,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
+        model: nn.Module | None = None,
+        optimizer: torch.optim.Optimizer | None = None,
         scheduler: Stateful | None = None,
         others: Mapping[str, Stateful] | None = None,
         every_steps: int | None = None,
@@ -103,11 +103,12 @@ class Checkpointer:
             raise ValueError(f"keep must be at least 1, not {keep}")
         if every_steps is not None and every_steps < 1:
             raise ValueError(f"every_steps must be at least 1, not {every_steps}")
-        parts: dict[str, Stateful] = {"model": model, "optimizer": optimizer}
-        if scheduler is not None:
-            parts["scheduler"] = scheduler
+        own: dict[str, Stateful | None] = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
+        parts = {name: part for name, part in own.items() if part is not None}
         if taken := sorted({*parts, "random", "step", "values"} & {*(others or {})}):
             raise ValueError(f"{', '.join(taken)} in others: give it another name")
+        if not parts and not others:
+            raise ValueError("there is nothing to save: give a model and its optimizer, or others by name")
         self.folder = Path(folder)
         self.folder.mkdir(parents=True, exist_ok=True)
         self._parts = parts | dict(others or {})

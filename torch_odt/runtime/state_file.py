@@ -110,16 +110,6 @@ class _Flattener:
         self.layouts: dict[str, list[int]] = {}
         self._names: dict[tuple[Any, ...], str] = {}
         self._storages: set[int] = set()
-        self._encoders: dict[type, Callable[[Any, str], Any]] = {
-            tuple: lambda value, at: {"tuple": self._encode_all(value, at)},
-            list: self._encode_all,
-            bytes: lambda value, at: {"bytes": self._name_of(_tensor_of_bytes(value), at)},
-            np.ndarray: lambda value, at: {
-                "array": self._name_of(_tensor_of_bytes(np.ascontiguousarray(value).tobytes()), at),
-                "dtype": value.dtype.str,
-                "shape": list(value.shape),
-            },
-        }
 
     def encode(self, value: Any, at: str) -> Any:
         """What JSON can hold of a value that stands at some place of the tree."""
@@ -129,21 +119,23 @@ class _Flattener:
             # JSON has no word for what is not finite.
             return value if np.isfinite(value) else {"float": repr(value)}
         if isinstance(value, torch.Tensor):
-            return {"tensor": self._name_of(value.detach(), at)}
+            return {"tensor": self.name_of(value.detach(), at)}
         if isinstance(value, Mapping):
             return {"dict": [[self.encode(k, at), self.encode(v, _inside(at, k))] for k, v in value.items()]}
-        encoder = self._encoders.get(type(value))
+        encoder = _ENCODERS.get(type(value))
         if encoder is None:
             raise TypeError(
                 f"a checkpoint cannot hold {at}, which is a {type(value).__name__}: give tensors, numbers, text, lists "
                 "and dicts of them"
             )
-        return encoder(value, at)
+        return encoder(self, value, at)
 
-    def _encode_all(self, values: Any, at: str) -> list[Any]:
+    def encode_all(self, values: Any, at: str) -> list[Any]:
+        """The same for each value of a list or tuple."""
         return [self.encode(value, _inside(at, number)) for number, value in enumerate(values)]
 
-    def _name_of(self, tensor: torch.Tensor, at: str) -> str:
+    def name_of(self, tensor: torch.Tensor, at: str) -> str:
+        """What a tensor is called in the file; it is written under this name."""
         if tensor.device.type != "cpu" or tensor.layout != torch.strided:
             raise TypeError(f"a checkpoint cannot hold {at}: a {tensor.layout} tensor on {tensor.device}")
         # The format holds no two tensors of the same memory; tied weights are written once.
@@ -166,6 +158,19 @@ class _Flattener:
         while name in self.tensors:
             name, number = f"{at}#{number}", number + 1
         return name
+
+
+# Not the flattener's own: it would be in a cycle then, and hold the tensors until garbage is collected.
+_ENCODERS: dict[type, Callable[[_Flattener, Any, str], Any]] = {
+    tuple: lambda to, value, at: {"tuple": to.encode_all(value, at)},
+    list: _Flattener.encode_all,
+    bytes: lambda to, value, at: {"bytes": to.name_of(_tensor_of_bytes(value), at)},
+    np.ndarray: lambda to, value, at: {
+        "array": to.name_of(_tensor_of_bytes(np.ascontiguousarray(value).tobytes()), at),
+        "dtype": value.dtype.str,
+        "shape": list(value.shape),
+    },
+}
 
 
 def _decode(tree: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
