@@ -13,17 +13,22 @@ if TYPE_CHECKING:
     from torch_odt.adapt.bias_only import bias_only_
     from torch_odt.adapt.blocks import Blockwise, Stage, blockwise
     from torch_odt.adapt.contributions import Contributions, FineTuning, measure_contributions
+    from torch_odt.adapt.distillation import DistillationLoss, distillation_loss
     from torch_odt.adapt.frozen_batch_norm import FrozenBatchNorm
+    from torch_odt.adapt.hints import WithHints
+    from torch_odt.adapt.outputs_writer import store_outputs
     from torch_odt.adapt.scheme import Scheme
     from torch_odt.adapt.scheme_memory import SchemeMemory
     from torch_odt.adapt.scheme_search import FoundScheme, search_scheme
     from torch_odt.adapt.sparse_update import sparse_update_
+    from torch_odt.adapt.stored_outputs import StoredOutputs
     from torch_odt.adapt.tinytl import tinytl_
 
 __all__ = [
     "Adaptation",
     "Blockwise",
     "Contributions",
+    "DistillationLoss",
     "FineTuning",
     "Footprint",
     "FoundScheme",
@@ -31,11 +36,15 @@ __all__ = [
     "Scheme",
     "SchemeMemory",
     "Stage",
+    "StoredOutputs",
+    "WithHints",
     "bias_only_",
     "blockwise",
+    "distillation_loss",
     "measure_contributions",
     "search_scheme",
     "sparse_update_",
+    "store_outputs",
     "tinytl_",
 ]
 
@@ -47,15 +56,20 @@ _LAZY = {
     "Adaptation": "adaptation",
     "Contributions": "contributions",
     "FineTuning": "contributions",
+    "DistillationLoss": "distillation",
     "Footprint": "adaptation",
     "FoundScheme": "scheme_search",
     "FrozenBatchNorm": "frozen_batch_norm",
     "Scheme": "scheme",
     "SchemeMemory": "scheme_memory",
+    "StoredOutputs": "stored_outputs",
+    "WithHints": "hints",
     "bias_only_": "bias_only",
+    "distillation_loss": "distillation",
     "measure_contributions": "contributions",
     "search_scheme": "scheme_search",
     "sparse_update_": "sparse_update",
+    "store_outputs": "outputs_writer",
     "tinytl_": "tinytl",
 }
 
