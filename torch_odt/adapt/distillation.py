@@ -3,8 +3,8 @@
 G. Hinton, O. Vinyals and J. Dean, "Distilling the Knowledge in a Neural Network", 2015, section 2: logits divided by a
 temperature, whose gradients shrink with its square. A. Romero et al., "FitNets: Hints for Thin Deep Nets", ICLR 2015,
 equation 3: the outputs of intermediate layers, through a regressor where their sizes differ. R. Venkatesan and B. Li,
-"Diving Deeper into Mentee Networks", 2016, call the large one the mentor and the small one the mentee, and add both to
-the loss of the labels.
+"Diving Deeper into Mentee Networks", 2016, call the large one the mentor and the small one the mentee, and weigh
+labels, logits and hints in one loss.
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -32,7 +33,7 @@ def store_outputs(
     data: Any,
     folder: str | Path,
     *,
-    layers: tuple[str, ...] | list[str] = (),
+    layers: Sequence[str] = (),
     dtype: Literal["float16", "float32"] = "float16",
     batch_size: int = 64,
 ) -> StoredOutputs:
