@@ -19,6 +19,7 @@ from torch_odt.errors import (
     PagingError,
     PlanError,
     ScheduleError,
+    StoredOutputsError,
 )
 from torch_odt.runtime.budget import Budget
 
@@ -47,6 +48,7 @@ __all__ = [
     "Plan",
     "PlanError",
     "ScheduleError",
+    "StoredOutputsError",
     "TrainStep",
     "adapt",
     "frontier",

@@ -47,6 +47,10 @@ class CheckpointError(RuntimeError):
     """A checkpoint cannot be read back; the text says what is wrong with it."""
 
 
+class StoredOutputsError(RuntimeError):
+    """Outputs of a mentor on disk are damaged, or those of another mentor or of other data; the text says which."""
+
+
 class InfeasibleBudget(RuntimeError):
     """No plan stays inside the budget.
 

@@ -14,13 +14,17 @@ if TYPE_CHECKING:
     from torch_odt.adapt.bias_only import bias_only_
     from torch_odt.adapt.blocks import Blockwise, Stage, blockwise
     from torch_odt.adapt.contributions import Contributions, FineTuning, measure_contributions
+    from torch_odt.adapt.distillation import DistillationLoss, distillation_loss
     from torch_odt.adapt.drift import FadingMean, PageHinkley
     from torch_odt.adapt.frozen_batch_norm import FrozenBatchNorm
+    from torch_odt.adapt.hints import WithHints
+    from torch_odt.adapt.outputs_writer import store_outputs
     from torch_odt.adapt.running_statistics import RunningStatistics
     from torch_odt.adapt.scheme import Scheme
     from torch_odt.adapt.scheme_memory import SchemeMemory
     from torch_odt.adapt.scheme_search import FoundScheme, search_scheme
     from torch_odt.adapt.sparse_update import sparse_update_
+    from torch_odt.adapt.stored_outputs import StoredOutputs
     from torch_odt.adapt.stream_autoencoder import AnomalyStep, OnlineAutoencoder, online_autoencoder
     from torch_odt.adapt.stream_head import OnlineHead, OnlineStep, online_head
     from torch_odt.adapt.tinytl import tinytl_
@@ -30,6 +34,7 @@ __all__ = [
     "AnomalyStep",
     "Blockwise",
     "Contributions",
+    "DistillationLoss",
     "FadingMean",
     "FineTuning",
     "Footprint",
@@ -43,13 +48,17 @@ __all__ = [
     "Scheme",
     "SchemeMemory",
     "Stage",
+    "StoredOutputs",
+    "WithHints",
     "bias_only_",
     "blockwise",
+    "distillation_loss",
     "measure_contributions",
     "online_autoencoder",
     "online_head",
     "search_scheme",
     "sparse_update_",
+    "store_outputs",
     "tinytl_",
 ]
 
@@ -63,6 +72,7 @@ _LAZY = {
     "Contributions": "contributions",
     "FadingMean": "drift",
     "FineTuning": "contributions",
+    "DistillationLoss": "distillation",
     "Footprint": "adaptation",
     "FoundScheme": "scheme_search",
     "FrozenBatchNorm": "frozen_batch_norm",
@@ -73,12 +83,16 @@ _LAZY = {
     "RunningStatistics": "running_statistics",
     "Scheme": "scheme",
     "SchemeMemory": "scheme_memory",
+    "StoredOutputs": "stored_outputs",
+    "WithHints": "hints",
     "bias_only_": "bias_only",
+    "distillation_loss": "distillation",
     "measure_contributions": "contributions",
     "online_autoencoder": "stream_autoencoder",
     "online_head": "stream_head",
     "search_scheme": "scheme_search",
     "sparse_update_": "sparse_update",
+    "store_outputs": "outputs_writer",
     "tinytl_": "tinytl",
 }
 

@@ -8,7 +8,6 @@ and one data set, and its result serves others.
 from __future__ import annotations
 
 import copy
-import hashlib
 import json
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -22,6 +21,7 @@ from torch import Tensor, nn
 from torch_odt.adapt.adaptation import Adaptation
 from torch_odt.adapt.scheme import RATIOS, Scheme, body_biases, updatable_layers
 from torch_odt.adapt.sparse_update import sparse_update_
+from torch_odt.adapt.weights_digest import weights_digest
 
 TrainAndEvaluate = Callable[[nn.Module, Adaptation], float]
 _FORMAT, _VERSION = "torch_odt.contributions", 1
@@ -166,11 +166,7 @@ def _spread(most: int, count: int = 8) -> list[int]:
 
 def _fingerprint(model: nn.Module, classes: int | None, seed: int) -> str:
     """What an analysis starts from, in a few characters."""
-    digest = hashlib.sha256(f"{classes} {seed}".encode())
-    for name, tensor in model.state_dict().items():
-        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
-        digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
-    return digest.hexdigest()[:16]
+    return weights_digest(model, prefix=f"{classes} {seed}")
 
 
 class _Results:

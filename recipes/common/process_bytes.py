@@ -1,0 +1,91 @@
+"""What training takes, measured in a process of its own."""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+import torch_odt as odt
+from torch_odt.execute.accounting import held_by_process
+from torch_odt.measure import Window
+from torch_odt.measure.memory import ProcessMemory
+
+ROOMY = odt.Budget("8GiB", of="training")
+WARM_UP_STEPS = 2
+STEPS = 4
+
+
+@dataclass(frozen=True)
+class TrainingBytes:
+    """What a step takes.
+
+    Attributes:
+        process_bytes: the most that a process held, above its level before there was a model: weights, gradients, the
+            optimizer's state, activations, buffers of libraries and the plan.
+        plan_bytes: what its plan says; None in plain PyTorch.
+        trained_parameters: elements of what the optimizer trains.
+    """
+
+    process_bytes: int
+    plan_bytes: int | None
+    trained_parameters: int
+
+
+@dataclass(frozen=True)
+class Training:
+    """Steps on one batch, over and over.
+
+    Attributes:
+        step: makes one step.
+        optimizer: what it trains with.
+    """
+
+    step: Callable[..., object]
+    optimizer: torch.optim.Optimizer
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] | None = None
+
+    def __call__(self) -> None:
+        self.step(*self.args, **(self.kwargs or {}))
+
+
+def training_bytes(make_training: Callable[..., Training], *arguments: Any) -> TrainingBytes:
+    """Train in a new process and measure what that takes, behind two steps in which torch_odt captures and measures.
+
+    Args:
+        make_training: makes model, optimizer and batch; a function of a module, since the process imports it.
+        arguments: what it is called with.
+    """
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        return pool.apply(_measured, (make_training, arguments))
+
+
+def _measured(make_training: Callable[..., Training], arguments: tuple[Any, ...]) -> TrainingBytes:
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    _import_what_trains()
+    level_bytes = held_by_process()
+    training = make_training(*arguments)
+    for _ in range(WARM_UP_STEPS):
+        training()
+    with Window([ProcessMemory()], poll_seconds=0.002) as window:
+        for _ in range(STEPS):
+            training()
+    peak_bytes = window.quantities["proc"]["peak_bytes"]
+    assert isinstance(peak_bytes, int)
+    trained = {parameter for group in training.optimizer.param_groups for parameter in group["params"]}
+    plan_bytes = training.step.plan.peak_bytes if isinstance(training.step, odt.TrainStep) else None
+    return TrainingBytes(peak_bytes - level_bytes, plan_bytes, sum(parameter.numel() for parameter in trained))
+
+
+def _import_what_trains() -> None:
+    """Steps of a single layer: what the first ones of a process import and leave behind is no model's."""
+    layer, x = torch.nn.Conv2d(3, 2, 3), torch.randn(2, 3, 8, 8)
+    optimizer = torch.optim.Adam(layer.parameters())
+    layer(x).sum().backward()
+    optimizer.step()
+    odt.TrainStep(layer, torch.nn.functional.mse_loss, optimizer, budget=ROOMY, cache=False)(x, torch.zeros(2, 2, 6, 6))
