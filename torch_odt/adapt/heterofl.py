@@ -7,6 +7,7 @@ Clients", ICLR 2021, section 3. Which weights a client holds, and how they are m
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
@@ -21,14 +22,41 @@ from torch_odt.adapt.adaptation import Adaptation, Adapting
 from torch_odt.adapt.head import find_head
 
 
-class Scaler:
-    """A forward hook that divides what a layer returns by the rate, in training; its place is behind the layer."""
+class _Scaled(nn.Module):
+    """Mixed into a layer: what it returns is divided by the rate, in training (the paper's scaler).
 
-    def __init__(self, rate: float) -> None:
-        self.rate = rate
+    A hook would do the same, but a step with hooks runs as Python and cannot be planned.
+    """
 
-    def __call__(self, module: nn.Module, args: Any, output: Tensor) -> Tensor:
-        return output / self.rate if module.training else output
+    rate: float
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = super().forward(x)
+        return output / self.rate if self.training else output
+
+
+class ScaledLinear(_Scaled, nn.Linear):
+    """A linear layer with the scaler behind it."""
+
+
+class ScaledConv1d(_Scaled, nn.Conv1d):
+    """A convolution with the scaler behind it."""
+
+
+class ScaledConv2d(_Scaled, nn.Conv2d):
+    """A convolution with the scaler behind it."""
+
+
+class ScaledConv3d(_Scaled, nn.Conv3d):
+    """A convolution with the scaler behind it."""
+
+
+_SCALED: dict[type[nn.Module], type[_Scaled]] = {
+    nn.Linear: ScaledLinear,
+    nn.Conv1d: ScaledConv1d,
+    nn.Conv2d: ScaledConv2d,
+    nn.Conv3d: ScaledConv3d,
+}
 
 
 def heterofl_(
@@ -52,7 +80,8 @@ def heterofl_(
         What trains; its `unload()` takes the change back.
 
     Raises:
-        ValueError: the rate is no share, or the model has no classifier that can be found.
+        ValueError: the rate is no share, the model has no classifier that can be found, or a layer is of a kind that
+            cannot be scaled; it is named.
 
     Example:
         >>> model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(8, 2))
@@ -65,13 +94,24 @@ def heterofl_(
         raise ValueError(f"rate={rate}: it is the sub-model's share of the full model's channels, in (0, 1]")
     with Adapting(model) as adapting:
         classifier = find_head(model, head)
-        for name, module in model.named_modules():
-            if scaler and isinstance(module, _ConvNd | nn.Linear) and name != classifier:
-                adapting.also_undo(module.register_forward_hook(Scaler(rate)).remove)
+        for name, module in list(model.named_modules()):
+            if scaler and rate < 1 and isinstance(module, _ConvNd | nn.Linear) and name != classifier:
+                adapting.replace(name, _scaled(name, module, rate))
             if static_batch_norm and isinstance(module, _BatchNorm) and module.track_running_stats:
                 module.track_running_stats = False
                 adapting.also_undo(partial(setattr, module, "track_running_stats", True))
         return adapting.finish(f"heterofl (rate {rate:g})")
+
+
+def _scaled(name: str, layer: nn.Module, rate: float) -> _Scaled:
+    if type(layer) not in _SCALED:
+        known = ", ".join(kind.__name__ for kind in _SCALED)
+        raise ValueError(f"{name!r} is a {type(layer).__name__}; what can be scaled are {known}: or give scaler=False")
+    # A shallow copy: parameters, buffers and their names are the layer's own.
+    scaled: Any = copy.copy(layer)
+    scaled.__class__ = _SCALED[type(layer)]
+    scaled.rate = rate
+    return scaled
 
 
 def estimate_batch_norm_(model: nn.Module, batches: Iterable[Tensor], *, reset: bool = True) -> None:
