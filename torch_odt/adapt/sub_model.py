@@ -109,18 +109,18 @@ class SubModel:
             (4, True)
         """
         first = cls(shapes_of(wide.state_dict()), shapes_of(narrow.state_dict()))
-        multiples = {
-            name: whole / part
+        multiples = [
+            (name, whole / part)
             for name, shape in first.wide.items()
             for whole, part in zip(shape, first.narrow[name], strict=True)
             if whole != part
-        }
-        count = next(iter(multiples.values()), 1)
-        for name, multiple in multiples.items():
+        ]
+        like, count = multiples[0] if multiples else ("", 1.0)
+        for name, multiple in multiples:
             if multiple != count or multiple != int(multiple):
                 raise ValueError(
-                    f"{name!r} of {first.wide[name]} is no whole number of {first.narrow[name]}, or another one than "
-                    f"{next(iter(multiples))!r} is ({count:g}): base models of one width do not make up the wide model"
+                    f"{name!r} of {first.wide[name]} is {multiple:g} times {first.narrow[name]}, and {like!r} "
+                    f"{count:g} times: base models make up a model that is the same whole number of times as wide"
                 )
         bases = tuple(cls(first.wide, first.narrow, base) for base in range(int(count)))
         for base in bases:
