@@ -28,6 +28,16 @@ def test_hidden_layers_are_scaled_in_training_alone() -> None:
     assert [type(layer) for layer in model] == [nn.Linear, nn.ReLU, nn.Linear]
 
 
+def test_a_layer_that_is_used_twice_is_scaled_twice() -> None:
+    layer = nn.Linear(3, 3)
+    model = nn.Sequential(layer, layer, nn.Linear(3, 2))
+    x = torch.randn(2, 3)
+    expected = model[2](layer(layer(x) * 2) * 2)
+    heterofl_(model, 0.5)
+    assert model[0] is model[1]
+    torch.testing.assert_close(model(x), expected)
+
+
 def test_scaled_layers_share_their_parameters_and_train_inside_a_step() -> None:
     model = cnn(4, 2)
     parameters = dict(model.named_parameters())
