@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from torch_odt.adapt.distillation import DistillationLoss, distillation_loss
     from torch_odt.adapt.drift import FadingMean, PageHinkley
     from torch_odt.adapt.frozen_batch_norm import FrozenBatchNorm
+    from torch_odt.adapt.heterofl import MaskedCrossEntropy, estimate_batch_norm_, heterofl_
     from torch_odt.adapt.hints import WithHints
     from torch_odt.adapt.outputs_writer import store_outputs
     from torch_odt.adapt.running_statistics import RunningStatistics
@@ -24,15 +25,19 @@ if TYPE_CHECKING:
     from torch_odt.adapt.scheme_memory import SchemeMemory
     from torch_odt.adapt.scheme_search import FoundScheme, search_scheme
     from torch_odt.adapt.sparse_update import sparse_update_
+    from torch_odt.adapt.split_mix import Mix
     from torch_odt.adapt.stored_outputs import StoredOutputs
     from torch_odt.adapt.stream_autoencoder import AnomalyStep, OnlineAutoencoder, online_autoencoder
     from torch_odt.adapt.stream_head import OnlineHead, OnlineStep, online_head
+    from torch_odt.adapt.sub_model import SubModel
+    from torch_odt.adapt.sub_model_merge import ClientUpdate, merge_sub_models
     from torch_odt.adapt.tinytl import tinytl_
 
 __all__ = [
     "Adaptation",
     "AnomalyStep",
     "Blockwise",
+    "ClientUpdate",
     "Contributions",
     "DistillationLoss",
     "FadingMean",
@@ -40,6 +45,8 @@ __all__ = [
     "Footprint",
     "FoundScheme",
     "FrozenBatchNorm",
+    "MaskedCrossEntropy",
+    "Mix",
     "OnlineAutoencoder",
     "OnlineHead",
     "OnlineStep",
@@ -49,11 +56,15 @@ __all__ = [
     "SchemeMemory",
     "Stage",
     "StoredOutputs",
+    "SubModel",
     "WithHints",
     "bias_only_",
     "blockwise",
     "distillation_loss",
+    "estimate_batch_norm_",
+    "heterofl_",
     "measure_contributions",
+    "merge_sub_models",
     "online_autoencoder",
     "online_head",
     "search_scheme",
@@ -64,18 +75,19 @@ __all__ = [
 
 # Loaded when first used.
 _LAZY = {
-    "Blockwise": "blocks",
-    "Stage": "blocks",
-    "blockwise": "blocks",
     "Adaptation": "adaptation",
     "AnomalyStep": "stream_autoencoder",
+    "Blockwise": "blocks",
+    "ClientUpdate": "sub_model_merge",
     "Contributions": "contributions",
+    "DistillationLoss": "distillation",
     "FadingMean": "drift",
     "FineTuning": "contributions",
-    "DistillationLoss": "distillation",
     "Footprint": "adaptation",
     "FoundScheme": "scheme_search",
     "FrozenBatchNorm": "frozen_batch_norm",
+    "MaskedCrossEntropy": "heterofl",
+    "Mix": "split_mix",
     "OnlineAutoencoder": "stream_autoencoder",
     "OnlineHead": "stream_head",
     "OnlineStep": "stream_head",
@@ -83,11 +95,17 @@ _LAZY = {
     "RunningStatistics": "running_statistics",
     "Scheme": "scheme",
     "SchemeMemory": "scheme_memory",
+    "Stage": "blocks",
     "StoredOutputs": "stored_outputs",
+    "SubModel": "sub_model",
     "WithHints": "hints",
     "bias_only_": "bias_only",
+    "blockwise": "blocks",
     "distillation_loss": "distillation",
+    "estimate_batch_norm_": "heterofl",
+    "heterofl_": "heterofl",
     "measure_contributions": "contributions",
+    "merge_sub_models": "sub_model_merge",
     "online_autoencoder": "stream_autoencoder",
     "online_head": "stream_head",
     "search_scheme": "scheme_search",
