@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -26,6 +27,7 @@ from torch_odt.planning.pool import Layout
 
 if TYPE_CHECKING:
     from torch_odt.capture.trace import TracedStep
+    from torch_odt.execute.pressure import Pressure
     from torch_odt.execute.retries import Lowered
     from torch_odt.execute.uncaptured import UncapturedStep
 
@@ -44,6 +46,7 @@ class Prepared:
         pages: tensors go to a file and come back.
         is_foreign: the graphs were not traced here.
         outside_limit_bytes: the torch-counted bytes at which the idle arena must give way to other allocations.
+        pressure: what is asked while the step runs whether it may still hold what was planned; None where that is fixed.
     """
 
     plan: Plan
@@ -59,6 +62,7 @@ class Prepared:
     pages: bool = False
     is_foreign: bool = False
     outside_limit_bytes: int = 0
+    pressure: Pressure | None = None
 
     def enter(self, request: StepRequest, lowered: Lowered | None) -> None:
         """Before a step, where the one before may have been made with less: what both share is set for this one."""
@@ -95,7 +99,15 @@ class Prepared:
         if self.updates is not None:
             tensors |= self.updates.state(self.program.parts[self.program.sizes[0]].graph)
         try:
-            self.program.run(leaves, tensors, receiver, gradients_exist=gradients_exist, gradient_scale=gradient_scale)
+            with contextlib.nullcontext() if self.pressure is None else self.pressure:
+                self.program.run(
+                    leaves,
+                    tensors,
+                    receiver,
+                    gradients_exist=gradients_exist,
+                    gradient_scale=gradient_scale,
+                    pressure=self.pressure,
+                )
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             # Operators refuse a bad batch by other errors.
             if not self.is_foreign:
@@ -156,6 +168,8 @@ def _make_part(request: StepRequest, arena: Any, part: PlannedPart, tables: list
         graph=part.graph,
         first=first,
         later=first if part.later is None else executor(part.later.graph, part.later.layout),
+        first_costs=part.costs,
+        later_costs=part.costs if part.later is None else part.later.costs,
         draws=part.draws,
         separation=part.separation,
     )
