@@ -13,6 +13,7 @@ from bisect import bisect_right
 from types import TracebackType
 from typing import TYPE_CHECKING
 
+from torch_odt import memory
 from torch_odt.capture.costs import Costs
 from torch_odt.execute.executor import Executor, Receiver, Table
 from torch_odt.planning.problem import Gradients
@@ -121,10 +122,16 @@ class Pressure:
             self._has_kept = True
             return executor
         self._arena_bytes, self._is_lowered = holds_bytes, True
-        if self._request.arena is not None:
-            self._request.arena.vacate(True)
+        self._give_back()
         self._controller.evicted(level_bytes, lacking_bytes, freed_bytes)
         return executor.followed_by(rest.schedule)
+
+    def _give_back(self) -> None:
+        if self._request.arena is not None:
+            self._request.arena.vacate(True)
+        # What the rest frees is to go back as well, and what has been freed before.
+        memory.tune_malloc()
+        memory.trim()
 
     def _whole_in_less(self, executor: Executor, costs: Costs, gradients: Gradients) -> Executor:
         """A micro-batch after the one that gave back."""
