@@ -14,27 +14,28 @@ from torch_odt.capture.costs import Costs
 from torch_odt.capture.graph import TrainingGraph
 from torch_odt.planning.keep_all import keep_all
 from torch_odt.planning.registry import get_planner
-from torch_odt.planning.rest import rest_within
+from torch_odt.planning.rest import Checked, Rest, rest_within
 from torch_odt.planning.schedule import Free, PageIn, Run, Schedule
 from torch_odt.planning.simulate import simulate
 
 
 def check(graph: TrainingGraph, costs: Costs, schedule: Schedule, position: int, budget_bytes: int) -> int:
     """Its peak; it has passed every check."""
-    rest = rest_within(graph, costs, schedule, position, budget_bytes)
-    assert rest.schedule.instructions[:position] == schedule.instructions[:position]
-    timeline = simulate(graph, costs, rest.schedule).timeline
-    running = [i for i in range(position, len(timeline)) if not isinstance(rest.schedule.instructions[i], Free)]
+    rest = rest_within(Checked.of(graph, costs, schedule), position, budget_bytes)
+    found = rest.checked.schedule
+    assert found.instructions[:position] == schedule.instructions[:position]
+    timeline = simulate(graph, costs, found).timeline
+    running = [i for i in range(position, len(timeline)) if not isinstance(found.instructions[i], Free)]
     assert rest.peak_bytes == max(
         (timeline[i].arena_peak_bytes for i in range(min(running), len(timeline))) if running else [0]
     )
     expected = evaluate(graph)
-    assert execute(graph, rest.schedule) == {i: expected[output.value] for i, output in enumerate(graph.outputs)}
+    assert execute(graph, found) == {i: expected[output.value] for i, output in enumerate(graph.outputs)}
     return rest.peak_bytes
 
 
 def peak_from(graph: TrainingGraph, costs: Costs, schedule: Schedule, position: int) -> int:
-    return rest_within(graph, costs, schedule, position, 1 << 60).peak_bytes
+    return Rest.of(Checked.of(graph, costs, schedule), position).peak_bytes
 
 
 @settings(deadline=None, max_examples=150)

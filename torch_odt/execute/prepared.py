@@ -24,6 +24,7 @@ from torch_odt.execute.program import Part, StepProgram
 from torch_odt.execute.request import StepRequest
 from torch_odt.planning.plan import Plan
 from torch_odt.planning.pool import Layout
+from torch_odt.planning.rest import Checked
 
 if TYPE_CHECKING:
     from torch_odt.capture.trace import TracedStep
@@ -164,12 +165,15 @@ def _make_part(request: StepRequest, arena: Any, part: PlannedPart, tables: list
         return Executor(graph, part.schedule, arena=arena, arena_table=table, operators=operators, pager=pager)
 
     first = executor(part.graph, part.first)
+    first_checked = later_checked = Checked(part.graph, part.costs, part.schedule, part.simulation)
+    if (later := part.later) is not None:
+        later_checked = Checked(later.graph, later.costs, part.schedule, later.simulation, "accumulate")
     return Part(
         graph=part.graph,
         first=first,
         later=first if part.later is None else executor(part.later.graph, part.later.layout),
-        first_costs=part.costs,
-        later_costs=part.costs if part.later is None else part.later.costs,
+        first_checked=first_checked,
+        later_checked=later_checked,
         draws=part.draws,
         separation=part.separation,
     )

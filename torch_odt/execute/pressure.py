@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING
 from torch_odt import memory
 from torch_odt.capture.costs import Costs
 from torch_odt.execute.executor import Executor, Receiver, Table
-from torch_odt.planning.problem import Gradients
-from torch_odt.planning.rest import rest_within
+from torch_odt.planning.rest import Checked, rest_within
 from torch_odt.planning.schedule import Run
 
 if TYPE_CHECKING:
@@ -55,7 +54,7 @@ class Pressure:
         self._is_lowered = self._has_kept = False
         # Of many calls, because to look for them takes time.
         self._borders: dict[Executor, list[int]] = {}
-        self._wholes: dict[tuple[Executor, int], Executor] = {}
+        self._wholes: dict[tuple[Executor, int], tuple[Executor, Checked]] = {}
 
     def __enter__(self) -> None:
         self._arena_bytes = self._plan.arena_bytes
@@ -71,36 +70,36 @@ class Pressure:
             if self._request.arena is not None:
                 self._request.arena.vacate(False)
 
-    def run(self, executor: Executor, costs: Costs, gradients: Gradients, table: Table, receiver: Receiver) -> None:
+    def run(self, executor: Executor, checked: Checked, table: Table, receiver: Receiver) -> None:
         """Run a micro-batch.
 
         Args:
             executor: of the schedule as it was planned.
-            costs: of its graph.
-            gradients: whether delivered gradients stay in memory or are added to existing ones.
+            checked: that schedule.
             table: holds the graph's inputs and, at the end, nothing else.
         """
         if self._is_lowered:
-            executor = self._whole_in_less(executor, costs, gradients)
+            executor, checked = self._whole_in_less(executor, checked)
         position = 0
         while position < len(executor.schedule.instructions):
-            _fit(table, executor)
-            borders = self._borders_of(executor, costs)
+            # A new schedule may page more.
+            table += [None] * (executor.table_size - len(table))
+            borders = self._borders_of(executor, checked.costs)
             stop = borders[bisect_right(borders, position)]
             executor.run_part(table, receiver, position, stop)
             position = stop
             if time.perf_counter() >= self._next_look:
-                executor = self._look(executor, costs, gradients, position)
+                executor, checked = self._look(executor, checked, position)
 
-    def _look(self, executor: Executor, costs: Costs, gradients: Gradients, position: int) -> Executor:
+    def _look(self, executor: Executor, checked: Checked, position: int) -> tuple[Executor, Checked]:
         """What runs from a position on."""
         began = time.perf_counter()
         lacking_bytes = self._controller.lacking_bytes(self._request.level_bytes, self._need_bytes)
         if lacking_bytes:
-            executor = self._relieved(executor, costs, gradients, position, lacking_bytes)
+            executor, checked = self._relieved(executor, checked, position, lacking_bytes)
         now = time.perf_counter()
         self._next_look = now + max(_INTERVAL_SECONDS, (now - began) / _LOOKING_SHARE)
-        return executor
+        return executor, checked
 
     @property
     def _need_bytes(self) -> int:
@@ -109,10 +108,10 @@ class Pressure:
         return self._request.level_bytes + self._plan.peak_bytes - given_back
 
     def _relieved(
-        self, executor: Executor, costs: Costs, gradients: Gradients, position: int, lacking_bytes: int
-    ) -> Executor:
+        self, executor: Executor, checked: Checked, position: int, lacking_bytes: int
+    ) -> tuple[Executor, Checked]:
         budget_bytes = max(0, self._arena_bytes - lacking_bytes)
-        rest = rest_within(executor.graph, costs, executor.schedule, position, budget_bytes, gradients=gradients)
+        rest = rest_within(checked, position, budget_bytes)
         holds_bytes = max(budget_bytes, rest.peak_bytes)
         freed_bytes = self._arena_bytes - holds_bytes
         level_bytes = self._request.level_bytes
@@ -120,11 +119,11 @@ class Pressure:
             if not self._has_kept:
                 self._controller.evicted(level_bytes, lacking_bytes, 0)
             self._has_kept = True
-            return executor
+            return executor, checked
         self._arena_bytes, self._is_lowered = holds_bytes, True
         self._give_back()
         self._controller.evicted(level_bytes, lacking_bytes, freed_bytes)
-        return executor.followed_by(rest.schedule)
+        return executor.followed_by(rest.checked.schedule), rest.checked
 
     def _give_back(self) -> None:
         if self._request.arena is not None:
@@ -133,13 +132,13 @@ class Pressure:
         memory.tune_malloc()
         memory.trim()
 
-    def _whole_in_less(self, executor: Executor, costs: Costs, gradients: Gradients) -> Executor:
+    def _whole_in_less(self, executor: Executor, checked: Checked) -> tuple[Executor, Checked]:
         """A micro-batch after the one that gave back."""
         key = (executor, self._arena_bytes)
         if key not in self._wholes:
-            rest = rest_within(executor.graph, costs, executor.schedule, 0, self._arena_bytes, gradients=gradients)
+            rest = rest_within(checked, 0, self._arena_bytes)
             self._arena_bytes = max(self._arena_bytes, rest.peak_bytes)
-            self._wholes[key] = executor.followed_by(rest.schedule)
+            self._wholes[key] = executor.followed_by(rest.checked.schedule), rest.checked
         return self._wholes[key]
 
     def _borders_of(self, executor: Executor, costs: Costs) -> list[int]:
@@ -161,6 +160,3 @@ def _borders(executor: Executor, costs: Costs) -> list[int]:
     end = len(executor.schedule.instructions)
     return borders if borders and borders[-1] == end else [*borders, end]
 
-
-def _fit(table: Table, executor: Executor) -> None:
-    table += [None] * (executor.table_size - len(table))

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from torch_odt.capture.costs import Costs
 from torch_odt.capture.draws import Draw
 from torch_odt.capture.graph import TrainingGraph
 from torch_odt.capture.separation import Separation, valid_targets
@@ -18,6 +17,7 @@ from torch_odt.execute.gradients import ResultsOnly, StepReceiver
 if TYPE_CHECKING:
     # Where budgets do not change, a step does without.
     from torch_odt.execute.pressure import Pressure
+    from torch_odt.planning.rest import Checked
 
 
 @dataclass
@@ -28,7 +28,7 @@ class Part:
         graph: the step at that size.
         first: the executor while `.grad` is empty; what it delivers becomes `.grad`.
         later: the executor that adds to gradients which are there already.
-        first_costs, later_costs: of what the two execute.
+        first_checked, later_checked: what the two execute.
         draws: the random tensors of the whole batch that the graph takes as inputs.
         separation: why the step may be cut; None when the part is the whole batch.
     """
@@ -36,8 +36,8 @@ class Part:
     graph: TrainingGraph
     first: Executor
     later: Executor
-    first_costs: Costs
-    later_costs: Costs
+    first_checked: Checked
+    later_checked: Checked
     draws: Sequence[Draw] = ()
     separation: Separation | None = None
 
@@ -131,10 +131,9 @@ class StepProgram:
                     receiver.adopts_gradients = not gradients_exist
                     if pressure is None:
                         executor.run(table, receiver)
-                    elif executor is part.later and gradients_exist:
-                        pressure.run(executor, part.later_costs, "accumulate", table, receiver)
                     else:
-                        pressure.run(executor, part.first_costs, "keep", table, receiver)
+                        checked = part.later_checked if gradients_exist else part.first_checked
+                        pressure.run(executor, checked, table, receiver)
                     gradients_exist = True
             finally:
                 # It holds this micro-batch's masks, beside which the next one's would have to lie, and after an error

@@ -50,7 +50,7 @@ def runs_of(problem: Problem, schedule: Schedule) -> list[int]:
     """The steps of a schedule that somebody made of the same graph."""
     runs: list[int] = []
     leaving: set[int] = set()
-    boundary = _boundary_position(problem.graph, schedule)
+    boundary = end_of_forward(problem.graph, schedule)
     for position, instruction in enumerate(schedule.instructions):
         if position == boundary:
             runs.append(BOUNDARY)
@@ -69,7 +69,7 @@ def runs_of(problem: Problem, schedule: Schedule) -> list[int]:
     return runs
 
 
-def _boundary_position(graph: TrainingGraph, schedule: Schedule) -> int:
+def end_of_forward(graph: TrainingGraph, schedule: Schedule) -> int:
     """Where the forward pass ends, less what is delivered and freed because it does."""
     _, at_boundary, _ = _delivery_times(graph)
     for position, instruction in enumerate(schedule.instructions[: schedule.boundary]):

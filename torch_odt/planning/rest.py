@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from torch_odt.capture.costs import Costs
 from torch_odt.capture.graph import TrainingGraph
 from torch_odt.errors import PlanError, ScheduleError
-from torch_odt.planning.lowering import Begun, lower
+from torch_odt.planning.lowering import Begun, end_of_forward, lower
 from torch_odt.planning.problem import BOUNDARY, Gradients, Problem, problem_of
 from torch_odt.planning.rematerialize import Score, Start, build
 from torch_odt.planning.schedule import Deliver, Free, PageIn, PageOut, Run, Schedule
@@ -28,85 +28,88 @@ _MOST_RECOMPUTATION = 2.0
 
 
 @dataclass(frozen=True)
+class Checked:
+    """A schedule that has passed the simulator, and what it was made for.
+
+    Attributes:
+        gradients: whether delivered gradients stay in memory or are added to existing ones, as for `simulate`.
+    """
+
+    graph: TrainingGraph
+    costs: Costs
+    schedule: Schedule
+    simulation: Simulation
+    gradients: Gradients = "keep"
+
+    @classmethod
+    def of(cls, graph: TrainingGraph, costs: Costs, schedule: Schedule, gradients: Gradients = "keep") -> Checked:
+        """Pass a schedule through the simulator.
+
+        Raises:
+            ScheduleError: an instruction breaks a rule of the graph.
+        """
+        return cls(graph, costs, schedule, simulate(graph, costs, schedule, gradients=gradients), gradients)
+
+
+@dataclass(frozen=True)
 class Rest:
     """A schedule from some instruction on.
 
     Attributes:
-        schedule: the whole one; up to `position` it is what has run.
-        position: of the first instruction of the rest.
+        checked: the whole of it.
         peak_bytes: the most that the rest holds at once, without what leaves the step.
-        begin_bytes: the same when everything is gone that was evicted at once.
-        recompute_seconds: that its recomputations take.
+        recompute_seconds: of the whole schedule.
     """
 
-    schedule: Schedule
-    position: int
+    checked: Checked
     peak_bytes: int
-    begin_bytes: int
     recompute_seconds: float
 
     @classmethod
-    def of(cls, schedule: Schedule, position: int, simulation: Simulation) -> Rest:
-        """What a schedule that has passed the simulator still holds and takes."""
-        timeline = simulation.timeline
-        first = position
-        while first < len(timeline) and isinstance(schedule.instructions[first], Free):
-            first += 1
-        before = timeline[first - 1].arena_bytes if first else 0
-        return cls(
-            schedule=schedule,
-            position=position,
-            # What is freed at once is there for that long only.
-            peak_bytes=max((moment.arena_peak_bytes for moment in timeline[first:]), default=before),
-            begin_bytes=before,
-            recompute_seconds=simulation.recompute_seconds,
-        )
+    def of(cls, checked: Checked, position: int) -> Rest:
+        """What a schedule takes from a position on."""
+        timeline, instructions = checked.simulation.timeline, checked.schedule.instructions
+        # What is freed at once is not there any more.
+        while position < len(timeline) and isinstance(instructions[position], Free):
+            position += 1
+        peak_bytes = max((moment.arena_peak_bytes for moment in timeline[position:]), default=0)
+        return cls(checked, peak_bytes, checked.simulation.recompute_seconds)
 
 
-def rest_within(
-    graph: TrainingGraph,
-    costs: Costs,
-    schedule: Schedule,
-    position: int,
-    budget_bytes: int,
-    *,
-    gradients: Gradients = "keep",
-) -> Rest:
-    """The rest of a schedule within a budget: as it is if it fits, else the one of fewest recomputed seconds that does.
+def rest_within(running: Checked, position: int, budget_bytes: int) -> Rest:
+    """The rest of a schedule within a budget: as it is if it fits, else made anew, up to `position` the same.
 
     Where none is found that fits, it is the one of the fewest bytes, which may be the schedule's own.
 
     Args:
-        graph, costs: what the schedule was made for.
-        schedule: has passed the simulator.
+        running: the schedule.
         position: how many of its instructions have run.
         budget_bytes: for all but what leaves the step.
-        gradients: whether delivered gradients stay in memory or are added to existing ones, as for `simulate`.
 
     Example:
         >>> from torch_odt.capture.graph import TrainingGraph
         >>> empty = TrainingGraph(ops=[], values=[], inputs=[], outputs=[], boundary=0, program_length=0)
-        >>> rest_within(empty, Costs({}), Schedule((), 0), 0, 0).peak_bytes
+        >>> rest_within(Checked.of(empty, Costs({}), Schedule((), 0)), 0, 0).peak_bytes
         0
     """
-    simulation = simulate(graph, costs, schedule, gradients=gradients)
-    own = Rest.of(schedule, position, simulation)
-    if own.peak_bytes <= budget_bytes:
-        return own
-    found = [own, *_rests(graph, costs, schedule, position, budget_bytes, gradients)]
-    fitting = [rest for rest in found if rest.peak_bytes <= budget_bytes]
-    if fitting:
-        return min(fitting, key=lambda rest: rest.recompute_seconds)
-    return min(found, key=lambda rest: rest.peak_bytes)
+    best = Rest.of(running, position)
+    if best.peak_bytes > budget_bytes:
+        for rest in _rests(running, position, budget_bytes):
+            best = min(best, rest, key=lambda each: each.peak_bytes)
+            if rest.peak_bytes <= budget_bytes:
+                return rest
+    return best
 
 
-def _rests(
-    graph: TrainingGraph, costs: Costs, schedule: Schedule, position: int, budget_bytes: int, gradients: Gradients
-) -> Iterator[Rest]:
+def _rests(running: Checked, position: int, budget_bytes: int) -> Iterator[Rest]:
     """What can be made of the rest, by one score after the other."""
+    graph, schedule = running.graph, running.schedule
+    if end_of_forward(graph, schedule) < position < schedule.boundary:
+        # Some buffers have got their new contents, others not: they all get them first.
+        position = schedule.boundary
     begun = _replay(graph, schedule, position)
     paged_out, on_file = _paged(schedule, position)
-    problem = problem_of(graph, costs, gradients, apart=True)
+    problem = problem_of(graph, running.costs, running.gradients, apart=True)
     # Nothing is written to the file twice.
     paging = {s: steps for s, steps in problem.paging.items() if s in on_file or s not in paged_out}
     problem = replace(problem, paging=paging)
@@ -124,8 +127,7 @@ def _rests(
                 start=start,
             )
             whole = _joined(schedule, position, lower(problem, built.runs, begun=begun))
-            simulation = simulate(graph, costs, whole, gradients=gradients)
-            yield Rest.of(whole, position, simulation)
+            yield Rest.of(Checked.of(graph, running.costs, whole, running.gradients), position)
 
 
 def _replay(graph: TrainingGraph, schedule: Schedule, position: int) -> Begun:
