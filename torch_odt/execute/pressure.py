@@ -94,6 +94,9 @@ class Pressure:
     def _look(self, executor: Executor, checked: Checked, position: int) -> tuple[Executor, Checked]:
         """What runs from a position on."""
         began = time.perf_counter()
+        if self._is_lowered:
+            # Holes in malloc's heap are filled again by what runs, and stay resident when that is freed.
+            memory.trim()
         lacking_bytes = self._controller.lacking_bytes(self._request.level_bytes, self._need_bytes)
         if lacking_bytes:
             executor, checked = self._relieved(executor, checked, position, lacking_bytes)
