@@ -23,8 +23,8 @@ from torch_odt.planning.scores import bytes_per_second, furthest, tensor_size_pe
 from torch_odt.planning.simulate import Simulation, simulate
 
 _SCORES: tuple[Score, ...] = (bytes_per_second, tensor_size_per_second, furthest)
-# Of the whole program's time: who waits for memory does not gain by a step that takes many times as long.
-_MOST_RECOMPUTATION = 2.0
+# Of the whole program's time: who waits for memory gains nothing by a step that takes many times as long.
+_MOST_RECOMPUTATION = 1.0
 
 
 @dataclass(frozen=True)
@@ -116,18 +116,35 @@ def _rests(running: Checked, position: int, budget_bytes: int) -> Iterator[Rest]
     start = _start(problem, begun, on_file)
     if start is None:
         return
-    for score in _SCORES:
-        # A schedule that was not made by `lower` may have dropped what only this rest needs: then there is none.
-        with suppress(PlanError, ScheduleError):
-            built = build(
-                problem,
-                budget_bytes=budget_bytes,
-                score=score,
-                max_recompute_seconds=_MOST_RECOMPUTATION * problem.program_seconds,
-                start=start,
-            )
-            whole = _joined(schedule, position, lower(problem, built.runs, begun=begun))
-            yield Rest.of(Checked.of(graph, running.costs, whole, running.gradients), position)
+    most_bytes = Rest.of(running, position).peak_bytes
+    aim_bytes = max(budget_bytes, _least_bytes(problem, start.position))
+    # Below what can be reached, a build recomputes the same things again and again until it is cut short.
+    for aim in (aim_bytes, (aim_bytes + most_bytes) // 2):
+        is_reached = False
+        for score in _SCORES:
+            # A schedule that was not made by `lower` may have dropped what only this rest needs: then there is none.
+            with suppress(PlanError, ScheduleError):
+                built = build(
+                    problem,
+                    budget_bytes=aim,
+                    score=score,
+                    max_recompute_seconds=_MOST_RECOMPUTATION * problem.program_seconds,
+                    start=start,
+                )
+                if built.was_cut:
+                    continue
+                whole = _joined(schedule, position, lower(problem, built.runs, begun=begun))
+                yield Rest.of(Checked.of(graph, running.costs, whole, running.gradients), position)
+                is_reached = True
+        if is_reached:
+            return
+
+
+def _least_bytes(problem: Problem, position: int) -> int:
+    """What no rest can be below: the most that one of its steps holds by itself."""
+    nbytes = problem.nbytes
+    steps = [step for step in problem.steps[position:] if step != BOUNDARY]
+    return max((problem.transient_bytes[s] + sum(nbytes[r] for r in problem.reads[s]) for s in steps), default=0)
 
 
 def _replay(graph: TrainingGraph, schedule: Schedule, position: int) -> Begun:
