@@ -349,15 +349,13 @@ void ArenaCore::discard_pages(int64_t keep_bytes) {
 }
 
 // Whole pages inside a range; those at its ends may be shared with blocks.
-int64_t ArenaCore::discard_between(int64_t begin, int64_t end) {
+void ArenaCore::discard_between(int64_t begin, int64_t end) {
   const int64_t first = round_up(begin, page_bytes());
   const int64_t last = std::min(end, stats_.resident_bytes) / page_bytes() * page_bytes();
-  if (first >= last) {
-    return 0;
+  if (first < last) {
+    mapping_->discard(first, last);
+    stats_.held_bytes = std::min(stats_.held_bytes, first);
   }
-  mapping_->discard(first, last);
-  stats_.held_bytes = std::min(stats_.held_bytes, first);
-  return last - first;
 }
 
 void ArenaCore::forget_pages_behind_blocks() {
@@ -365,21 +363,19 @@ void ArenaCore::forget_pages_behind_blocks() {
   set_resident(std::min(stats_.resident_bytes, end));
 }
 
-int64_t ArenaCore::vacate(bool on) {
+void ArenaCore::vacate(bool on) {
   const std::lock_guard<std::mutex> guard(mutex_);
   is_vacated_ = on;
   if (!on) {
-    return 0;
+    return;
   }
-  int64_t discarded = 0;
   int64_t cursor = 0;
   for (const auto& [offset, end] : live_) {
-    discarded += discard_between(cursor, offset);
+    discard_between(cursor, offset);
     cursor = end;
   }
-  discarded += discard_between(cursor, stats_.resident_bytes);
+  discard_between(cursor, stats_.resident_bytes);
   forget_pages_behind_blocks();
-  return discarded;
 }
 
 void ArenaCore::hold(int64_t bytes) {

@@ -87,8 +87,8 @@ class ArenaCore final : public std::enable_shared_from_this<ArenaCore> {
   // Gives the other pages back than the first ones; false, and none is, while blocks live in the arena.
   bool release(int64_t keep_bytes = 0);
   // Gives back the pages under no block, and from then on those of each block that is freed: for who goes on with less
-  // than was planned. Returns how many bytes went at once. Without `on`, pages stay again.
-  int64_t vacate(bool on);
+  // than was planned. Without `on`, pages stay again.
+  void vacate(bool on);
   // Held pages stay.
   void resize(int64_t reserve_bytes);
   void set_yield_limit(int64_t bytes);
@@ -120,7 +120,7 @@ class ArenaCore final : public std::enable_shared_from_this<ArenaCore> {
   void leave();
   void set_resident(int64_t bytes);
   void discard_pages(int64_t keep_bytes);
-  int64_t discard_between(int64_t begin, int64_t end);
+  void discard_between(int64_t begin, int64_t end);
   void forget_pages_behind_blocks();
 
   mutable std::mutex mutex_;

@@ -155,7 +155,7 @@ void bind_arena(py::module_& module) {
       .def("release", [](Arena& arena, int64_t bytes) { return arena.core->release(bytes); }, py::arg("keep_bytes") = 0)
       .def(
           "vacate",
-          [](Arena& arena, bool on) { return arena.core->vacate(on); },
+          [](Arena& arena, bool on) { arena.core->vacate(on); },
           py::arg("on"),
           py::call_guard<py::gil_scoped_release>())
       .def("resize", [](Arena& arena, int64_t bytes) { arena.core->resize(bytes); }, py::arg("reserve_bytes"))

@@ -1,4 +1,4 @@
-"""Steps that are told while they run that less is allowed: they give back at once, and no bit of what is learnt changes."""
+"""Steps that are told while they run that less is allowed: they give back at once, and no bit of a result changes."""
 
 from __future__ import annotations
 
@@ -282,7 +282,7 @@ def test_later_micro_batches_do_with_less_too(cache: Path, falls_at: int) -> Non
             losses.append(step(*batch))
         assert torch.equal(*losses)
         assert all(torch.equal(a, b) for a, b in zip(*(model.state_dict().values() for model in models), strict=True))
-    at, decision = controllers[1].relieved[0]
+    _, decision = controllers[1].relieved[0]
     assert decision.action == "evict" and decision.freed_bytes > 0.3 * plan.arena_bytes
     controllers[1].check_held()
 
@@ -319,7 +319,8 @@ def test_a_step_that_pages_gives_back_too(cache: Path, tmp_path: Path, falls_at:
 
 def test_a_short_step_is_not_looked_at(cache: Path) -> None:
     torch.manual_seed(1)
-    training = Training(nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4)), (torch.randn(2, 8), torch.ones(2).long()), cache, micro_batch=2)
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4))
+    training = Training(model, (torch.randn(2, 8), torch.ones(2).long()), cache, micro_batch=2)
     for _ in range(3):
         training.call(falls_at=0, low=0)
     assert not training.controller.held

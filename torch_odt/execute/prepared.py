@@ -47,7 +47,7 @@ class Prepared:
         pages: tensors go to a file and come back.
         is_foreign: the graphs were not traced here.
         outside_limit_bytes: the torch-counted bytes at which the idle arena must give way to other allocations.
-        pressure: what is asked while the step runs whether it may still hold what was planned; None where that is fixed.
+        pressure: asks while the step runs whether it may still hold what was planned; None where that is fixed.
     """
 
     plan: Plan

@@ -162,4 +162,3 @@ def _borders(executor: Executor, costs: Costs) -> list[int]:
             seconds = 0.0
     end = len(executor.schedule.instructions)
     return borders if borders and borders[-1] == end else [*borders, end]
-

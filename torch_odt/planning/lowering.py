@@ -209,7 +209,7 @@ class _Lowering:
         self.instructions.append(Deliver(output))
 
     def _keep_until(self, value: int, position: int) -> None:
-        """A value, and what it is a view of, which takes nothing more: a rest that is made anew may need other views."""
+        """A value, and what it is a view of, which takes nothing more: a rest made anew may need other views."""
         while value in self.last_touch:
             self.last_touch[value] = position
             producer = self.graph.values[value].producer

@@ -69,8 +69,8 @@ class Rest:
     def of(cls, checked: Checked, position: int) -> Rest:
         """What a schedule takes from a position on."""
         timeline, instructions = checked.simulation.timeline, checked.schedule.instructions
-        # What is freed at once is not there any more.
-        while position < len(timeline) and isinstance(instructions[position], Free):
+        # What leaves before anything runs is as good as gone.
+        while position < len(timeline) and isinstance(instructions[position], Free | Deliver | PageOut):
             position += 1
         peak_bytes = max((moment.arena_peak_bytes for moment in timeline[position:]), default=0)
         return cls(checked, peak_bytes, checked.simulation.recompute_seconds)

@@ -1,7 +1,7 @@
 """Follows what the machine has left while training runs: decides before each step what it may hold.
 
-Plans are switched between two batches (Melon, section 4.3); while a batch runs, what is too much is evicted (SAGE). Less
-memory is given back at once; more is taken only when it has been there for a while, so that plans do not flutter.
+Plans are switched between two batches (Melon, section 4.3); while a batch runs, what is too much is evicted (SAGE).
+Less memory is given back at once; more is taken only when it has been there for a while, so that plans do not flutter.
 Amounts lie on a ladder of fixed rungs, six to each doubling: what comes back to an amount finds the plan that was made
 for it.
 """
