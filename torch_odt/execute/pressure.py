@@ -81,13 +81,15 @@ class Pressure:
         if self._is_lowered:
             executor, checked = self._whole_in_less(executor, checked)
         position = 0
-        while position < len(executor.schedule.instructions):
+        while True:
             # A new schedule may page more.
             table += [None] * (executor.table_size - len(table))
             borders = self._borders_of(executor, checked.costs)
             stop = borders[bisect_right(borders, position)]
             executor.run_part(table, receiver, position, stop)
             position = stop
+            if position == borders[-1]:
+                return
             if time.perf_counter() >= self._next_look:
                 executor, checked = self._look(executor, checked, position)
 
