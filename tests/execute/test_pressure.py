@@ -171,8 +171,8 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], tuple[Tensor, Tenso
 @pytest.mark.parametrize(
     ("name", "transactional", "count"),
     [
-        ("cnn", False, 5),
-        ("transformer", True, 5),
+        ("cnn", False, 3),
+        ("transformer", True, 3),
         pytest.param("cnn", True, 24, marks=pytest.mark.slow),
         pytest.param("transformer", False, 24, marks=pytest.mark.slow),
     ],
@@ -183,7 +183,7 @@ def test_less_is_allowed_at_any_moment(name: str, transactional: bool, count: in
     training.call()
     training.call()
     looks, plan = len(training.controller.held), training.step.plan
-    assert looks > 100 and not training.controller.relieved
+    assert looks > 60 and not training.controller.relieved
     low = plan.peak_bytes - plan.arena_bytes // 2
     evictions = 0
     for number in range(count):
@@ -192,7 +192,7 @@ def test_less_is_allowed_at_any_moment(name: str, transactional: bool, count: in
             assert training.decision.freed_bytes > 0.3 * plan.arena_bytes
             training.controller.check_held()
             evictions += 1
-    assert evictions > 0.7 * count
+    assert evictions > 0.6 * count
     # What is allowed again is used again: the next call is not made by a smaller plan.
     training.call()
     assert training.step.plan.peak_bytes == plan.peak_bytes
@@ -227,7 +227,7 @@ def test_the_next_call_is_planned_for_what_is_allowed(cache: Path, tmp_path: Pat
     training.call()
     plan = training.step.plan
     low = plan.peak_bytes - plan.arena_bytes // 2
-    training.call(falls_at=150, low=low)
+    training.call(falls_at=40, low=low)
     training.controller.growth = [low]
     torch.manual_seed(0)
     training.step(*training.batch)
@@ -259,8 +259,8 @@ def make_separable() -> nn.Module:
     return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 4))
 
 
-@pytest.mark.usefixtures("looks_often")
-@pytest.mark.parametrize("falls_at", [10, 60])
+@pytest.mark.usefixtures("looks_everywhere")
+@pytest.mark.parametrize("falls_at", [8, 40])
 def test_later_micro_batches_do_with_less_too(cache: Path, falls_at: int) -> None:
     steps, controllers, models = [], [], []
     for _ in range(2):
@@ -293,7 +293,7 @@ def test_a_call_that_fails_after_it_gave_back_is_undone(cache: Path) -> None:
     training.call()
     before = copy.deepcopy(training.model.state_dict())
     plan = training.step.plan
-    training.controller.next_call(falls_at=20, low=plan.peak_bytes - plan.arena_bytes // 3)
+    training.controller.next_call(falls_at=10, low=plan.peak_bytes - plan.arena_bytes // 3)
     with pytest.raises(FloatingPointError):
         training.step(torch.full_like(training.batch[0], float("nan")), training.batch[1])
     assert training.decision.action == "evict"
@@ -303,8 +303,8 @@ def test_a_call_that_fails_after_it_gave_back_is_undone(cache: Path) -> None:
     assert training.step._request.held_bytes >= training.step.plan.arena_bytes
 
 
-@pytest.mark.usefixtures("looks_often")
-@pytest.mark.parametrize("falls_at", [10, 40, 60])
+@pytest.mark.usefixtures("looks_everywhere")
+@pytest.mark.parametrize("falls_at", [30, *(pytest.param(at, marks=pytest.mark.slow) for at in (5, 15, 60))])
 def test_a_step_that_pages_gives_back_too(cache: Path, tmp_path: Path, falls_at: int) -> None:
     training = Training(make_net(), images(), cache, planner="capuchin", page_to=tmp_path)
     training.call()
@@ -317,7 +317,8 @@ def test_a_step_that_pages_gives_back_too(cache: Path, tmp_path: Path, falls_at:
     assert training.controller.relieved[0][1].action == "evict"
 
 
-def test_a_short_step_is_not_looked_at(cache: Path) -> None:
+def test_a_short_step_is_not_looked_at(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pressure, "_INTERVAL_SECONDS", 60.0)
     torch.manual_seed(1)
     model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4))
     training = Training(model, (torch.randn(2, 8), torch.ones(2).long()), cache, micro_batch=2)

@@ -154,13 +154,14 @@ class Pressure:
 
 
 def _borders(executor: Executor, costs: Costs) -> list[int]:
+    """Before ops, so that what the ones before them have left to be freed has been."""
     borders: list[int] = []
     seconds = 0.0
     for position, instruction in enumerate(executor.schedule.instructions):
-        if isinstance(instruction, Run) and instruction.op in costs.ops:
-            seconds += costs.ops[instruction.op].seconds
-        if seconds >= _PIECE_SECONDS:
-            borders.append(position + 1)
-            seconds = 0.0
-    end = len(executor.schedule.instructions)
-    return borders if borders and borders[-1] == end else [*borders, end]
+        if isinstance(instruction, Run):
+            if position and seconds >= _PIECE_SECONDS:
+                borders.append(position)
+                seconds = 0.0
+            cost = costs.ops.get(instruction.op)
+            seconds += 0.0 if cost is None else cost.seconds
+    return [*borders, len(executor.schedule.instructions)]
