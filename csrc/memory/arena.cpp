@@ -326,7 +326,12 @@ void ArenaCore::free_block(const void* address) {
   stats_.live_bytes -= entry->second - entry->first;
   --stats_.live_blocks;
   total_live_blocks.fetch_sub(1, std::memory_order_relaxed);
-  live_.erase(entry);
+  const auto after = live_.erase(entry);
+  if (is_vacated_) {
+    discard_between(
+        after == live_.begin() ? 0 : std::prev(after)->second, after == live_.end() ? stats_.resident_bytes : after->first);
+    forget_pages_behind_blocks();
+  }
   last = drop();
 }
 
@@ -341,6 +346,36 @@ void ArenaCore::discard_pages(int64_t keep_bytes) {
     mapping_->discard(keep_bytes, stats_.resident_bytes);
     set_resident(keep_bytes);
   }
+}
+
+// Whole pages inside a range; those at its ends may be shared with blocks.
+void ArenaCore::discard_between(int64_t begin, int64_t end) {
+  const int64_t first = round_up(begin, page_bytes());
+  const int64_t last = std::min(end, stats_.resident_bytes) / page_bytes() * page_bytes();
+  if (first < last) {
+    mapping_->discard(first, last);
+    stats_.held_bytes = std::min(stats_.held_bytes, first);
+  }
+}
+
+void ArenaCore::forget_pages_behind_blocks() {
+  const int64_t end = live_.empty() ? 0 : round_up(std::prev(live_.end())->second, page_bytes());
+  set_resident(std::min(stats_.resident_bytes, end));
+}
+
+void ArenaCore::vacate(bool on) {
+  const std::lock_guard<std::mutex> guard(mutex_);
+  is_vacated_ = on;
+  if (!on) {
+    return;
+  }
+  int64_t cursor = 0;
+  for (const auto& [offset, end] : live_) {
+    discard_between(cursor, offset);
+    cursor = end;
+  }
+  discard_between(cursor, stats_.resident_bytes);
+  forget_pages_behind_blocks();
 }
 
 void ArenaCore::hold(int64_t bytes) {

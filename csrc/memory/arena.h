@@ -44,7 +44,7 @@ struct ArenaStats {
   int64_t reserved_bytes = 0;
   int64_t live_bytes = 0;
   int64_t live_blocks = 0;
-  int64_t resident_bytes = 0;
+  int64_t resident_bytes = 0; // up to the last page that may be resident
   int64_t held_bytes = 0; // from the start on, resident without a gap
   int64_t hits = 0;
   int64_t smaller = 0; // hits that took less than their place
@@ -86,6 +86,9 @@ class ArenaCore final : public std::enable_shared_from_this<ArenaCore> {
   void hold(int64_t bytes);
   // Gives the other pages back than the first ones; false, and none is, while blocks live in the arena.
   bool release(int64_t keep_bytes = 0);
+  // Gives back the pages under no block, and from then on those of each block that is freed: for who goes on with less
+  // than was planned. Without `on`, pages stay again.
+  void vacate(bool on);
   // Held pages stay.
   void resize(int64_t reserve_bytes);
   void set_yield_limit(int64_t bytes);
@@ -117,6 +120,8 @@ class ArenaCore final : public std::enable_shared_from_this<ArenaCore> {
   void leave();
   void set_resident(int64_t bytes);
   void discard_pages(int64_t keep_bytes);
+  void discard_between(int64_t begin, int64_t end);
+  void forget_pages_behind_blocks();
 
   mutable std::mutex mutex_;
   std::unique_ptr<Mapping> mapping_;
@@ -127,6 +132,7 @@ class ArenaCore final : public std::enable_shared_from_this<ArenaCore> {
   int64_t next_table_id_ = 0;
   int64_t active_threads_ = 0;
   int64_t holds_ = 0;
+  bool is_vacated_ = false;
   std::shared_ptr<ArenaCore> self_; // set while blocks live or threads are inside
   int64_t yield_limit_bytes_ = kUnlimited;
   ArenaStats stats_;

@@ -153,6 +153,11 @@ void bind_arena(py::module_& module) {
           py::arg("nbytes"),
           py::call_guard<py::gil_scoped_release>())
       .def("release", [](Arena& arena, int64_t bytes) { return arena.core->release(bytes); }, py::arg("keep_bytes") = 0)
+      .def(
+          "vacate",
+          [](Arena& arena, bool on) { arena.core->vacate(on); },
+          py::arg("on"),
+          py::call_guard<py::gil_scoped_release>())
       .def("resize", [](Arena& arena, int64_t bytes) { arena.core->resize(bytes); }, py::arg("reserve_bytes"))
       .def("set_yield_limit", [](Arena& arena, int64_t bytes) { arena.core->set_yield_limit(bytes); }, py::arg("bytes"))
       .def("stats", [](const Arena& arena) { return as_dict(arena.core->stats()); })

@@ -239,3 +239,47 @@ def test_a_log_that_fails_ends_nothing(tmp_path: Path) -> None:
         controller.begin(LEVEL)
     assert world.step(356, need=600) == 356
     assert world.actions == ["begin", "shrink"]
+
+
+def test_a_step_that_runs_is_told_what_it_lacks() -> None:
+    world = World(612)
+    controller = world.controller()
+    controller.begin(LEVEL)
+    assert world.step(612, need=600) == 612
+    need = 600 * MIB
+    # What a process holds varies: as little as this is not worth a new plan.
+    for allowed in (700, 600, 590, 570):
+        world.allowed = allowed
+        assert controller.lacking_bytes(LEVEL, need) == 0
+    world.allowed = 356
+    lacking = controller.lacking_bytes(LEVEL, need)
+    assert lacking == (600 - 356) * MIB
+    controller.evicted(LEVEL, lacking, lacking)
+    decision = controller.decisions[-1]
+    assert (decision.action, decision.freed_bytes, decision.budget_bytes) == ("evict", lacking, 356 * MIB)
+    # The next step is planned for that, and a plan for more that cost nothing does not stand in the way of more.
+    assert world.step(356, need=600, is_free=True) == 356
+    assert [world.step(612, need=600, is_free=True) for _ in range(6)] == [356] * 5 + [612]
+    assert world.actions == ["begin", "evict", "grow"]
+
+
+def test_a_step_that_cannot_give_back_leaves_the_budget() -> None:
+    world = World(612)
+    controller = world.controller()
+    controller.begin(LEVEL)
+    world.step(612, need=600)
+    world.allowed = 50
+    lacking = controller.lacking_bytes(LEVEL, 600 * MIB)
+    assert lacking == 500 * MIB
+    controller.evicted(LEVEL, lacking, 0)
+    assert world.actions == ["begin", "keep"] and controller.current.total_bytes == 612 * MIB
+    assert world.step(356, need=600) == 356
+
+
+def test_where_the_smallest_plan_is_followed_a_step_is_left_alone() -> None:
+    world = World(612)
+    controller = world.controller()
+    controller.begin(LEVEL)
+    world.step(356, need=600)
+    controller.refused(500 * MIB)
+    assert controller.is_scarce and controller.lacking_bytes(LEVEL, 500 * MIB) == 0

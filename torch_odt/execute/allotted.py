@@ -72,6 +72,10 @@ def prepare_allotted(
         if controller.is_scarce:
             break
         prepared = prepare_within(controller.overtaken(level_bytes, prepared.plan.peak_bytes - lacking))
+    if prepared.program is not None and prepared.pressure is None:
+        from torch_odt.execute.pressure import Pressure
+
+        prepared.pressure = Pressure(controller, request, prepared.plan)
     return prepared
 
 

@@ -47,6 +47,7 @@ class Executor:
         arena_table: the number under which the schedule's addresses were loaded into the arena.
         operators: what some ops call in the place of what the graph names.
         pager: moves what the schedule pages.
+        calls: ops of the graph that have been compiled before; what is compiled here is added.
     """
 
     def __init__(
@@ -58,12 +59,15 @@ class Executor:
         arena_table: int = -1,
         operators: Mapping[int, Callable[..., Any]] | None = None,
         pager: Pager | None = None,
+        calls: dict[int, Callable[[Table], None]] | None = None,
     ) -> None:
         self.graph = graph
         self.schedule = schedule
         self._arena = arena
         self._arena_table = arena_table
-        calls: dict[int, Callable[[Table], None]] = {}
+        self._operators = operators
+        self._pager = pager
+        self._calls = calls = {} if calls is None else calls
         self._pages = pages = PageCode(graph, schedule, pager)
         self._code: list[tuple[Callable[[Table], None] | None, int, Output | None]] = []
         for position, instruction in enumerate(schedule.instructions):
@@ -84,7 +88,7 @@ class Executor:
 
     def new_table(self) -> Table:
         """An empty table with the graph's constants in it."""
-        table: Table = [None] * (len(self.graph.values) + self._pages.count)
+        table: Table = [None] * self.table_size
         for value, tensor in self.graph.constants.items():
             table[value] = tensor
         return table
@@ -98,6 +102,22 @@ class Executor:
     def run(self, table: Table, receiver: Receiver) -> None:
         """Run the whole step. `table` holds the graph's inputs and, at the end, nothing else."""
         self._run(table, receiver, 0, len(self._code))
+
+    def run_part(self, table: Table, receiver: Receiver, start: int, stop: int) -> None:
+        """Run the instructions from `start` up to `stop`, after all that come before."""
+        self._run(table, receiver, start, stop)
+
+    def followed_by(self, schedule: Schedule) -> Executor:
+        """What goes on in ordinary memory by another schedule, which begins with what has been run of this one.
+
+        It must have passed `simulate`. A table needs its `table_size`.
+        """
+        return Executor(self.graph, schedule, operators=self._operators, pager=self._pager, calls=self._calls)
+
+    @property
+    def table_size(self) -> int:
+        """The entries of a table: the graph's values and pages."""
+        return len(self.graph.values) + self._pages.count
 
     def _run(self, table: Table, receiver: Receiver, start: int, stop: int) -> None:
         if start == 0:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -23,9 +24,11 @@ from torch_odt.execute.program import Part, StepProgram
 from torch_odt.execute.request import StepRequest
 from torch_odt.planning.plan import Plan
 from torch_odt.planning.pool import Layout
+from torch_odt.planning.rest import Checked
 
 if TYPE_CHECKING:
     from torch_odt.capture.trace import TracedStep
+    from torch_odt.execute.pressure import Pressure
     from torch_odt.execute.retries import Lowered
     from torch_odt.execute.uncaptured import UncapturedStep
 
@@ -44,6 +47,7 @@ class Prepared:
         pages: tensors go to a file and come back.
         is_foreign: the graphs were not traced here.
         outside_limit_bytes: the torch-counted bytes at which the idle arena must give way to other allocations.
+        pressure: asks while the step runs whether it may still hold what was planned; None where that is fixed.
     """
 
     plan: Plan
@@ -59,6 +63,7 @@ class Prepared:
     pages: bool = False
     is_foreign: bool = False
     outside_limit_bytes: int = 0
+    pressure: Pressure | None = None
 
     def enter(self, request: StepRequest, lowered: Lowered | None) -> None:
         """Before a step, where the one before may have been made with less: what both share is set for this one."""
@@ -95,7 +100,15 @@ class Prepared:
         if self.updates is not None:
             tensors |= self.updates.state(self.program.parts[self.program.sizes[0]].graph)
         try:
-            self.program.run(leaves, tensors, receiver, gradients_exist=gradients_exist, gradient_scale=gradient_scale)
+            with contextlib.nullcontext() if self.pressure is None else self.pressure:
+                self.program.run(
+                    leaves,
+                    tensors,
+                    receiver,
+                    gradients_exist=gradients_exist,
+                    gradient_scale=gradient_scale,
+                    pressure=self.pressure,
+                )
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             # Operators refuse a bad batch by other errors.
             if not self.is_foreign:
@@ -152,10 +165,15 @@ def _make_part(request: StepRequest, arena: Any, part: PlannedPart, tables: list
         return Executor(graph, part.schedule, arena=arena, arena_table=table, operators=operators, pager=pager)
 
     first = executor(part.graph, part.first)
+    first_checked = later_checked = Checked(part.graph, part.costs, part.schedule, part.simulation)
+    if (later := part.later) is not None:
+        later_checked = Checked(later.graph, later.costs, part.schedule, later.simulation, "accumulate")
     return Part(
         graph=part.graph,
         first=first,
         later=first if part.later is None else executor(part.later.graph, part.later.layout),
+        first_checked=first_checked,
+        later_checked=later_checked,
         draws=part.draws,
         separation=part.separation,
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -13,6 +13,11 @@ from torch_odt.capture.graph import TrainingGraph
 from torch_odt.capture.separation import Separation, valid_targets
 from torch_odt.execute.executor import Executor
 from torch_odt.execute.gradients import ResultsOnly, StepReceiver
+
+if TYPE_CHECKING:
+    # Where budgets do not change, a step does without.
+    from torch_odt.execute.pressure import Pressure
+    from torch_odt.planning.rest import Checked
 
 
 @dataclass
@@ -23,6 +28,7 @@ class Part:
         graph: the step at that size.
         first: the executor while `.grad` is empty; what it delivers becomes `.grad`.
         later: the executor that adds to gradients which are there already.
+        first_checked, later_checked: what the two execute.
         draws: the random tensors of the whole batch that the graph takes as inputs.
         separation: why the step may be cut; None when the part is the whole batch.
     """
@@ -30,6 +36,8 @@ class Part:
     graph: TrainingGraph
     first: Executor
     later: Executor
+    first_checked: Checked
+    later_checked: Checked
     draws: Sequence[Draw] = ()
     separation: Separation | None = None
 
@@ -96,6 +104,7 @@ class StepProgram:
         *,
         gradients_exist: bool,
         gradient_scale: float,
+        pressure: Pressure | None = None,
     ) -> None:
         """Forward and backward; everything that leaves the step goes to `receiver`.
 
@@ -104,6 +113,7 @@ class StepProgram:
             tensors: parameters, buffers and the optimizer's state, by the names that the graph uses.
             gradients_exist: gradients are there already, and are added to.
             gradient_scale: what the gradients are multiplied with on top of a micro-batch's share.
+            pressure: runs the micro-batches, where they may have to do with less than was planned.
         """
         drawn = [draw.draw() for draw in self.parts[self.sizes[0]].draws]
         start = 0
@@ -119,7 +129,11 @@ class StepProgram:
                 else:
                     receiver.loss_weight = weight
                     receiver.adopts_gradients = not gradients_exist
-                    executor.run(table, receiver)
+                    if pressure is None:
+                        executor.run(table, receiver)
+                    else:
+                        checked = part.later_checked if gradients_exist else part.first_checked
+                        pressure.run(executor, checked, table, receiver)
                     gradients_exist = True
             finally:
                 # It holds this micro-batch's masks, beside which the next one's would have to lie, and after an error

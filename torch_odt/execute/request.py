@@ -184,6 +184,7 @@ class StepRequest:
         if self.arena is not None:
             self.arena.end()
             self.arena.dynamic(False)
+            self.arena.vacate(False)
             self._copies = 0
 
     @contextmanager

@@ -77,7 +77,7 @@ class TrainStep:
         budget: bytes, as `Budget` takes them ("512MiB", "80%", "auto", an int, or a `Budget`). It must be given, but
             that with `plan` the plan's budget is the default. Or what changes while training runs: a policy of
             `torch_odt.runtime`, a function from a `Reading` to bytes, or a `Controller`; plans are switched between
-            calls then, and what is less than the smallest plan takes is a warning, not an error.
+            calls then, calls evict what they may no longer hold, and less than the smallest plan is only a warning.
         plan: a plan that was made before, or the path of its file (see `Plan.save`); nothing is measured or planned
             then: `planner`, `disable_rewrites` and `micro_batch` are the plan's, and `planning_seconds` must be 0. A
             plan that carries its graph is the program: neither the model's code nor `loss_fn` is run or compared, and

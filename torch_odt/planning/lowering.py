@@ -7,7 +7,8 @@ instruction that touches it before it is computed again or the step ends.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 
 from torch_odt.capture.graph import TrainingGraph
 from torch_odt.errors import PlanError
@@ -15,16 +16,41 @@ from torch_odt.planning.problem import BOUNDARY, Problem, is_alias, maker_of
 from torch_odt.planning.schedule import Deliver, Free, Instruction, PageIn, PageOut, Run, Schedule
 
 
-def lower(problem: Problem, runs: Sequence[int], planner: str = "") -> Schedule:
-    """The schedule that executes `runs`: ops by index, with `BOUNDARY` where the forward pass ends."""
-    return _Lowering(problem, planner).lower(runs)
+@dataclass(frozen=True)
+class Begun:
+    """What a schedule has done up to some instruction.
+
+    Attributes:
+        values: in memory.
+        ran: the ops.
+        delivered: the outputs.
+        is_past_boundary: the forward pass is over.
+    """
+
+    values: Collection[int]
+    ran: Collection[int]
+    delivered: Collection[int]
+    is_past_boundary: bool
+
+
+_NOTHING = Begun((), (), (), False)
+
+
+def lower(problem: Problem, runs: Sequence[int], planner: str = "", *, begun: Begun = _NOTHING) -> Schedule:
+    """The schedule that executes `runs`: ops by index, with `BOUNDARY` where the forward pass ends.
+
+    Args:
+        begun: what has been done already; the schedule is for the rest then, and its boundary 0 behind the forward
+            pass. What is in memory and not touched any more is freed first.
+    """
+    return _Lowering(problem, planner, begun).lower(runs)
 
 
 def runs_of(problem: Problem, schedule: Schedule) -> list[int]:
     """The steps of a schedule that somebody made of the same graph."""
     runs: list[int] = []
     leaving: set[int] = set()
-    boundary = _boundary_position(problem.graph, schedule)
+    boundary = end_of_forward(problem.graph, schedule)
     for position, instruction in enumerate(schedule.instructions):
         if position == boundary:
             runs.append(BOUNDARY)
@@ -43,7 +69,7 @@ def runs_of(problem: Problem, schedule: Schedule) -> list[int]:
     return runs
 
 
-def _boundary_position(graph: TrainingGraph, schedule: Schedule) -> int:
+def end_of_forward(graph: TrainingGraph, schedule: Schedule) -> int:
     """Where the forward pass ends, less what is delivered and freed because it does."""
     _, at_boundary, _ = _delivery_times(graph)
     for position, instruction in enumerate(schedule.instructions[: schedule.boundary]):
@@ -72,20 +98,23 @@ def _delivery_times(graph: TrainingGraph) -> tuple[dict[int, list[int]], list[in
 
 
 class _Lowering:
-    def __init__(self, problem: Problem, planner: str) -> None:
+    def __init__(self, problem: Problem, planner: str, begun: Begun) -> None:
         self.graph = problem.graph
         self.planner = planner
         self.page_outs = {steps.out: storage for storage, steps in problem.paging.items()}
         self.let_gos = {steps.let_go: storage for storage, steps in problem.paging.items()}
         self.page_ins = {steps.back: storage for storage, steps in problem.paging.items()}
         self.instructions: list[Instruction] = []
-        self.last_touch: dict[int, int] = {}
+        self.last_touch = dict.fromkeys(begun.values, -1)
         self.frees: dict[int, list[int]] = {}
-        self.done: set[int] = set()
+        self.done = set(begun.ran)
+        self.delivered = set(begun.delivered)
+        self.is_past_boundary = begun.is_past_boundary
         self.boundary = -1
         self._after_run, self._at_boundary, self._at_end = _delivery_times(problem.graph)
 
     def lower(self, runs: Sequence[int]) -> Schedule:
+        self._catch_up()
         for index in runs:
             if index == BOUNDARY:
                 self._cross_boundary()
@@ -102,6 +131,15 @@ class _Lowering:
         for value, position in self.last_touch.items():
             self.frees.setdefault(position, []).append(value)
         return self._with_frees()
+
+    def _catch_up(self) -> None:
+        """Deliver what was about to be."""
+        due = [output for op in self.done for output in self._after_run.get(op, ())]
+        if self.is_past_boundary:
+            due += self._at_boundary
+        for output in due:
+            if output not in self.delivered:
+                self._deliver(output)
 
     def _run(self, index: int) -> None:
         op = self.graph.ops[index]
@@ -136,8 +174,7 @@ class _Lowering:
         position = len(self.instructions)
         self.instructions.append(Run(index))
         for value in op.reads:
-            if value in self.last_touch:
-                self.last_touch[value] = position
+            self._keep_until(value, position)
         for value in op.results:
             self.last_touch[value] = position
 
@@ -168,13 +205,24 @@ class _Lowering:
     def _deliver(self, output: int) -> None:
         value = self.graph.outputs[output].value
         self._ensure(value)
-        if value in self.last_touch:
-            self.last_touch[value] = len(self.instructions)
+        self._keep_until(value, len(self.instructions))
         self.instructions.append(Deliver(output))
+
+    def _keep_until(self, value: int, position: int) -> None:
+        """A value, and what it is a view of, which takes nothing more: a rest made anew may need other views."""
+        while value in self.last_touch:
+            self.last_touch[value] = position
+            producer = self.graph.values[value].producer
+            op = None if producer is None else self.graph.ops[producer]
+            if op is None or not op.reads or not is_alias(self.graph, op):
+                return
+            value = op.reads[0]
 
     def _cross_boundary(self) -> None:
         late = []
         for output in self._at_boundary:
+            if output in self.delivered:
+                continue
             if self.graph.outputs[output].kind == "gradient":
                 late.append(output)
             else:
@@ -184,7 +232,7 @@ class _Lowering:
             self._deliver(output)
 
     def _with_frees(self) -> Schedule:
-        instructions: list[Instruction] = []
+        instructions: list[Instruction] = [Free(value) for value in self.frees.get(-1, ())]
         boundary = 0
         for position, instruction in enumerate(self.instructions):
             if position == self.boundary:

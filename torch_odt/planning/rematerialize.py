@@ -50,6 +50,21 @@ class Built:
         return lower(problem, runs, planner)
 
 
+@dataclass(frozen=True)
+class Start:
+    """Where a build begins that is for the rest of a program.
+
+    Attributes:
+        position: in the problem's steps; those before have run.
+        resident: the storages in memory.
+        on_file: those that can be paged in.
+    """
+
+    position: int = 0
+    resident: Collection[int] = ()
+    on_file: Collection[int] = ()
+
+
 def build(
     problem: Problem,
     *,
@@ -58,6 +73,7 @@ def build(
     dropped: Collection[int] = (),
     uses: Sequence[list[int]] | None = None,
     max_recompute_seconds: float = float("inf"),
+    start: Start | None = None,
 ) -> Built:
     """Run the program of a problem with recomputation on demand.
 
@@ -68,10 +84,13 @@ def build(
         dropped: storages that leave after their last use in the forward pass although the backward pass needs them.
         uses: for each storage, the positions until which it stays, when it is to serve recomputations as well.
         max_recompute_seconds: the budget is ignored once recomputation has cost that much.
+        start: where to begin; None for the beginning.
     """
     walk = Walk(problem, budget_bytes, score, dropped, uses or problem.uses, max_recompute_seconds)
-    for position, op in enumerate(problem.steps):
-        walk.step(position, op)
+    start = start or Start()
+    walk.begin(start)
+    for position in range(start.position, len(problem.steps)):
+        walk.step(position, problem.steps[position])
     return Built(walk.runs, walk.peak_bytes, walk.recompute_seconds, walk.was_cut, walk.crossing, budget_bytes or 0.0)
 
 
@@ -123,6 +142,34 @@ class Walk:
         self._neighbourhood_seconds: dict[int, float] = {}
         self._lost: set[int] | None = None
         self._touched_seconds: dict[int, float] = {}
+
+    def begin(self, start: Start) -> None:
+        """Take over what somebody else has run up to a position.
+
+        What was dropped there and is used again counts as evicted. What nobody uses goes, but for what the first step
+        brings its inputs back from: a recomputation may be under way.
+        """
+        problem = self.problem
+        self.position = start.position - 1
+        for storage in start.resident:
+            self._add(storage)
+            self._touched_seconds[storage] = 0.0
+        self._on_file = set(start.on_file)
+        self._file_bytes = sum(TransferCosts.file_bytes(problem.nbytes[s]) for s in self._on_file)
+        present = self._on_file.union(self.resident)
+        for storage, born in enumerate(problem.born):
+            if 0 <= born < start.position and storage not in present and self._following_use(storage) is not None:
+                self._evicted.add(storage)
+                for bit in problem.holds[storage]:
+                    self._holds[bit] += 1
+        if not self.resident:
+            return
+        first = problem.reads[problem.steps[start.position]]
+        way_back = self._closure(s for s in first if s not in self.resident)
+        needed = {s for op in way_back for s in problem.reads[op]}
+        for storage in list(self.resident):
+            if storage not in needed:
+                self._drop_if_useless(storage)
 
     def next_use(self, storage: int) -> int:
         """The position of the step that needs a storage next; the end of the program if none does."""

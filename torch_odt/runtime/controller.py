@@ -1,8 +1,9 @@
 """Follows what the machine has left while training runs: decides before each step what it may hold.
 
-Plans are switched between two batches (Melon, section 4.3). Less memory is given back at once; more is taken only when
-it has been there for a while, so that plans do not flutter. Amounts lie on a ladder of fixed rungs, six to each
-doubling: what comes back to an amount finds the plan that was made for it.
+Plans are switched between two batches (Melon, section 4.3); while a batch runs, what is too much is evicted (SAGE).
+Less memory is given back at once; more is taken only when it has been there for a while, so that plans do not flutter.
+Amounts lie on a ladder of fixed rungs, six to each doubling: what comes back to an amount finds the plan that was made
+for it.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from torch_odt.runtime.policies import AnyPolicy, Policy, policy_of
 
 __all__ = ["Action", "Controller", "Decision", "Need"]
 
-Action = Literal["begin", "shrink", "overtaken", "grow", "retreat", "scarce"]
+Action = Literal["begin", "shrink", "overtaken", "grow", "retreat", "scarce", "evict", "keep"]
 RUNGS_PER_DOUBLING = 6
 GROW_AFTER_SECONDS = 5.0
 # What a plan was refused or failed at is not tried again so soon.
@@ -35,6 +36,8 @@ _PRESSED_STEPS = 4
 _MORE_RUNGS = 2
 # So much of what can be had is enough where there is a plan for it already: to make one takes longer than it gains.
 _KNOWN_SHARE = 0.75
+# While a step runs, less is not worth to make the rest of it anew: what a process holds varies as well.
+_LEAST_LACKING_SHARE = 1 / 16
 
 
 @dataclass(frozen=True)
@@ -59,11 +62,13 @@ class Decision:
         at_seconds: since the epoch.
         action: "begin"; "shrink" and "grow" to what the policy allows; "overtaken" where others took what a plan was
             chosen for before it could be held; "retreat" after a step that was out of memory; "scarce" where the
-            smallest plan takes more than is allowed, and is followed all the same.
+            smallest plan takes more than is allowed, and is followed all the same; "evict" where a step gave back while
+            it ran, and "keep" where it was to, but there was nothing to be gained.
         reason: in words.
         budget_bytes: what the process may hold from now on.
         allowed_bytes: what the policy said.
         process_bytes, available_bytes: of the reading that it was decided by.
+        freed_bytes: that the rest of a step takes less.
     """
 
     step: int
@@ -74,6 +79,7 @@ class Decision:
     allowed_bytes: int
     process_bytes: int
     available_bytes: int
+    freed_bytes: int = 0
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -143,6 +149,7 @@ class Controller:
         self._has_told_of_log = False
         self._lowered_at = -_PRESSED_STEPS
         self._rungs_below = 0
+        self._pressing: tuple[Reading, int] | None = None
 
     @classmethod
     def of_value(cls, value: object) -> Controller:
@@ -230,6 +237,44 @@ class Controller:
         self._shrink("overtaken", "others took what the plan was chosen for", had_bytes, allowed, level_bytes, reading)
         return self.current
 
+    def lacking_bytes(self, level_bytes: int, need_bytes: int) -> int:
+        """By how much a step that runs takes more than what is allowed now; 0 where that is not worth a new plan.
+
+        Args:
+            level_bytes: what the process held before training.
+            need_bytes: what it will hold at most until the step ends.
+        """
+        if self.is_scarce:
+            return 0
+        reading = self._read()
+        allowed = self._allowed(reading, level_bytes)
+        if need_bytes - allowed <= _LEAST_LACKING_SHARE * (need_bytes - level_bytes):
+            return 0
+        self._pressing = reading, allowed
+        return need_bytes - max(_on_ladder(allowed, level_bytes), level_bytes)
+
+    def evicted(self, level_bytes: int, lacking_bytes: int, freed_bytes: int) -> None:
+        """A step that runs has given back, or could not: the next one is planned for what is allowed.
+
+        Args:
+            level_bytes: what the process held before training.
+            lacking_bytes: what `lacking_bytes` said.
+            freed_bytes: that the rest of the step takes less.
+        """
+        assert self._pressing is not None
+        reading, allowed = self._pressing
+        current_bytes = self.current.total_bytes
+        if not freed_bytes:
+            reason = "less is allowed than the step takes, and what it holds cannot be evicted"
+            self._decide("keep", reason, current_bytes, allowed, reading)
+            return
+        reason = "less is allowed than the step takes"
+        if freed_bytes < lacking_bytes:
+            reason += "; more cannot be evicted"
+        total_bytes = min(current_bytes, _on_ladder(allowed, level_bytes))
+        self._lowered_at = self._steps
+        self._decide("evict", reason, total_bytes, allowed, reading, freed_bytes)
+
     def out_of_memory(self, smaller_bytes: int) -> Allotment:
         """A step had no room in what was allowed: nothing above this is tried for some time."""
         reading = self._read()
@@ -299,7 +344,7 @@ class Controller:
     def _may_grow(self, wanted: int, need: Need | None) -> bool:
         """Whether more has been allowed for long enough, and is of use."""
         now = self._clock()
-        if need is not None and need.is_free:
+        if need is not None and need.is_free and need.total_bytes <= self.current.total_bytes:
             self._more_since = None
             return False
         if self._more_since is None:
@@ -307,7 +352,9 @@ class Controller:
         self._least_more = min(self._least_more, wanted)
         return now - self._more_since >= self._grow_after_seconds
 
-    def _decide(self, action: Action, reason: str, total_bytes: int, allowed: int, reading: Reading) -> None:
+    def _decide(
+        self, action: Action, reason: str, total_bytes: int, allowed: int, reading: Reading, freed_bytes: int = 0
+    ) -> None:
         self._current = Allotment(total_bytes)
         self._followed.add(total_bytes)
         self._more_since = None
@@ -320,6 +367,7 @@ class Controller:
             allowed_bytes=allowed,
             process_bytes=reading.process_bytes,
             available_bytes=reading.available_bytes,
+            freed_bytes=freed_bytes,
         )
         self.decisions.append(decision)
         self._is_scarce = action == "scarce"

@@ -189,6 +189,44 @@ TEST(held_pages_survive_a_new_size) {
   CHECK_EQUAL(memory::arena_totals().resident_bytes, arena->stats().resident_bytes);
 }
 
+TEST(a_vacated_arena_gives_back_what_no_block_needs) {
+  const int64_t page = memory::page_bytes();
+  const auto arena = ArenaCore::create(8 * page);
+  arena->select(arena->load(table_of({{{page, 2 * page}, {4 * page, page / 2}, {6 * page, page}}})));
+  arena->hold(8 * page);
+  arena->begin(0);
+  char* const first = serve(arena.get(), 2 * page);
+  char* const second = serve(arena.get(), page / 2);
+  char* const third = serve(arena.get(), page);
+  arena->end();
+  std::memset(first, 7, 2 * page);
+  std::memset(second, 8, page / 2);
+  std::memset(third, 9, page);
+  // Behind the first page there is a gap, so that nothing is held.
+  arena->vacate(true);
+  CHECK_EQUAL(arena->stats().held_bytes, 0);
+  CHECK_EQUAL(arena->stats().resident_bytes, 7 * page);
+  arena->free_block(third);
+  CHECK_EQUAL(arena->stats().resident_bytes, 5 * page);
+  CHECK_EQUAL(memory::arena_totals().resident_bytes, 5 * page);
+  CHECK_EQUAL(third[0], 0);
+  CHECK_EQUAL(first[2 * page - 1], 7);
+  arena->free_block(first);
+  CHECK_EQUAL(first[0], 0);
+  CHECK_EQUAL(second[page / 2 - 1], 8);
+  arena->free_block(second);
+  CHECK_EQUAL(arena->stats().resident_bytes, 0);
+  CHECK_EQUAL(second[0], 0);
+}
+
+TEST(an_arena_that_is_no_longer_vacated_keeps_its_pages) {
+  const auto arena = arena_with({{{0, 16 * kKiB}}});
+  arena->vacate(true);
+  arena->vacate(false);
+  arena->free_block(touched_block(*arena));
+  CHECK(arena->stats().resident_bytes >= 16 * kKiB);
+}
+
 TEST(a_resized_arena_has_new_pages_where_none_were_held) {
   const auto arena = arena_with({{{0, 16 * kKiB}}});
   char* const block = touched_block(*arena);
