@@ -8,6 +8,7 @@ import itertools
 import random
 import types
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -206,6 +207,24 @@ class Trainer:
 
     def loss(self, outputs: Tensor, target: Tensor) -> Tensor:
         return F.cross_entropy(outputs, target) * self.weight
+
+
+def test_a_function_below_many_decorators_is_the_same_at_each_call() -> None:
+    """As methods of transformers are: nothing of them may look new each time."""
+
+    def decorated(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def call(*args: Any, **kwargs: Any) -> Tensor:
+            return function(*args, **kwargs)
+
+        return call
+
+    def loss_fn(outputs: Tensor, target: Tensor) -> Tensor:
+        return F.cross_entropy(outputs, target)
+
+    for _ in range(6):
+        loss_fn = decorated(loss_fn)
+    step = train_both(Net(), make_batches(4), loss_fn=loss_fn)
+    assert step._prepared._captures == 1
 
 
 def test_what_the_loss_does_not_read_may_change() -> None:

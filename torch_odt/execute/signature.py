@@ -180,7 +180,8 @@ class _Reader:
             return ("method", self.value(value.__func__, depth), self.value(value.__self__, depth + 1))
         if isinstance(value, types.FunctionType):
             cells = [c.cell_contents for c in value.__closure__ or () if has_contents(c)]
-            defaults = (*(value.__defaults__ or ()), value.__kwdefaults__ or {})
+            # None stays None: what is made here would be another object, and so another value, at each call.
+            defaults = (*(value.__defaults__ or ()), value.__kwdefaults__)
             return (_Same(value.__code__), self._all((*cells, *defaults), depth))
         attributes = getattr(value, "__dict__", None)
         if attributes is None or type(value).__module__.partition(".")[0] in ("torch", "torch_odt"):
