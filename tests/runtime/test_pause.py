@@ -6,6 +6,8 @@ import os
 import signal
 import threading
 
+import pytest
+
 from torch_odt.runtime.pause import Battery, Pauses
 
 
@@ -93,3 +95,36 @@ def test_signals_belong_to_the_main_thread() -> None:
     thread.start()
     thread.join()
     assert pauses.notes == ["signals reach the main thread alone: pausing by signal is off"]
+
+
+def test_a_wait_ends_when_the_process_is_to_end() -> None:
+    """Whoever handles the signal has only taken note of it, as a `Checkpointer` does."""
+    noted: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, frame: noted.append(number))
+    clock = Clock()
+
+    def ask_to_end(seconds: float) -> None:
+        clock.sleep(seconds)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    try:
+        pauses = Pauses(when=lambda: True, clock=clock, sleep=ask_to_end)
+        watched = signal.getsignal(signal.SIGTERM)
+        assert pauses.wait(lambda reason: None)
+        assert noted == [signal.SIGTERM] and pauses.paused_seconds > 0
+        assert signal.getsignal(signal.SIGTERM) == watched
+        with pauses.watching():
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert not pauses.wait(lambda reason: None), "one that came before the wait"
+            assert pauses.wait(lambda reason: None), "one step has been made since, and the process goes on"
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_a_handler_that_raises_ends_a_wait() -> None:
+    def interrupt(seconds: float) -> None:
+        signal.raise_signal(signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt):
+        Pauses(when=lambda: True, sleep=interrupt).wait(lambda reason: None)
+    assert signal.getsignal(signal.SIGINT) == signal.default_int_handler

@@ -86,6 +86,50 @@ def test_a_resumed_run_is_an_undisturbed_one_bit_for_bit(tmp_path: Path, stopped
     assert second.bits() == undisturbed()
 
 
+def names(folder: Path) -> list[str]:
+    return sorted(path.name.removeprefix("step-").replace(".safetensors", "") for path in folder.iterdir())
+
+
+def test_checkpoints_of_an_earlier_run_are_not_mixed_with_those_of_a_new_one(tmp_path: Path) -> None:
+    earlier = Training().checkpointer(tmp_path)
+    for step in (100, 200, 300):
+        earlier.save(step)
+    new = Training().checkpointer(tmp_path, every_steps=10)
+    with pytest.raises(odt.CheckpointError, match=r"an earlier run.*resume\(\) before the first step"):
+        new.step_done(1)
+    with pytest.raises(odt.CheckpointError, match="an earlier run"):
+        new.save(10)
+    resumed = new.resume()
+    assert resumed is not None and resumed.step == 300
+    with pytest.raises(ValueError, match="step 10 is before step 300"):
+        new.save(10)
+    assert new.step_done(310) == tmp_path / "step-00000310.safetensors"
+    assert names(tmp_path) == ["00000200", "00000300", "00000310"]
+
+
+def test_what_was_just_written_stays(tmp_path: Path) -> None:
+    training = Training()
+    checkpointer = training.checkpointer(tmp_path, keep=1)
+    path = checkpointer.save(5)
+    (tmp_path / "step-00000900.safetensors").write_bytes(path.read_bytes())
+    assert checkpointer.save(6).exists()
+
+
+def test_a_damaged_checkpoint_is_set_aside_and_never_counted_again(tmp_path: Path) -> None:
+    training = Training()
+    checkpointer = training.checkpointer(tmp_path, keep=2)
+    checkpointer.save(200)
+    checkpointer.save(300).write_bytes(b"")
+    again = training.checkpointer(tmp_path, keep=1)
+    with pytest.warns(odt.OdtWarning, match="the checkpoint before it is taken"):
+        resumed = again.resume()
+    assert resumed is not None and resumed.step == 200
+    assert again.save(250).exists()
+    assert names(tmp_path) == ["00000250", "00000300.damaged"]
+    resumed = training.checkpointer(tmp_path).resume()
+    assert resumed is not None and resumed.step == 250
+
+
 def test_an_empty_folder_has_nothing_to_resume(tmp_path: Path) -> None:
     assert Training().checkpointer(tmp_path / "new" / "folder").resume() is None
 
@@ -145,6 +189,36 @@ def test_another_training_is_refused(tmp_path: Path) -> None:
         training.checkpointer(tmp_path, others={"average": training.model}).resume()
 
 
+@pytest.mark.parametrize("refused", ["model", "optimizer", "scheduler"])
+def test_what_is_refused_changes_nothing(tmp_path: Path, refused: str) -> None:
+    training = new_training()
+    training.step()
+    training.checkpointer(tmp_path).save(1)
+    other = Training()
+    other.step()
+    if refused == "model":
+        # Of all else, the last layer's bias is the last thing that torch itself would look at.
+        other.model[-1].bias = nn.Parameter(torch.zeros(3))
+    elif refused == "optimizer":
+        other.optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(3))]})
+    else:
+        take = other.scheduler.load_state_dict
+        answers = iter([refuse, take])
+        other.scheduler.load_state_dict = lambda state: next(answers)(state)  # type: ignore[method-assign]
+    before, generators = other.bits(), (torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist())
+    rates = other.scheduler.state_dict() | {"lr": other.optimizer.param_groups[0]["lr"]}
+    with pytest.raises((RuntimeError, ValueError)):
+        other.checkpointer(tmp_path).resume()
+    assert other.bits() == before
+    assert other.scheduler.state_dict() | {"lr": other.optimizer.param_groups[0]["lr"]} == rates
+    assert torch.equal(torch.get_rng_state(), generators[0]) and random.getstate() == generators[1]
+    assert np.random.get_state()[1].tolist() == generators[2]
+
+
+def refuse(state: object) -> None:
+    raise ValueError("not this one")
+
+
 def test_bad_options_are_named(tmp_path: Path) -> None:
     training = Training()
     for options, text in (
@@ -192,6 +266,53 @@ def test_a_signal_saves_and_ends_the_loop(tmp_path: Path) -> None:
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
     resumed = training.checkpointer(tmp_path).resume()
     assert resumed is not None and resumed.step == 3
+
+
+def test_a_signal_that_no_step_follows_is_handed_on(tmp_path: Path) -> None:
+    heard: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, frame: heard.append(number))
+    try:
+        with Training().checkpointer(tmp_path) as checkpointer:
+            checkpointer.step_done(1)
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert heard == []
+        assert heard == [signal.SIGTERM]
+        with pytest.raises(KeyError), Training().checkpointer(tmp_path):
+            os.kill(os.getpid(), signal.SIGTERM)
+            raise KeyError("the error that ends the run is not hidden")
+        with pytest.raises(SystemExit) as ended, Training().checkpointer(tmp_path) as checkpointer:
+            checkpointer.end_if_asked()
+            os.kill(os.getpid(), signal.SIGTERM)
+            checkpointer.end_if_asked()
+        assert ended.value.code == 128 + signal.SIGTERM
+        assert heard == [signal.SIGTERM]
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_a_handler_that_is_not_pythons(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`signal.signal` gives None for it, and takes none."""
+    really = signal.signal
+    with monkeypatch.context() as patch:
+        patch.setattr(signal, "signal", lambda number, handler: really(number, handler) and None)
+        with Training().checkpointer(tmp_path):
+            patch.setattr(signal, "signal", really)
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
+def test_a_forked_child_ends_at_a_signal_and_leaves_interrupts_to_its_parent(tmp_path: Path) -> None:
+    """As a worker of a DataLoader is to: it has the parent's handlers."""
+    with Training().checkpointer(tmp_path, signals=(signal.SIGTERM, signal.SIGINT)):
+        child = os.fork()
+        if child == 0:
+            try:
+                signal.raise_signal(signal.SIGINT)
+                signal.raise_signal(signal.SIGTERM)
+                os._exit(1)
+            except SystemExit as end:
+                os._exit(int(end.code or 0))
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 128 + signal.SIGTERM
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_second_signal_does_not_wait(tmp_path: Path) -> None:

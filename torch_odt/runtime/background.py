@@ -120,7 +120,8 @@ class Background:
                 own.set_idle_storage()
             if self.pause_signals is not None:
                 pauses.listen(*self.pause_signals)
-            yield BackgroundRun(own, pauses, _chooser(self, cores, threads_before, own), step)
+            with pauses.watching():
+                yield BackgroundRun(own, pauses, _chooser(self, cores, threads_before, own), step)
         finally:
             pauses.ignore()
             own.restore()
@@ -157,7 +158,9 @@ class BackgroundRun:
         return self._pauses.paused_seconds
 
     def before_step(self) -> None:
-        """Return when the next step may be made: waits while there is a reason to pause."""
+        """Return when the next step may be made: waits while there is a reason to pause, and nobody asks the process to
+        end (SIGTERM, SIGINT).
+        """
         self._pauses.wait(self._give_memory_back)
         self._began_seconds = time.perf_counter()
 

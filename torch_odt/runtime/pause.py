@@ -5,12 +5,15 @@ from __future__ import annotations
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
 
 import psutil
+
+from torch_odt.runtime.signals import SignalWatch
 
 _LOOK_SECONDS = 5.0
 _WAIT_SECONDS = 0.2
@@ -76,6 +79,7 @@ class Pauses:
     _is_empty: bool = False
     _looked_seconds: float | None = None
     _previous_handlers: dict[int, Any] = field(default_factory=dict)
+    _ends: SignalWatch = field(default_factory=SignalWatch)
 
     def __post_init__(self) -> None:
         if self.above_celsius is not None and self.celsius() is None:
@@ -109,20 +113,37 @@ class Pauses:
             return f"a temperature above {self.above_celsius} degrees Celsius"
         return f"a battery below {self.below_battery_percent} percent" if self._is_empty else None
 
-    def wait(self, on_pause: Callable[[str], object]) -> None:
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Inside, a signal that asks the process to end is seen whenever it comes, not only while training waits."""
+        with SignalWatch() as self._ends:
+            yield
+
+    def wait(self, on_pause: Callable[[str], object]) -> bool:
         """Return when nothing speaks against the next step; sleeps until then.
+
+        When SIGTERM or SIGINT has come, and whoever handles it has only taken note, it returns at once: the process is
+        to end, and after a step there is a place for that.
 
         Args:
             on_pause: called with the reason before a wait begins.
+
+        Returns:
+            Whether there was a reason to wait.
         """
+        is_asked_to_end, self._ends.has_seen = self._ends.has_seen, False
         reason = self.reason()
-        if reason is None:
-            return
+        if reason is None or is_asked_to_end:
+            return False
         began_seconds = self.clock()
         on_pause(reason)
-        while self.reason() is not None:
-            self.sleep(_WAIT_SECONDS)
+        # Whoever takes note may have come later than those that `watching` knows.
+        with SignalWatch() as ends:
+            while self.reason() is not None and not ends.has_seen:
+                self.sleep(_WAIT_SECONDS)
+        self._ends.has_seen = False
         self.paused_seconds += self.clock() - began_seconds
+        return True
 
     def _look(self) -> None:
         now = self.clock()

@@ -6,10 +6,13 @@ the data; all of it is written together or not at all.
 
 from __future__ import annotations
 
+import contextlib
+import copy
+import os
 import random
 import signal
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -18,6 +21,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from torch_odt.errors import CheckpointError, OdtWarning, first_line
 from torch_odt.runtime.state_file import read_state, write_state
@@ -25,6 +29,8 @@ from torch_odt.runtime.state_file import read_state, write_state
 __all__ = ["Checkpointer", "Resumed", "Stateful"]
 
 _PATTERN = "step-*.safetensors"
+# Beside the parts, a checkpoint holds these.
+_OWN = ("random", "step", "values")
 
 
 class Stateful(Protocol):
@@ -59,6 +65,9 @@ class Checkpointer:
 
     Between two optimizer steps is the moment to save: gradients are no part of a checkpoint.
 
+    A folder belongs to one training: where it holds checkpoints, `resume` comes before the first step. What `resume`
+    passes over is set aside as `*.damaged`, so that it is neither taken nor counted again.
+
     Args:
         folder: made if it is not there; one for each training.
         model: what is trained.
@@ -67,8 +76,9 @@ class Checkpointer:
         others: more that has a state, by name: samplers, a gradient scaler, an average of the weights.
         every_steps: `step_done` saves after each so many steps; None saves on a signal alone.
         keep: so many checkpoints stay, the newest ones.
-        signals: after one of these, `step_done` saves and ends the process; another one of the same ends it at once.
-            Signals reach the main thread alone: elsewhere none are watched.
+        signals: after one of these, `step_done` saves and ends the process; a second one ends it at once. One that no
+            `step_done` has followed is handed on when the `with` block ends. Signals reach the main thread alone:
+            elsewhere none are watched. In a forked child SIGINT is left to this process, and others end the child.
 
     Raises:
         OSError: the folder cannot be made or written to.
@@ -106,7 +116,7 @@ class Checkpointer:
         parts: dict[str, Stateful] = {"model": model, "optimizer": optimizer}
         if scheduler is not None:
             parts["scheduler"] = scheduler
-        if taken := sorted({*parts, "random", "step", "values"} & {*(others or {})}):
+        if taken := sorted({*parts, *_OWN} & {*(others or {})}):
             raise ValueError(f"{', '.join(taken)} in others: give it another name")
         self.folder = Path(folder)
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -115,10 +125,11 @@ class Checkpointer:
         self._keep = keep
         self._signals = tuple(signals)
         self._earlier: dict[signal.Signals, Any] = {}
+        self._process = os.getpid()
         self._received: signal.Signals | None = None
         self._saved: Path | None = None
-        for left in self.folder.glob(f"{_PATTERN}.partial"):
-            left.unlink(missing_ok=True)
+        self._last_step: int | None = None
+        self._is_of_others = bool(self.paths)
 
     def __enter__(self) -> Checkpointer:
         for number in self._signals:
@@ -132,8 +143,12 @@ class Checkpointer:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         for number, handler in self._earlier.items():
-            signal.signal(number, handler)
+            # None stands for a handler that was not made in Python, and cannot be put back.
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
         self._earlier.clear()
+        received, self._received = self._received, None
+        if received is not None and error is None:
+            signal.raise_signal(received)
 
     @property
     def paths(self) -> list[Path]:
@@ -151,15 +166,25 @@ class Checkpointer:
             The file.
 
         Raises:
+            CheckpointError: the folder holds another run's checkpoints, which `resume` has not taken up.
             OSError: it could not be written, as where the disk is full; earlier checkpoints are as they were.
             TypeError: a state or a value is of a kind that a file cannot hold.
+            ValueError: a later step has been saved, or resumed from.
         """
+        self._require_own_folder()
+        if self._last_step is not None and step < self._last_step:
+            raise ValueError(f"step {step} is before step {self._last_step}, which has been saved: count on from there")
+        for left in self.folder.glob(f"{_PATTERN}.partial"):
+            # Where it cannot be removed, nothing can be written either, and that tells why.
+            with contextlib.suppress(OSError):
+                left.unlink()
         state: dict[str, Any] = {name: part.state_dict() for name, part in self._parts.items()}
         state |= {"random": _random_state(), "step": step, "values": values}
         path = self.folder / f"step-{step:08d}.safetensors"
         write_state(path, state)
-        self._saved = path
-        for old in self.paths[self._keep :]:
+        self._saved, self._last_step = path, step
+        others = [other for other in self.paths if other != path]
+        for old in others[self._keep - 1 :]:
             old.unlink(missing_ok=True)
         return path
 
@@ -171,15 +196,24 @@ class Checkpointer:
 
         Raises:
             SystemExit: a signal was received; the checkpoint is written.
-            OSError, TypeError: as `save`.
+            CheckpointError, OSError, TypeError, ValueError: as `save`.
         """
+        self._require_own_folder()
         is_due = self._every_steps is not None and step % self._every_steps == 0
-        received = self._received
-        if is_due or received is not None:
+        if is_due or self._received is not None:
             self.save(step, **values)
+        self.end_if_asked()
+        return self._saved
+
+    def end_if_asked(self) -> None:
+        """End the process where a signal asked for it; call it where all that matters is saved, as in a validation.
+
+        Raises:
+            SystemExit: a signal was received.
+        """
+        received, self._received = self._received, None
         if received is not None:
             raise SystemExit(128 + received)
-        return self._saved
 
     def resume(self) -> Resumed | None:
         """Put everything back as the newest whole checkpoint has it.
@@ -188,40 +222,103 @@ class Checkpointer:
             Where to go on; None where the folder holds no checkpoint.
 
         Raises:
-            CheckpointError: there are checkpoints, but none can be read.
-            RuntimeError, ValueError: the checkpoint is of another model or another optimizer.
+            CheckpointError: there are checkpoints, but none can be read; or the newest one is of another model or
+                another training. Nothing has been changed then.
+            RuntimeError, ValueError: a part has refused its state, as one of another optimizer. All but modules are as
+                they were.
         """
-        damaged: list[str] = []
+        passed_over: dict[Path, str] = {}
         for path in self.paths:
             try:
                 state = read_state(path)
             except (CheckpointError, OSError) as error:
-                damaged.append(first_line(error))
+                passed_over[path] = first_line(error)
                 warnings.warn(f"{first_line(error)}; the checkpoint before it is taken", OdtWarning, stacklevel=2)
                 continue
             self._put_back(state, path)
+            for other in passed_over:
+                # It may still be worth a look; a folder that is read-only can be resumed from, too.
+                with contextlib.suppress(OSError):
+                    other.replace(other.with_name(f"{other.name}.damaged"))
+            self._is_of_others, self._last_step = False, state["step"]
             return Resumed(state["step"], _copied(state["values"]), path)
-        if damaged:
-            raise CheckpointError(f"no checkpoint in {self.folder} can be read: {'; '.join(damaged)}")
+        if passed_over:
+            raise CheckpointError(f"no checkpoint in {self.folder} can be read: {'; '.join(passed_over.values())}")
         return None
+
+    def _require_own_folder(self) -> None:
+        if self._is_of_others:
+            raise CheckpointError(
+                f"{self.folder} holds checkpoints of an earlier run: go on from them with resume() before the first "
+                "step, or give another folder"
+            )
 
     def _put_back(self, state: dict[str, Any], path: Path) -> None:
         if absent := [name for name in self._parts if name not in state]:
             raise CheckpointError(f"{path} has no state of {', '.join(absent)}: it is another training's")
-        for name, part in self._parts.items():
-            # A module copies what it is given; others may keep it, and are not to keep the file.
-            part.load_state_dict(state[name] if isinstance(part, nn.Module) else _copied(state[name]))
-        _set_random_state(state["random"])
+        modules = {name: part for name, part in self._parts.items() if isinstance(part, nn.Module)}
+        for name, module in modules.items():
+            if difference := _difference(module, state[name]):
+                raise CheckpointError(f"{path} is not of this {name}: in its state_dict, {difference}")
+        # What is checked is loaded last: it takes the most memory to undo.
+        with _undone_on_failure({name: part for name, part in self._parts.items() if name not in modules}) as others:
+            for name, part in others.items():
+                # They may keep what they are given, and are not to keep the file; a module copies it.
+                part.load_state_dict(_copied(state[name]))
+            for name, module in modules.items():
+                module.load_state_dict(state[name])
+            _set_random_state(state["random"])
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if self._received is not None:
+        if os.getpid() != self._process:
+            if number == signal.SIGINT:
+                return
             raise SystemExit(128 + number)
-        self._received = signal.Signals(number)
+        received, self._received = self._received, signal.Signals(number)
+        if received is not None:
+            self._received = None
+            raise SystemExit(128 + number)
 
 
 def _step_of(path: Path) -> int:
     digits = path.name.removeprefix("step-").removesuffix(".safetensors")
     return int(digits) if digits.isdigit() else -1
+
+
+def _difference(module: nn.Module, saved: Mapping[str, Any]) -> str:
+    """What keeps a module from taking a state, in words; empty where nothing does."""
+    own = module.state_dict()
+    if absent := [name for name in own if name not in saved]:
+        return f"{absent[0]} is missing"
+    if unknown := [name for name in saved if name not in own]:
+        return f"there is {unknown[0]}, which the model has not"
+    for name, tensor in own.items():
+        # What is lazy takes any shape.
+        if not isinstance(tensor, torch.Tensor) or is_lazy(tensor):
+            continue
+        shape = getattr(saved[name], "shape", None)
+        if shape != tensor.shape:
+            return f"{name} has shape {shape and tuple(shape)}, and the model's {tuple(tensor.shape)}"
+    return ""
+
+
+@contextlib.contextmanager
+def _undone_on_failure(parts: Mapping[str, Stateful]) -> Iterator[Mapping[str, Stateful]]:
+    """Inside, these take new states; where that fails, they get back those that they had."""
+    # An optimizer takes other tensors in the place of those that it has, and these need no copy.
+    before = {
+        name: state if isinstance(part, torch.optim.Optimizer) else copy.deepcopy(state)
+        for name, part in parts.items()
+        for state in [part.state_dict()]
+    }
+    generators = _random_state()
+    try:
+        yield parts
+    except BaseException:
+        for name, part in parts.items():
+            part.load_state_dict(before[name])
+        _set_random_state(generators)
+        raise
 
 
 def _random_state() -> dict[str, Any]:
