@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,39 @@ def test_a_run_in_the_background_is_a_process_of_its_own(net: Path) -> None:
     outcome = subprocess.run(line, env=environment, capture_output=True, text=True)
     assert outcome.returncode == 0, outcome.stderr
     assert '"steps": 4' in outcome.stdout and "GOMP_SPINCOUNT" not in outcome.stderr
+
+
+@pytest.mark.slow
+def test_a_paused_run_ends_when_it_is_asked_to(net: Path, tmp_path: Path) -> None:
+    """It makes one more step, and a checkpoint after it."""
+    environment = os.environ | {"PYTHONPATH": ":".join(sys.path)}
+    beside = ["--background", "--nice", "0", "--threads", "1", "--pause-signals"]
+    kept = ["--checkpoint-dir", str(tmp_path / "kept"), "--checkpoint-every", "1", "--epochs", "1000"]
+    line = [sys.executable, "-m", "torch_odt", "train", "--model", f"{net}:make", *FEW, *beside, *kept, "--json"]
+
+    def last_step() -> int:
+        return max((int(path.name[5:13]) for path in (tmp_path / "kept").glob("step-*.safetensors")), default=0)
+
+    def settled() -> int:
+        """The last step once it has been the same for a while."""
+        seen, since = -1, time.monotonic()
+        while time.monotonic() - since < 3.0:
+            if (now := last_step()) != seen:
+                seen, since = now, time.monotonic()
+            time.sleep(0.05)
+        return seen
+
+    with subprocess.Popen(line, env=environment, stdout=-1, stderr=-1, text=True) as process:
+        deadline = time.monotonic() + 60
+        while last_step() < 3 and time.monotonic() < deadline:
+            time.sleep(0.05)
+        process.send_signal(signal.SIGUSR1)
+        paused_at = settled()
+        process.send_signal(signal.SIGTERM)
+        _, errors = process.communicate(timeout=30)
+    assert process.returncode == 128 + signal.SIGTERM, errors
+    assert paused_at >= 3 and last_step() == paused_at + 1
+    assert f"Stopped after {paused_at + 1} steps" in errors
 
 
 def test_options_arrive_and_every_step_is_told_of(

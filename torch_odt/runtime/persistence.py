@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
@@ -26,11 +26,15 @@ from torch.nn.parameter import is_lazy
 from torch_odt.errors import CheckpointError, OdtWarning, first_line
 from torch_odt.runtime.state_file import read_state, write_state
 
+if TYPE_CHECKING:
+    from torch_odt.execute.kept_plans import PlanKeeper
+    from torch_odt.execute.step import TrainStep
+
 __all__ = ["Checkpointer", "Resumed", "Stateful"]
 
 _PATTERN = "step-*.safetensors"
 # Beside the parts, a checkpoint holds these.
-_OWN = ("random", "step", "values")
+_OWN = ("plans", "random", "step", "threads", "values")
 
 
 class Stateful(Protocol):
@@ -63,7 +67,11 @@ class Checkpointer:
     Every tensor has a checksum; a file that was damaged since is passed over, with a warning, for the one before.
     Saving copies no tensor, so it takes hardly any memory.
 
-    Between two optimizer steps is the moment to save: gradients are no part of a checkpoint.
+    Between two optimizer steps is the moment to save: gradients are no part of a checkpoint. With `step`, one in the
+    middle of an accumulation is refused, and `step_done` waits for its end.
+
+    The number of threads of torch changes the last bits: where it is another one than when the checkpoint was written,
+    `resume` warns.
 
     A folder belongs to one training: where it holds checkpoints, `resume` comes before the first step. What `resume`
     passes over is set aside as `*.damaged`, so that it is neither taken nor counted again.
@@ -73,6 +81,9 @@ class Checkpointer:
         model: what is trained.
         optimizer: its optimizer.
         scheduler: its scheduler of learning rates, or None.
+        step: the `TrainStep` that trains it. Its plans are kept, and followed after `resume`, whatever memory there is
+            then: to plan anew may cut batches in another way, and then the last bits differ. What does not fit any more
+            is planned anew, with a warning, and what a policy decides (see `Controller`) is not kept.
         others: more that has a state, by name: samplers, a gradient scaler, an average of the weights.
         every_steps: `step_done` saves after each so many steps; None saves on a signal alone.
         keep: so many checkpoints stay, the newest ones.
@@ -104,6 +115,7 @@ class Checkpointer:
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
         scheduler: Stateful | None = None,
+        step: TrainStep | None = None,
         others: Mapping[str, Stateful] | None = None,
         every_steps: int | None = None,
         keep: int = 3,
@@ -121,7 +133,9 @@ class Checkpointer:
         self.folder = Path(folder)
         self.folder.mkdir(parents=True, exist_ok=True)
         self._parts = parts | dict(others or {})
+        self._keeper = None if step is None else _keeper_of(step)
         self._every_steps = every_steps
+        self._is_due = False
         self._keep = keep
         self._signals = tuple(signals)
         self._earlier: dict[signal.Signals, Any] = {}
@@ -153,7 +167,12 @@ class Checkpointer:
     @property
     def paths(self) -> list[Path]:
         """The checkpoints that there are, newest first."""
-        return sorted(self.folder.glob(_PATTERN), key=_step_of, reverse=True)
+        return self.paths_in(self.folder)
+
+    @staticmethod
+    def paths_in(folder: str | Path) -> list[Path]:
+        """The checkpoints that a folder holds, newest first; none where there is no such folder."""
+        return sorted(Path(folder).glob(_PATTERN), key=_step_of, reverse=True)
 
     def save(self, step: int, **values: Any) -> Path:
         """Write a checkpoint now.
@@ -166,7 +185,8 @@ class Checkpointer:
             The file.
 
         Raises:
-            CheckpointError: the folder holds another run's checkpoints, which `resume` has not taken up.
+            CheckpointError: the folder holds another run's checkpoints, which `resume` has not taken up; or the step is
+                in the middle of an accumulation.
             OSError: it could not be written, as where the disk is full; earlier checkpoints are as they were.
             TypeError: a state or a value is of a kind that a file cannot hold.
             ValueError: a later step has been saved, or resumed from.
@@ -178,11 +198,18 @@ class Checkpointer:
             # Where it cannot be removed, nothing can be written either, and that tells why.
             with contextlib.suppress(OSError):
                 left.unlink()
+        if calls := self._calls_before_update:
+            raise CheckpointError(
+                f"the step is in the middle of an accumulation, after {calls} calls, whose gradients a checkpoint does "
+                "not hold: save after the call that completes it, or after flush()"
+            )
         state: dict[str, Any] = {name: part.state_dict() for name, part in self._parts.items()}
-        state |= {"random": _random_state(), "step": step, "values": values}
+        state |= {"random": _random_state(), "threads": torch.get_num_threads(), "step": step, "values": values}
+        if self._keeper is not None:
+            state["plans"] = self._keeper.state()
         path = self.folder / f"step-{step:08d}.safetensors"
         write_state(path, state)
-        self._saved, self._last_step = path, step
+        self._saved, self._last_step, self._is_due = path, step, False
         others = [other for other in self.paths if other != path]
         for old in others[self._keep - 1 :]:
             old.unlink(missing_ok=True)
@@ -190,6 +217,8 @@ class Checkpointer:
 
     def step_done(self, step: int, **values: Any) -> Path | None:
         """Call it after every step: saves when it is time, or when a signal asked for it, which ends the process then.
+
+        In the middle of an accumulation both wait for its end.
 
         Returns:
             The newest checkpoint that this object has written; None before the first.
@@ -199,10 +228,11 @@ class Checkpointer:
             CheckpointError, OSError, TypeError, ValueError: as `save`.
         """
         self._require_own_folder()
-        is_due = self._every_steps is not None and step % self._every_steps == 0
-        if is_due or self._received is not None:
-            self.save(step, **values)
-        self.end_if_asked()
+        self._is_due |= self._every_steps is not None and step % self._every_steps == 0
+        if self._calls_before_update == 0:
+            if self._is_due or self._received is not None:
+                self.save(step, **values)
+            self.end_if_asked()
         return self._saved
 
     def end_if_asked(self) -> None:
@@ -240,11 +270,29 @@ class Checkpointer:
                 # It may still be worth a look; a folder that is read-only can be resumed from, too.
                 with contextlib.suppress(OSError):
                     other.replace(other.with_name(f"{other.name}.damaged"))
+            self._follow(state)
             self._is_of_others, self._last_step = False, state["step"]
             return Resumed(state["step"], _copied(state["values"]), path)
         if passed_over:
             raise CheckpointError(f"no checkpoint in {self.folder} can be read: {'; '.join(passed_over.values())}")
         return None
+
+    @property
+    def _calls_before_update(self) -> int:
+        return 0 if self._keeper is None else self._keeper.calls_before_update
+
+    def _follow(self, state: dict[str, Any]) -> None:
+        """Beside what has a state: what else the bits depend on."""
+        if self._keeper is not None and "plans" in state:
+            self._keeper.follow(state["plans"])
+        now, before = torch.get_num_threads(), state.get("threads")
+        if before not in (None, now):
+            warnings.warn(
+                f"the checkpoint was written with {before} threads of torch, and there are {now} now: the last bits "
+                f"will differ from those of a run that was not stopped. torch.set_num_threads({before}) keeps them",
+                OdtWarning,
+                stacklevel=3,
+            )
 
     def _require_own_folder(self) -> None:
         if self._is_of_others:
@@ -278,6 +326,13 @@ class Checkpointer:
         if received is not None:
             self._received = None
             raise SystemExit(128 + number)
+
+
+def _keeper_of(step: TrainStep) -> PlanKeeper:
+    # A run without a step does without what executes plans.
+    from torch_odt.execute.kept_plans import PlanKeeper
+
+    return PlanKeeper(step)
 
 
 def _step_of(path: Path) -> int:

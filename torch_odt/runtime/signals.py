@@ -75,7 +75,7 @@ class SignalGate:
 
 
 class SignalWatch:
-    """Notes that SIGINT or SIGTERM has come, inside a `with` block, and leaves what happens then to those who handle it.
+    """Notes that SIGINT or SIGTERM has come, inside a `with` block, and leaves what happens then to their handlers.
 
     Choose it around a wait that is to end when the process is asked to end, where a handler only takes note of that, as
     a `Checkpointer`'s does. Outside of the main thread, where no handler runs, it sees nothing, nor what the system
