@@ -52,9 +52,10 @@ def test_a_paused_run_ends_when_it_is_asked_to(net: Path, tmp_path: Path) -> Non
         return seen
 
     with subprocess.Popen(line, env=environment, stdout=-1, stderr=-1, text=True) as process:
-        deadline = time.monotonic() + 60
-        while last_step() < 3 and time.monotonic() < deadline:
+        deadline = time.monotonic() + 240
+        while last_step() < 3 and process.poll() is None and time.monotonic() < deadline:
             time.sleep(0.05)
+        assert last_step() >= 3, "it has begun"
         process.send_signal(signal.SIGUSR1)
         paused_at = settled()
         process.send_signal(signal.SIGTERM)
