@@ -83,9 +83,17 @@ def test_options_arrive_and_every_step_is_told_of(
     )
     words = ("train", "--model", f"{net}:make", *FEW, "--steps", "2", "--background", "--nice", "19", "--threads", "2")
     limits = ("--pause-below-battery", "20", "--pause-above-temperature", "80")
-    outcome = terminal(*words, *limits)
+    chosen = ("--least", "joules", "--cores", "0,1")
+    outcome = terminal(*words, *limits, *chosen)
     assert outcome.code == 0, outcome.err
-    expected = Background(nice=19, threads=2, pause_below_battery_percent=20.0, pause_above_celsius=80.0)
+    expected = Background(
+        nice=19,
+        threads=2,
+        cores=frozenset({0, 1}),
+        least="joules",
+        pause_below_battery_percent=20.0,
+        pause_above_celsius=80.0,
+    )
     assert asked and all(options == expected for options in asked)
     assert told == ["before", "after"] * 2
 
@@ -95,6 +103,12 @@ def test_options_arrive_and_every_step_is_told_of(
     [
         (("--threads", "2"), "--threads is an option of --background"),
         (("--pause-signals",), "--pause-signals is an option of --background"),
+        (("--least", "joules"), "--least is an option of --background"),
+        (("--cores", "big"), "--cores is an option of --background"),
+        (("--background", "--cores", "medium"), "neither"),
+        (("--background", "--cores", "0,"), "neither"),
+        (("--background", "--least", "watts"), "invalid choice"),
+        (("--background", "--nice", "0", "--cores", "1000000"), "none of the cores"),
         (("--background", "--nice", "40"), "0 to 19"),
         (("--background", "--pause-below-battery", "0"), "above 0"),
     ],

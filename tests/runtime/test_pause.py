@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 import signal
 import threading
+from typing import NamedTuple
 
 import pytest
 
-from torch_odt.runtime.pause import Battery, Pauses
+from torch_odt.runtime.pause import Battery, Pauses, read_celsius
 
 
 class Clock:
@@ -51,6 +52,53 @@ def test_sensors_are_not_asked_at_every_step() -> None:
         assert pauses.reason() is None
         clock.seconds += 0.1
     assert len(asked) == 2
+
+
+def test_a_battery_must_be_charged_a_little_before_training_goes_on() -> None:
+    clock = Clock()
+    state = [Battery(20.5, False)]
+    pauses = Pauses(below_battery_percent=20.0, battery=lambda: state[0], clock=clock, sleep=clock.sleep)
+    waits = []
+    for percent in (20.5, 19.9, 20.1, 24.9, 25.0, 20.1, 19.9):
+        state[0] = Battery(percent, False)
+        waits.append(pauses.reason() is not None)
+        clock.seconds += 10
+    assert waits == [False, True, True, True, False, False, True]
+
+
+def test_a_limit_near_full_can_be_reached() -> None:
+    clock = Clock()
+    state = [Battery(90.0, False)]
+    pauses = Pauses(below_battery_percent=98.0, battery=lambda: state[0], clock=clock)
+    assert pauses.reason() is not None
+    state[0] = Battery(100.0, False)
+    clock.seconds += 10
+    assert pauses.reason() is None
+
+
+class Sensor(NamedTuple):
+    current: float | None
+
+
+@pytest.mark.parametrize(
+    ("sensors", "celsius"),
+    [
+        ({"coretemp": (50.0, 61.0), "nvme": (84.0,), "acpitz": (70.0,)}, 61.0),
+        ({"k10temp": (55.0,), "amdgpu": (90.0,)}, 55.0),
+        ({"cpu_thermal": (47.0,), "nvme": (60.0,)}, 47.0),
+        ({"soc_thermal": (None, 48.0), "iwlwifi_1": (80.0,)}, 48.0),
+        ({"acpitz": (40.0,), "nvme": (70.0,)}, 40.0),
+        ({"coretemp": (None,), "acpitz": (41.0,)}, 41.0),
+        ({"nvme": (52.0,), "pch": (58.0,)}, 58.0),
+        ({}, None),
+    ],
+)
+def test_the_processors_sensors_come_before_others(
+    monkeypatch: pytest.MonkeyPatch, sensors: dict[str, tuple[float | None, ...]], celsius: float | None
+) -> None:
+    found = {name: [Sensor(value) for value in values] for name, values in sensors.items()}
+    monkeypatch.setattr("psutil.sensors_temperatures", lambda: found, raising=False)
+    assert read_celsius() == celsius
 
 
 def test_a_battery_that_is_not_charged() -> None:

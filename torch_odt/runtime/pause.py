@@ -19,6 +19,11 @@ _LOOK_SECONDS = 5.0
 _WAIT_SECONDS = 0.2
 # Where training goes on at the very limit, it stops again at once.
 _COOLER_CELSIUS = 5.0
+_FULLER_PERCENT = 5.0
+# Drivers whose sensors are the processor's, by what their names hold; a board's own zone stands for it where there is
+# none of these.
+_PROCESSOR = ("coretemp", "k8temp", "k10temp", "zenpower", "cpu", "soc", "x86_pkg")
+_BOARD = ("acpitz", "thermal")
 
 
 @dataclass(frozen=True)
@@ -35,11 +40,21 @@ class Battery:
 
 
 def read_celsius() -> float | None:
-    """The hottest of the machine's sensors; None where there is none."""
+    """The processor's hottest sensor; of all sensors where its own cannot be told; None where there is none.
+
+    A disk is often hotter than the processor, and no pause cools it.
+    """
     # Absent on some systems.
     read = getattr(psutil, "sensors_temperatures", None)
-    found = [entry.current for entries in (read() if read else {}).values() for entry in entries]
-    return max((celsius for celsius in found if celsius is not None), default=None)
+    found = {
+        name.lower(): [entry.current for entry in entries if entry.current is not None]
+        for name, entries in (read() if read else {}).items()
+    }
+    for known in (_PROCESSOR, _BOARD, ("",)):
+        celsius = [each for name, values in found.items() if any(part in name for part in known) for each in values]
+        if celsius:
+            return max(celsius)
+    return None
 
 
 def read_battery() -> Battery | None:
@@ -56,7 +71,7 @@ class Pauses:
     Args:
         when: True while training is to wait.
         above_celsius: wait above this, until it is five degrees less.
-        below_battery_percent: wait below this, unless the machine is plugged in.
+        below_battery_percent: wait below this, until it is five percent more or the machine is plugged in.
         celsius, battery: the sensors; a test gives its own.
         clock, sleep: a test gives its own.
 
@@ -156,9 +171,9 @@ class Pauses:
             self._is_hot = celsius is not None and celsius > limit
         if self.below_battery_percent is not None:
             battery = self.battery()
-            self._is_empty = (
-                battery is not None and not battery.plugged and battery.percent < self.below_battery_percent
-            )
+            percent = self.below_battery_percent + (_FULLER_PERCENT if self._is_empty else 0.0)
+            # Nothing is fuller than full.
+            self._is_empty = battery is not None and not battery.plugged and battery.percent < min(percent, 100.0)
 
     def _pause(self, number: int, frame: FrameType | None) -> None:
         self._by_signal = True
