@@ -6,6 +6,7 @@ import os
 import random
 import signal
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +16,7 @@ from mounts import make_read_only, mounted
 from torch import nn
 
 import torch_odt as odt
+from torch_odt.runtime import Background
 from torch_odt.runtime.persistence import Checkpointer
 
 STEPS = 8
@@ -284,6 +286,37 @@ def test_a_signal_saves_and_ends_the_loop(tmp_path: Path) -> None:
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
     resumed = training.checkpointer(tmp_path).resume()
     assert resumed is not None and resumed.step == 3
+
+
+@pytest.mark.parametrize("is_background_outside", [False, True])
+def test_a_signal_in_a_pause_saves_after_one_more_step(tmp_path: Path, is_background_outside: bool) -> None:
+    """Whichever of the two was entered first: the loop waits for a condition that would never end."""
+    training, asked = new_training(), []
+
+    def paused() -> bool:
+        asked.append(True)
+        if len(asked) == 5:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return len(asked) > 2
+
+    options = Background(
+        nice=0, scheduling="normal", idle_storage=False, threads=torch.get_num_threads(), pause_when=paused
+    )
+    checkpointer = training.checkpointer(tmp_path)
+    with ExitStack() as entered, pytest.raises(SystemExit) as ended:
+        if not is_background_outside:
+            entered.enter_context(checkpointer)
+        background = entered.enter_context(options.applied())
+        if is_background_outside:
+            entered.enter_context(checkpointer)
+        for step in range(1, STEPS + 1):
+            background.before_step()
+            training.step()
+            background.after_step()
+            checkpointer.step_done(step)
+    assert ended.value.code == 128 + signal.SIGTERM
+    assert names(tmp_path) == ["00000003"]
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
 
 def test_a_signal_that_no_step_follows_is_handed_on(tmp_path: Path) -> None:

@@ -92,7 +92,7 @@ class Checkpointer:
             elsewhere none are watched. In a forked child SIGINT is left to this process, and others end the child.
 
     Raises:
-        OSError: the folder cannot be made or written to.
+        OSError: the folder cannot be made.
         ValueError: `keep` or `every_steps` is no positive number, or a name in `others` is taken.
 
     Example:
@@ -194,15 +194,15 @@ class Checkpointer:
         self._require_own_folder()
         if self._last_step is not None and step < self._last_step:
             raise ValueError(f"step {step} is before step {self._last_step}, which has been saved: count on from there")
-        for left in self.folder.glob(f"{_PATTERN}.partial"):
-            # Where it cannot be removed, nothing can be written either, and that tells why.
-            with contextlib.suppress(OSError):
-                left.unlink()
         if calls := self._calls_before_update:
             raise CheckpointError(
                 f"the step is in the middle of an accumulation, after {calls} calls, whose gradients a checkpoint does "
                 "not hold: save after the call that completes it, or after flush()"
             )
+        for left in self.folder.glob(f"{_PATTERN}.partial"):
+            # Where it cannot be removed, nothing can be written either, and that tells why.
+            with contextlib.suppress(OSError):
+                left.unlink()
         state: dict[str, Any] = {name: part.state_dict() for name, part in self._parts.items()}
         state |= {"random": _random_state(), "threads": torch.get_num_threads(), "step": step, "values": values}
         if self._keeper is not None:
