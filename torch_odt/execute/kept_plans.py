@@ -51,10 +51,13 @@ class PlanKeeper:
         # To write a plan takes as long as a step or so, and it hardly ever changes.
         known = {id(plan): packed for plan, packed in self._packed}
         self._packed = [(plan, known.get(id(plan)) or _packed(plan)) for plan in plans]
+        kept = self._step._prepared.kept
+        # A kind of batch that has not come again since the run was resumed will come.
+        waiting = [] if kept is None else kept.waiting
         return self._options() | {
             "budget": str(self._step.budget),
             "version": VERSION,
-            "plans": [packed for _, packed in self._packed],
+            "plans": [*(packed for _, packed in self._packed), *waiting],
         }
 
     def follow(self, state: Mapping[str, Any]) -> None:
@@ -88,7 +91,13 @@ class KeptPlans:
     """
 
     def __init__(self, packed: Sequence[bytes]) -> None:
-        self._packed = packed
+        self._packed = tuple(packed)
+        self._tried: set[bytes] = set()
+
+    @property
+    def waiting(self) -> list[bytes]:
+        """Those whose kind of batch has not come yet."""
+        return [packed for packed in self._packed if packed not in self._tried]
 
     def prepare(
         self,
@@ -114,6 +123,7 @@ class KeptPlans:
                 program = given.program
                 if (program.results is not None) != want_results or program.requirements.difference(found):
                     continue
+                self._tried.add(packed)
                 request.renew(cost, updates if program.makes_updates else None)
                 return given.prepare(request, args, kwargs, want_results=want_results)
             except (PlanError, CaptureError, InfeasibleBudget) as error:
