@@ -52,8 +52,25 @@ class ControlGroup:
         fields = self._statistics()
         return fields["total_cache"] - fields.get("total_shmem", 0) if self._version_1 else fields["file"]
 
+    def used_bytes(self) -> int:
+        """What it holds, without pages of files that the kernel would drop first."""
+        used, dropped = (
+            ("memory.usage_in_bytes", "total_inactive_file") if self._version_1 else ("memory.current", "inactive_file")
+        )
+        return int((self.path / used).read_text()) - self._statistics()[dropped]
+
+    def events(self) -> dict[str, int]:
+        """How often it was short of memory."""
+        if not self._version_1:
+            return self._pairs("memory.events")
+        kills = self._pairs("memory.oom_control")["oom_kill"]
+        return {"failcnt": int((self.path / "memory.failcnt").read_text()), "oom_kill": kills}
+
     def _statistics(self) -> dict[str, int]:
-        lines = (line.split() for line in (self.path / "memory.stat").read_text().splitlines())
+        return self._pairs("memory.stat")
+
+    def _pairs(self, name: str) -> dict[str, int]:
+        lines = (line.split() for line in (self.path / name).read_text().splitlines())
         return {name: int(value) for name, value in lines}
 
     def close(self) -> None:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from mounts import mounted
 from safetensors.torch import load_file
 from terminals import Terminal
 
+from torch_odt.commands import train
 from torch_odt.runtime.persistence import Checkpointer
 
 NET = """
@@ -26,6 +30,12 @@ STEPS_AN_EPOCH = 3
 
 
 @pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    with mounted(tmp_path / "disk", megabytes=1) as folder:
+        yield folder
+
+
+@pytest.fixture
 def words(tmp_path: Path) -> tuple[Any, ...]:
     pytest.importorskip("sklearn")
     (tmp_path / "droppy.py").write_text(NET)
@@ -37,9 +47,22 @@ def weights(path: Path) -> list[torch.Tensor]:
     return list(load_file(path).values())
 
 
-@pytest.mark.parametrize("stopped_after", [2, STEPS_AN_EPOCH, STEPS_AN_EPOCH + 1])
+@pytest.mark.parametrize(
+    ("stopped_after", "number"),
+    [
+        (2, signal.SIGTERM),
+        (2, signal.SIGINT),
+        (STEPS_AN_EPOCH, signal.SIGTERM),
+        (STEPS_AN_EPOCH + 1, signal.SIGTERM),
+    ],
+)
 def test_a_stopped_run_goes_on_bit_for_bit(
-    terminal: Terminal, words: tuple[Any, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stopped_after: int
+    terminal: Terminal,
+    words: tuple[Any, ...],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    stopped_after: int,
+    number: signal.Signals,
 ) -> None:
     whole = terminal(*words, "--epochs", "2", "--save", tmp_path / "whole", "--json")
     assert whole.code == 0, whole.err
@@ -48,14 +71,14 @@ def test_a_stopped_run_goes_on_bit_for_bit(
 
     def stop(self: Checkpointer, step: int, **values: Any) -> Path | None:
         if step == stopped_after:
-            os.kill(os.getpid(), signal.SIGTERM)
+            os.kill(os.getpid(), number)
         return save(self, step, **values)
 
     kept = ("--checkpoint-dir", tmp_path / "kept", "--epochs", "2")
     with monkeypatch.context() as patch:
         patch.setattr(Checkpointer, "step_done", stop)
         stopped = terminal(*words, *kept)
-    assert stopped.code == 128 + signal.SIGTERM
+    assert stopped.code == 128 + number
     assert f"Stopped after {stopped_after} steps; --resume goes on" in stopped.err
     assert len(list((tmp_path / "kept").iterdir())) == (1 if stopped_after <= STEPS_AN_EPOCH else 2)
     resumed = terminal(*words, *kept, "--resume", "--save", tmp_path / "resumed", "--json")
@@ -63,6 +86,55 @@ def test_a_stopped_run_goes_on_bit_for_bit(
     assert all(map(torch.equal, weights(tmp_path / "whole"), weights(tmp_path / "resumed")))
     for one, other in zip(whole.document["epochs"], resumed.document["epochs"], strict=True):
         assert {**one, "seconds": 0} == {**other, "seconds": 0}
+
+
+def test_a_signal_in_a_validation_ends_it_at_once_and_loses_nothing(
+    terminal: Terminal, words: tuple[Any, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = terminal(*words, "--epochs", "2", "--save", tmp_path / "whole", "--json")
+    batches: list[int] = []
+    really = train.validate
+
+    def stop(model: Any, held_out: Any, **options: Any) -> tuple[float, float]:
+        def asking() -> Any:
+            for batch in held_out:
+                batches.append(len(batch))
+                os.kill(os.getpid(), signal.SIGTERM)
+                yield batch
+
+        return really(model, asking(), **options)
+
+    kept = ("--checkpoint-dir", tmp_path / "kept", "--epochs", "2")
+    with monkeypatch.context() as patch:
+        patch.setattr(train, "validate", stop)
+        stopped = terminal(*words, *kept)
+    assert stopped.code == 128 + signal.SIGTERM and len(batches) == 1
+    assert f"Stopped after {STEPS_AN_EPOCH} steps; --resume goes on" in stopped.err
+    resumed = terminal(*words, *kept, "--resume", "--save", tmp_path / "resumed", "--json")
+    assert resumed.code == 0, resumed.err
+    assert all(map(torch.equal, weights(tmp_path / "whole"), weights(tmp_path / "resumed")))
+    for one, other in zip(whole.document["epochs"], resumed.document["epochs"], strict=True):
+        assert {**one, "seconds": 0} == {**other, "seconds": 0}
+
+
+def test_a_full_disk_loses_only_the_work_since_the_last_checkpoint(
+    terminal: Terminal, words: tuple[Any, ...], tmp_path: Path, small_disk: Path
+) -> None:
+    kept = ("--checkpoint-dir", small_disk, "--checkpoint-every", "1", "--epochs", "2", "--resume")
+    assert terminal(*words, *kept, "--steps", "2").code == 0
+    filler = small_disk / "filler"
+    with contextlib.suppress(OSError), filler.open("wb", buffering=0) as file:
+        while file.write(bytes(4096)):
+            pass
+    failed = terminal(*words, *kept)
+    assert failed.code == 2, failed.err
+    assert "No space left on device" in failed.err
+    assert "--resume goes on from step-00000002.safetensors" in failed.err
+    filler.unlink()
+    resumed = terminal(*words, *kept, "--save", tmp_path / "resumed")
+    assert resumed.code == 0 and "Resumed after 2 steps" in resumed.out
+    assert terminal(*words, "--epochs", "2", "--save", tmp_path / "whole").code == 0
+    assert all(map(torch.equal, weights(tmp_path / "whole"), weights(tmp_path / "resumed")))
 
 
 def test_a_finished_run_can_be_given_more_epochs(terminal: Terminal, words: tuple[Any, ...], tmp_path: Path) -> None:

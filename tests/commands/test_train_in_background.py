@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +31,40 @@ def test_a_run_in_the_background_is_a_process_of_its_own(net: Path) -> None:
     assert '"steps": 4' in outcome.stdout and "GOMP_SPINCOUNT" not in outcome.stderr
 
 
+@pytest.mark.slow
+def test_a_paused_run_ends_when_it_is_asked_to(net: Path, tmp_path: Path) -> None:
+    """It makes one more step, and a checkpoint after it."""
+    environment = os.environ | {"PYTHONPATH": ":".join(sys.path)}
+    beside = ["--background", "--nice", "0", "--threads", "1", "--pause-signals"]
+    kept = ["--checkpoint-dir", str(tmp_path / "kept"), "--checkpoint-every", "1", "--epochs", "1000"]
+    line = [sys.executable, "-m", "torch_odt", "train", "--model", f"{net}:make", *FEW, *beside, *kept, "--json"]
+
+    def last_step() -> int:
+        return max((int(path.name[5:13]) for path in (tmp_path / "kept").glob("step-*.safetensors")), default=0)
+
+    def settled() -> int:
+        """The last step once it has been the same for a while."""
+        seen, since = -1, time.monotonic()
+        while time.monotonic() - since < 3.0:
+            if (now := last_step()) != seen:
+                seen, since = now, time.monotonic()
+            time.sleep(0.05)
+        return seen
+
+    with subprocess.Popen(line, env=environment, stdout=-1, stderr=-1, text=True) as process:
+        deadline = time.monotonic() + 240
+        while last_step() < 3 and process.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert last_step() >= 3, "it has begun"
+        process.send_signal(signal.SIGUSR1)
+        paused_at = settled()
+        process.send_signal(signal.SIGTERM)
+        _, errors = process.communicate(timeout=30)
+    assert process.returncode == 128 + signal.SIGTERM, errors
+    assert paused_at >= 3 and last_step() == paused_at + 1
+    assert f"Stopped after {paused_at + 1} steps" in errors
+
+
 def test_options_arrive_and_every_step_is_told_of(
     terminal: Terminal, net: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -47,9 +83,17 @@ def test_options_arrive_and_every_step_is_told_of(
     )
     words = ("train", "--model", f"{net}:make", *FEW, "--steps", "2", "--background", "--nice", "19", "--threads", "2")
     limits = ("--pause-below-battery", "20", "--pause-above-temperature", "80")
-    outcome = terminal(*words, *limits)
+    chosen = ("--least", "joules", "--cores", "0,1")
+    outcome = terminal(*words, *limits, *chosen)
     assert outcome.code == 0, outcome.err
-    expected = Background(nice=19, threads=2, pause_below_battery_percent=20.0, pause_above_celsius=80.0)
+    expected = Background(
+        nice=19,
+        threads=2,
+        cores=frozenset({0, 1}),
+        least="joules",
+        pause_below_battery_percent=20.0,
+        pause_above_celsius=80.0,
+    )
     assert asked and all(options == expected for options in asked)
     assert told == ["before", "after"] * 2
 
@@ -59,6 +103,12 @@ def test_options_arrive_and_every_step_is_told_of(
     [
         (("--threads", "2"), "--threads is an option of --background"),
         (("--pause-signals",), "--pause-signals is an option of --background"),
+        (("--least", "joules"), "--least is an option of --background"),
+        (("--cores", "big"), "--cores is an option of --background"),
+        (("--background", "--cores", "medium"), "neither"),
+        (("--background", "--cores", "0,"), "neither"),
+        (("--background", "--least", "watts"), "invalid choice"),
+        (("--background", "--nice", "0", "--cores", "1000000"), "none of the cores"),
         (("--background", "--nice", "40"), "0 to 19"),
         (("--background", "--pause-below-battery", "0"), "above 0"),
     ],

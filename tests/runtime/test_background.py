@@ -53,6 +53,22 @@ def test_a_real_process() -> None:
     assert process.returncode == 0
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+def test_a_real_neighbour_is_noticed_and_the_settings_are_tried_again() -> None:
+    """In a process of its own, for a priority does not rise again; the neighbour computes on every core."""
+    environment = os.environ | {"PYTHONPATH": ":".join(sys.path)}
+    line = [sys.executable, str(Path(__file__).with_name("neighbour_worker.py"))]
+    outcome = subprocess.run(line, env=environment, capture_output=True, text=True, timeout=180)
+    assert outcome.returncode == 0, outcome.stderr
+    told = json.loads(outcome.stdout)
+    assert told["choices_before"] >= 1
+    is_noticed = told["choices_beside"] > told["choices_before"]
+    if not is_noticed and told["others_cores"] > 0.3 * told["cores"]:
+        pytest.skip(f"others keep {told['others_cores']:.1f} of {told['cores']} cores busy already")
+    assert is_noticed, told
+
+
 def test_what_the_system_refuses_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*parts: object) -> None:
         raise PermissionError(1, "Operation not permitted")

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
+from control_group import ControlGroup
 
 from torch_odt.memory import available, process_bytes
-from torch_odt.runtime.monitor import Monitor, Pressure, Reading, read_system
+from torch_odt.runtime.monitor import INTERVAL_SECONDS, Monitor, Pressure, Reading, read_system
 
 MIB = 1 << 20
 
@@ -20,15 +26,80 @@ def write(path: Path, text: str) -> None:
     path.write_text(text)
 
 
+def numbers_of(path: str) -> dict[str, int]:
+    """What a file of /proc says, in bytes."""
+    lines = (line.split() for line in Path(path).read_text().splitlines())
+    return {words[0].rstrip(":"): int(words[1]) * 1024 for words in lines if words[-1] == "kB"}
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads /proc")
+def test_a_reading_is_what_proc_says() -> None:
+    """Between two looks at the files nothing is allocated but what a reading takes; others may, in the meantime."""
+    held = bytearray(64 * MIB)
+    before, machine_before = numbers_of("/proc/self/status"), numbers_of("/proc/meminfo")
+    reading = read_system()
+    after, machine_after = numbers_of("/proc/self/status"), numbers_of("/proc/meminfo")
+    assert len(held) == 64 * MIB <= reading.process_bytes
+    assert reading.resident_bytes is not None
+    assert_between(reading.resident_bytes, before["VmRSS"], after["VmRSS"], slack=MIB)
+    anonymous = [status["RssAnon"] + status["RssShmem"] for status in (before, after)]
+    assert_between(reading.process_bytes, *anonymous, slack=MIB)
+    assert reading.total_bytes == machine_after["MemTotal"]
+    available_bytes = [machine["MemAvailable"] for machine in (machine_before, machine_after)]
+    assert_between(reading.limits["system"], *available_bytes, slack=64 * MIB)
+    swapped = [machine["SwapTotal"] - machine["SwapFree"] for machine in (machine_before, machine_after)]
+    if machine_after["SwapTotal"]:
+        assert reading.swap_used_bytes is not None
+        assert_between(reading.swap_used_bytes, *swapped, slack=MIB)
+    else:
+        assert reading.swap_used_bytes is None
+
+
+def assert_between(found: int, one: int, other: int, *, slack: int) -> None:
+    assert min(one, other) - slack <= found <= max(one, other) + slack
+
+
+@pytest.fixture
+def group() -> Iterator[ControlGroup]:
+    try:
+        made = ControlGroup()
+    except OSError as error:
+        pytest.skip(f"no control group can be made here: {error}")
+    yield made
+    made.close()
+
+
+@pytest.mark.cgroup
+def test_a_reading_is_what_a_real_control_group_says(group: ControlGroup) -> None:
+    """A child takes 64 MiB; a child of its own wants more than the group may have, and is ended."""
+    group.limit(160 * MIB)
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    line = [sys.executable, str(Path(__file__).with_name("group_worker.py")), str(group.path)]
+    with subprocess.Popen(line, stdin=-1, stdout=-1, text=True, env=environment) as worker:
+        assert worker.stdin is not None and worker.stdout is not None
+        told = []
+        for _ in range(3):
+            document = json.loads(worker.stdout.readline())
+            told.append(document["control_group"])
+            assert document["control_group"]["folder"] == str(group.path)
+            assert document["control_group"]["limit_bytes"] == 160 * MIB
+            assert abs(document["control_group"]["used_bytes"] - group.used_bytes()) <= 2 * MIB
+            assert document["control_group"]["events"] == group.events()
+            worker.stdin.write("\n")
+            worker.stdin.flush()
+    assert worker.returncode == 0
+    began, took, pressed = told
+    assert abs(took["used_bytes"] - began["used_bytes"] - 64 * MIB) <= MIB
+    assert began["events"] == took["events"], "nothing has been refused yet"
+    assert pressed["events"]["oom_kill"] == 1
+
+
 def test_a_reading_agrees_with_the_system() -> None:
     reading = read_system()
     assert abs(reading.process_bytes - process_bytes()) < 16 * MIB
     assert abs(reading.available_bytes - available()) < 1 << 30
     assert reading.available_bytes == min(reading.limits.values())
     assert reading.total_bytes == psutil.virtual_memory().total
-    status = Path("/proc/self/status").read_text()
-    resident = next(int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("VmRSS"))
-    assert reading.process_bytes <= resident + 16 * MIB
     assert set(reading.pressure) <= {path.name for path in Path("/proc/pressure").glob("*")}
 
 
@@ -135,6 +206,55 @@ def test_an_error_in_the_thread_is_not_lost() -> None:
         with pytest.raises(RuntimeError, match="has stopped") as raised:
             _ = monitor.latest
     assert isinstance(raised.value.__cause__, OSError)
+    with pytest.raises(RuntimeError, match="has stopped"):
+        _ = monitor.latest
+
+
+def test_a_monitor_that_has_stopped_reads_again_after_start() -> None:
+    answers: list[Reading | Exception] = [reading_number(1), OSError("once")]
+
+    def read() -> Reading:
+        answer = answers.pop(0) if answers else reading_number(2)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    monitor = Monitor(0.001, read=read)
+    monitor.start()
+    assert monitor._thread is not None
+    monitor._thread.join(10)
+    with pytest.raises(RuntimeError, match="has stopped"):
+        _ = monitor.latest
+    monitor.start()
+    assert monitor.latest.process_bytes == 2 and monitor._thread.is_alive()
+    monitor.stop()
+    assert monitor.latest.process_bytes == 2
+
+
+def thread_seconds_of_a_reading(interval_seconds: float, count: int) -> float:
+    """What the monitor's thread takes of the processor from one reading to the next, the waking up included."""
+    seconds: list[float] = []
+    enough = threading.Event()
+
+    def note(_: Reading) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            seconds.append(time.thread_time())
+            if len(seconds) > count:
+                enough.set()
+
+    with Monitor(interval_seconds, on_reading=note):
+        assert enough.wait(60)
+    return (seconds[count] - seconds[0]) / count
+
+
+def test_reading_costs_little() -> None:
+    assert thread_seconds_of_a_reading(0.02, 30) < 0.005 * INTERVAL_SECONDS
+
+
+@pytest.mark.slow
+def test_reading_at_the_usual_interval_costs_little() -> None:
+    """Between two readings caches forget; at one a second it takes less than 0.5 % of a core."""
+    assert thread_seconds_of_a_reading(INTERVAL_SECONDS, 10) < 0.005 * INTERVAL_SECONDS
 
 
 def test_no_time_between_readings_is_refused() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import math
+import os
 from pathlib import Path
 from typing import Any
 
@@ -126,6 +127,28 @@ def test_other_files_are_refused(tmp_path: Path) -> None:
         read_state(tmp_path / "weights")
     with pytest.raises(FileNotFoundError):
         read_state(tmp_path / "absent")
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="asks /proc what a descriptor is")
+def test_what_is_written_is_on_the_disk_before_it_takes_its_name_and_so_is_the_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Power may go at any moment: a name of what has not been written yet, or a lost name, would be a lost file."""
+    calls: list[tuple[str, ...]] = []
+    sync, replace = os.fsync, os.replace
+
+    def synced(number: int) -> None:
+        calls.append(("sync", Path(f"/proc/self/fd/{number}").readlink().name))
+        sync(number)
+
+    def replaced(source: Path, target: Path) -> None:
+        calls.append(("replace", Path(source).name, Path(target).name))
+        replace(source, target)
+
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(os, "replace", replaced)
+    write_state(tmp_path / "state", {"weights": torch.ones(3)})
+    assert calls == [("sync", "state.partial"), ("replace", "state.partial", "state"), ("sync", tmp_path.name)]
 
 
 def test_a_failed_write_leaves_the_file_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,7 +24,7 @@ _PRODUCT_SIZE = 512
 _MODEL_WATTS = 5.0
 _MODEL_IDLE_WATTS = 1.0
 # A counter that was set back in between seems to have run through its whole range.
-_MOST_WATTS = 10_000.0
+MOST_WATTS = 10_000.0
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ def _measure(sensor: Sensor) -> Power:
     factor = torch.ones(_PRODUCT_SIZE, _PRODUCT_SIZE)
     idle = _average_watts(sensor, lambda: time.sleep(0.01), _IDLE_SECONDS)
     busy = _average_watts(sensor, lambda: torch.mm(factor, factor), _BUSY_SECONDS)
-    if not (0 < idle <= _MOST_WATTS and 0 < busy <= _MOST_WATTS):
+    if not (0 < idle <= MOST_WATTS and 0 < busy <= MOST_WATTS):
         raise ValueError(f"it shows {busy:.3g} W while operators run and {idle:.3g} W while nothing does")
     note = f"joules by {sensor.name}: {busy:.1f} W while operators run, {idle:.1f} W while storage is waited for"
     return Power(busy, idle, note)

@@ -5,14 +5,15 @@ from __future__ import annotations
 import argparse
 import signal
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from typing import Literal
 
 from torch_odt.commands import options
 from torch_odt.commands.errors import UserError, as_user_errors
 from torch_odt.runtime.background import Background, BackgroundRun, Releasing
 from torch_odt.runtime.wait_policy import reexecute_with_wait_policy
 
-_OTHERS = ("threads", "nice", "pause_signals", "pause_below_battery", "pause_above_temperature")
+_OTHERS = ("threads", "cores", "least", "nice", "pause_signals", "pause_below_battery", "pause_above_temperature")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -23,6 +24,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--threads",
         type=options.positive_int,
         help="with --background: keep to so many; otherwise some counts are tried on the first steps",
+    )
+    group.add_argument(
+        "--cores",
+        type=_cores,
+        metavar="big|little|0,1",
+        help="with --background: keep to the big cores, to the little ones, or to those of these numbers",
+    )
+    group.add_argument(
+        "--least",
+        choices=("seconds", "joules"),
+        help="with --background: what threads and cores are chosen by; joules need a sensor (default: seconds)",
     )
     group.add_argument("--nice", type=int, metavar="N", help="with --background: priority, 0 to 19 (default: 10)")
     group.add_argument(
@@ -65,10 +77,22 @@ def make_background(arguments: argparse.Namespace) -> Background:
         return Background(
             nice=Background.nice if arguments.nice is None else arguments.nice,
             threads=arguments.threads,
+            cores=arguments.cores,
+            least=Background.least if arguments.least is None else arguments.least,
             pause_signals=(signal.SIGUSR1, signal.SIGUSR2) if arguments.pause_signals else None,
             pause_below_battery_percent=arguments.pause_below_battery,
             pause_above_celsius=arguments.pause_above_temperature,
         )
+
+
+def _cores(text: str) -> frozenset[int] | Literal["big", "little"]:
+    kinds: dict[str, Literal["big", "little"]] = {"big": "big", "little": "little"}
+    if text in kinds:
+        return kinds[text]
+    numbers = text.split(",")
+    if not all(number.strip().isdigit() for number in numbers):
+        raise argparse.ArgumentTypeError(f'{text!r} is neither "big", "little" nor numbers of cores, as "0,1"')
+    return frozenset(map(int, numbers))
 
 
 @contextmanager
@@ -77,7 +101,9 @@ def in_background(arguments: argparse.Namespace, step: Releasing) -> Iterator[Ba
     if not arguments.background:
         yield None
         return
-    with make_background(arguments).applied(step) as background:
+    with ExitStack() as entered:
+        with as_user_errors(ValueError):
+            background = entered.enter_context(make_background(arguments).applied(step))
         if not arguments.json:
             for note in background.notes:
                 print(f"In the background: {note}", flush=True)

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import torch
-from torch import nn
 from torch.utils.data import Sampler
 
+import torch_odt as odt
 from torch_odt.commands import options
 from torch_odt.commands.errors import UserError, as_user_errors
 from torch_odt.errors import CheckpointError
@@ -25,7 +27,7 @@ _EVERY_STEPS = 100
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options."""
     parser.add_argument(
-        "--checkpoint-dir", type=Path, metavar="DIR", help="keep checkpoints there, and write one at SIGTERM"
+        "--checkpoint-dir", type=Path, metavar="DIR", help="keep checkpoints there, and write one at SIGTERM or Ctrl-C"
     )
     parser.add_argument(
         "--checkpoint-every",
@@ -35,6 +37,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"steps from one checkpoint to the next (default: {_EVERY_STEPS})",
     )
     parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint in --checkpoint-dir")
+
+
+def check(arguments: argparse.Namespace) -> None:
+    """Before anything is loaded.
+
+    Raises:
+        UserError: there is nothing to resume from, or something that is not to be resumed.
+    """
+    folder: Path | None = arguments.checkpoint_dir
+    if folder is None and arguments.resume:
+        raise UserError("--resume needs --checkpoint-dir, the folder of the run that is to go on")
+    if folder is not None and not arguments.resume and Checkpointer.paths_in(folder):
+        raise UserError(f"{folder} holds checkpoints of an earlier run: add --resume, or give another folder")
 
 
 @dataclass
@@ -74,20 +89,26 @@ class Position:
 
 
 class Checkpoints:
-    """The checkpoints of a run, or none where the user wants none."""
+    """The checkpoints of a run, or none where the user wants none.
 
-    def __init__(self, arguments: argparse.Namespace, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    Args:
+        step: what trains; after a resumption it follows the plans that it had.
+    """
+
+    def __init__(self, arguments: argparse.Namespace, step: odt.TrainStep) -> None:
         folder: Path | None = arguments.checkpoint_dir
-        if folder is None and arguments.resume:
-            raise UserError("--resume needs --checkpoint-dir, the folder of the run that is to go on")
         self._resumes: bool = arguments.resume
         self._checkpointer: Checkpointer | None = None
         if folder is not None:
             with as_user_errors(OSError):
-                every_steps = arguments.checkpoint_every
-                self._checkpointer = Checkpointer(folder, model=model, optimizer=optimizer, every_steps=every_steps)
-            if self._checkpointer.paths and not self._resumes:
-                raise UserError(f"{folder} holds checkpoints of an earlier run: add --resume, or give another folder")
+                self._checkpointer = Checkpointer(
+                    folder,
+                    model=step.model,
+                    optimizer=step.optimizer,
+                    step=step,
+                    every_steps=arguments.checkpoint_every,
+                    signals=(signal.SIGTERM, signal.SIGINT),
+                )
 
     def __enter__(self) -> Checkpoints:
         if self._checkpointer is not None:
@@ -123,21 +144,50 @@ class Checkpoints:
         Raises:
             SystemExit: the run was asked to end.
         """
-        if self._checkpointer is None:
-            return
-        try:
-            with as_user_errors(OSError):
+        if self._checkpointer is not None:
+            with self._told_of_end(position), _told_of_failure(self._checkpointer):
                 self._checkpointer.step_done(position.steps, **vars(position))
+
+    def save(self, position: Position) -> None:
+        """Save in any case: a finished run can be given more steps, or epochs."""
+        if self._checkpointer is not None:
+            with _told_of_failure(self._checkpointer):
+                self._checkpointer.save(position.steps, **vars(position))
+
+    def end_if_asked(self, position: Position) -> None:
+        """While nothing happens that a resumed run would not do again.
+
+        Raises:
+            SystemExit: the run was asked to end.
+        """
+        if self._checkpointer is not None:
+            with self._told_of_end(position):
+                self._checkpointer.end_if_asked()
+
+    @contextmanager
+    def _told_of_end(self, position: Position) -> Iterator[None]:
+        assert self._checkpointer is not None
+        try:
+            yield
         except SystemExit:
             folder = self._checkpointer.folder
             print(f"\nStopped after {position.steps} steps; --resume goes on from {folder}", file=sys.stderr)
             raise
 
-    def save(self, position: Position) -> None:
-        """Save in any case: a finished run can be given more steps, or epochs."""
-        if self._checkpointer is not None:
-            with as_user_errors(OSError):
-                self._checkpointer.save(position.steps, **vars(position))
+
+@contextmanager
+def _told_of_failure(checkpointer: Checkpointer) -> Iterator[None]:
+    """Inside, a checkpoint that cannot be written is the user's to put right.
+
+    Raises:
+        UserError: it has happened; the text says what there is to go on from.
+    """
+    try:
+        yield
+    except OSError as error:
+        left = next((path.name for path in checkpointer.paths), None)
+        ahead = "there is none before it" if left is None else f"--resume goes on from {left}"
+        raise UserError(f"no checkpoint can be written to {checkpointer.folder}: {error}; {ahead}") from error
 
 
 class Order(Sampler[int]):

@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -105,6 +106,7 @@ def run(arguments: argparse.Namespace) -> int:
     options.check_planning(arguments)
     options.check_page_to(arguments)
     adaptive.check(arguments)
+    checkpoints.check(arguments)
     budget = options.make_budget(arguments.budget, arguments.budget_of)
     torch.manual_seed(arguments.seed)
     data = load_data(
@@ -116,7 +118,6 @@ def run(arguments: argparse.Namespace) -> int:
     optimizer = make_optimizer(arguments.optimizer, model, arguments.lr)
     record = Record()
     with (
-        Checkpoints(arguments, model, optimizer) as kept,
         MemoryGauge() as gauge,
         beside_loop(budget) as step_budget,
         _saving_on_failure(arguments.save, model, record),
@@ -135,7 +136,7 @@ def run(arguments: argparse.Namespace) -> int:
                 planning_seconds=arguments.planning_seconds,
                 transactional=arguments.transactional,
             )
-        with background.in_background(arguments, step) as beside:
+        with Checkpoints(arguments, step) as kept, background.in_background(arguments, step) as beside:
             report = _train(arguments, step, model, data, budget, gauge, record, kept, beside, log)
     if arguments.save is not None:
         save(model, arguments.save)
@@ -220,12 +221,11 @@ def _train(
             before_step=None if beside is None else beside.before_step,
             step_done=step_done,
         )
-        is_cut_short = position.batches < batches
-        if is_cut_short:
-            # With more steps it goes on from here: validation draws random numbers.
-            kept.save(position)
+        # Whatever ends the validation, it goes on from here: validation draws random numbers.
+        kept.save(position)
         held_out = laid_out(validation, arguments.channels_last)
-        loss, accuracy = validate(model, held_out, count=len(validation), quiet=arguments.json)
+        end_if_asked = partial(kept.end_if_asked, position)
+        loss, accuracy = validate(model, held_out, count=len(validation), quiet=arguments.json, batch_done=end_if_asked)
         report.epochs.append(
             Epoch(
                 steps=count,
@@ -238,7 +238,7 @@ def _train(
         )
         if not arguments.json:
             print(f"  validation: loss {loss:.3f}, accuracy {accuracy:.1%}", flush=True)
-        if not is_cut_short:
+        if position.batches == batches:
             position.epoch_done(asdict(report.epochs[-1]))
             kept.save(position)
         remaining -= count

@@ -130,12 +130,20 @@ def run_steps(
                 step_done()
 
 
-def validate(model: nn.Module, batches: Iterable[Batch], *, count: int = 0, quiet: bool = True) -> tuple[float, float]:
+def validate(
+    model: nn.Module,
+    batches: Iterable[Batch],
+    *,
+    count: int = 0,
+    quiet: bool = True,
+    batch_done: Callable[[], None] | None = None,
+) -> tuple[float, float]:
     """Mean loss and accuracy over other samples; the model's mode is as before afterwards.
 
     Args:
         count: how many batches there are, to show progress by.
         quiet: show none.
+        batch_done: called after each batch.
     """
     was_training = model.training
     model.eval()
@@ -148,6 +156,8 @@ def validate(model: nn.Module, batches: Iterable[Batch], *, count: int = 0, quie
                 right += int((scores.argmax(1) == labels).sum())
                 seen += len(labels)
                 progress.advance(f"accuracy {right / seen:4.0%}")
+                if batch_done is not None:
+                    batch_done()
     finally:
         model.train(was_training)
     return (loss_sum / seen, right / seen) if seen else (float("nan"), float("nan"))

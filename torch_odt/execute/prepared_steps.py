@@ -22,6 +22,7 @@ from torch_odt.runtime.budget import Allotment, Budget, format_bytes
 
 if TYPE_CHECKING:
     from torch_odt.capture.trace import TracedStep
+    from torch_odt.execute.kept_plans import KeptPlans
     from torch_odt.execute.retries import Lowered
 
 # Batches of so many kinds keep their plans.
@@ -47,11 +48,15 @@ class PreparedSteps:
     Args:
         request: what all of it is prepared for.
         given: the plan to follow; None where plans are made.
+
+    Attributes:
+        kept: the plans of a checkpoint, which come before any that are made.
     """
 
     def __init__(self, request: StepRequest, given: GivenPlan | None) -> None:
         self._request = request
         self._given = given
+        self.kept: KeptPlans | None = None
         self._prepared: OrderedDict[_Key, Prepared] = OrderedDict()
         # Another budget needs no other capture.
         self._traces: dict[Hashable, dict[int, TracedStep]] = {}
@@ -64,6 +69,15 @@ class PreparedSteps:
     def __len__(self) -> int:
         return len(self._prepared)
 
+    @property
+    def plans(self) -> tuple[Plan, ...]:
+        """Those of captured steps that are followed in the ordinary budget as it is now."""
+        return tuple(
+            prepared.plan
+            for key, prepared in self._prepared.items()
+            if prepared.plan.captured and key.budget == self._request.budget and key.lowered is None
+        )
+
     def clear(self) -> None:
         """Forget everything."""
         self.forget_plans()
@@ -71,6 +85,7 @@ class PreparedSteps:
 
     def forget_plans(self) -> None:
         """What has been captured serves other plans."""
+        self.kept = None
         self._forget_all_but(0)
 
     def find(
@@ -110,6 +125,14 @@ class PreparedSteps:
         if lowered is not None and not (ordinary is not None and ordinary.fallback is not None):
             key = replace(key, lowered=lowered)
         prepared = self._prepared.get(key)
+        if prepared is None and self.kept is not None and lowered is None:
+            self._make_room()
+            cost = optimizer_cost(optimizer)
+            prepared = self.kept.prepare(
+                self._request, args, kwargs, want_results=want_results, cost=cost, updates=updates
+            )
+            if prepared is not None:
+                self._prepared[key] = prepared
         if prepared is None:
             self._make_room()
             self._request.renew(optimizer_cost(optimizer), updates)

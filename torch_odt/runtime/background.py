@@ -1,7 +1,7 @@
 """Training beside other programs: it gives way to them, and is not slowed down more than it must be.
 
 Open `Background` first. What it is made of: own_threads.py (priority and cores), choice.py (how many threads),
-neighbours.py (who else computes), pause.py, wait_policy.py.
+joules.py (what steps draw), neighbours.py (who else computes), pause.py, wait_policy.py.
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ from typing import Literal, Protocol
 
 import torch
 
-from torch_odt.capture.power import Sensor, find_sensors
+from torch_odt.capture.power import find_sensors
 from torch_odt.runtime.choice import Chooser, Setting, settings_to_try
 from torch_odt.runtime.cores import Core, read_cores
+from torch_odt.runtime.joules import StepJoules
 from torch_odt.runtime.neighbours import Neighbours
 from torch_odt.runtime.own_threads import OwnThreads, Scheduling
 from torch_odt.runtime.pause import Pauses
@@ -50,11 +51,14 @@ class Background:
         threads: of torch; None tries some counts on the first steps, and again when neighbours come or go.
         cores: numbers of the cores to run on, or all allowed ones of a kind: "big", "little". None tries some sets.
         least: what a setting is chosen by: "seconds" of a step, or its "joules" where a sensor shows them.
+            Where it turns out to be of no use, a note says so, and seconds decide.
         pause_when: training waits between two steps while this says True.
         pause_signals: the signal that pauses training and the one that resumes it, such as
             `(signal.SIGUSR1, signal.SIGUSR2)`. None leaves all signals alone.
-        pause_above_celsius: training waits while a sensor shows more.
-        pause_below_battery_percent: training waits while there is less charge and no supply.
+        pause_above_celsius: training waits while the processor is hotter, until it is five degrees cooler; where its
+            sensors cannot be told from others, the hottest of all counts.
+        pause_below_battery_percent: training waits while there is less charge and no supply, until there are five
+            percent more.
 
     Raises:
         ValueError: an option is out of its range.
@@ -120,7 +124,9 @@ class Background:
                 own.set_idle_storage()
             if self.pause_signals is not None:
                 pauses.listen(*self.pause_signals)
-            yield BackgroundRun(own, pauses, _chooser(self, cores, threads_before, own), step)
+            with pauses.watching():
+                joules = _joules_of_steps(own) if self.least == "joules" else None
+                yield BackgroundRun(own, pauses, _chooser(self, cores, threads_before, own, joules), step, joules)
         finally:
             pauses.ignore()
             own.restore()
@@ -133,8 +139,16 @@ class BackgroundRun:
     Both calls belong to the thread that makes the steps: torch's number of threads is the calling thread's own.
     """
 
-    def __init__(self, own: OwnThreads, pauses: Pauses, chooser: Chooser, step: Releasing | None = None) -> None:
+    def __init__(
+        self,
+        own: OwnThreads,
+        pauses: Pauses,
+        chooser: Chooser,
+        step: Releasing | None = None,
+        joules: StepJoules | None = None,
+    ) -> None:
         self._own = own
+        self._joules = joules
         self._pauses = pauses
         self._chooser = chooser
         self._step = step
@@ -157,8 +171,11 @@ class BackgroundRun:
         return self._pauses.paused_seconds
 
     def before_step(self) -> None:
-        """Return when the next step may be made: waits while there is a reason to pause."""
-        self._pauses.wait(self._give_memory_back)
+        """Return when the next step may be made: waits while there is a reason to pause, and nobody asks the process to
+        end (SIGTERM, SIGINT).
+        """
+        if self._pauses.wait(self._give_memory_back) and self._joules is not None:
+            self._joules.skip()
         self._began_seconds = time.perf_counter()
 
     def after_step(self, seconds: float | None = None) -> None:
@@ -193,7 +210,9 @@ def _chosen_cores(wanted: frozenset[int] | str | None, cores: tuple[Core, ...]) 
     return found
 
 
-def _chooser(options: Background, cores: tuple[Core, ...], threads: int, own: OwnThreads) -> Chooser:
+def _chooser(
+    options: Background, cores: tuple[Core, ...], threads: int, own: OwnThreads, joules: StepJoules | None
+) -> Chooser:
     settings = settings_to_try(cores, threads, fixed_threads=options.threads)
     if options.cores is not None and cores:
         everywhere = frozenset(core.number for core in cores)
@@ -204,22 +223,13 @@ def _chooser(options: Background, cores: tuple[Core, ...], threads: int, own: Ow
         if setting.cores is not None:
             own.set_cores(setting.cores)
 
-    sensor = next(iter(find_sensors()), None) if options.least == "joules" else None
-    if options.least == "joules" and sensor is None:
-        own.notes.append("no power sensor can be read: settings are chosen by seconds")
     numbers = frozenset(core.number for core in cores if core.allowed) or None
-    return Chooser(settings, apply, Neighbours(numbers=numbers).look, None if sensor is None else _joules(sensor))
+    return Chooser(settings, apply, Neighbours(numbers=numbers).look, joules)
 
 
-def _joules(sensor: Sensor) -> Callable[[float], float]:
-    """What was drawn since the last step's end: a loop that waits for its data pays for that, too."""
-    last_seconds = time.perf_counter()
-    sensor.joules(0.0)
-
-    def cost(seconds: float) -> float:
-        nonlocal last_seconds
-        now_seconds = time.perf_counter()
-        elapsed_seconds, last_seconds = now_seconds - last_seconds, now_seconds
-        return sensor.joules(elapsed_seconds)
-
-    return cost
+def _joules_of_steps(own: OwnThreads) -> StepJoules | None:
+    sensor = next(iter(find_sensors()), None)
+    if sensor is None:
+        own.notes.append("no power sensor can be read: settings are chosen by seconds")
+        return None
+    return StepJoules(sensor, own.notes.append)

@@ -8,12 +8,18 @@ from dataclasses import dataclass, field
 from statistics import median
 
 from torch_odt.runtime.cores import Core, core_sets
-from torch_odt.runtime.neighbours import Load
+from torch_odt.runtime.neighbours import Load, mean_load
 
 _WARM_STEPS = 1
 _MEASURED_STEPS = 2
 _HOPELESS = 2.0
 _WINDOW_SECONDS = 1.0
+# One window may be like no other; a neighbour stays longer.
+_USUAL_WINDOWS = 3
+_OTHER_WINDOWS = 2
+# Trying takes at most a third of the time at first and, where it keeps to change nothing, less than a hundredth.
+_FIRST_WAIT = 2
+_MOST_WAIT = 128
 
 
 @dataclass(frozen=True)
@@ -53,11 +59,14 @@ def settings_to_try(cores: Iterable[Core], threads: int, *, fixed_threads: int |
 class Chooser:
     """Tries settings for a few real steps each, keeps the best, and tries again when a neighbour has come or gone.
 
+    Where trying again has only confirmed the choice, as beside a neighbour that comes and goes all the time, the next
+    time is put off: for twice as long as trying took, and twice that after each further time.
+
     Args:
         settings: to try, in this order.
         apply: makes a setting take effect.
         look: what others did since the last look.
-        cost: what a step took, in one unit for all; None takes its seconds.
+        cost: what a step took, in one unit for all; None takes its seconds, and so does a cost that says None.
         clock: seconds, for tests.
 
     Attributes:
@@ -68,18 +77,23 @@ class Chooser:
     settings: tuple[Setting, ...]
     apply: Callable[[Setting], object]
     look: Callable[[], Load]
-    cost: Callable[[float], float] | None = None
+    cost: Callable[[float], float | None] | None = None
     clock: Callable[[], float] = time.monotonic
     current: Setting | None = None
     choices: list[Setting] = field(default_factory=list)
     _waiting: list[Setting] = field(default_factory=list)
     _seen: list[float] = field(default_factory=list)
     _found: dict[Setting, float] = field(default_factory=dict)
-    _usual: Load | None = None
+    _usual: list[Load] = field(default_factory=list)
+    _others: int = 0
     _window_began_seconds: float = 0.0
+    _began_seconds: float = 0.0
+    _wait: int = 0
+    _put_off_until_seconds: float = 0.0
 
     def begin(self) -> None:
         """Try all settings, from now on."""
+        self._began_seconds = self.clock()
         self._found.clear()
         self._waiting = list(self.settings)
         self._try_next()
@@ -87,7 +101,11 @@ class Chooser:
     def step_done(self, seconds: float) -> None:
         """A step has been made with the current setting."""
         spent = seconds if self.cost is None else self.cost(seconds)
-        if self.current is not None and self.current not in self._found and not self._is_settled:
+        if spent is None:
+            # What was found so far was found in another unit.
+            self.cost = None
+            self.begin()
+        elif self.current is not None and self.current not in self._found and not self._is_settled:
             self._measure(self.current, spent)
         elif self.clock() - self._window_began_seconds >= _WINDOW_SECONDS:
             self._watch()
@@ -108,11 +126,17 @@ class Chooser:
             self._switch(self._waiting.pop(0))
             return
         best = min(self.settings, key=self._found.__getitem__)
+        self._put_off(is_confirmed=self.choices[-1:] == [best])
         self.choices.append(best)
         self._switch(best)
-        self._usual = None
+        self._usual, self._others = [], 0
         self._begin_window()
         self.look()
+
+    def _put_off(self, *, is_confirmed: bool) -> None:
+        now_seconds = self.clock()
+        self._wait = min(_MOST_WAIT, max(_FIRST_WAIT, 2 * self._wait)) if is_confirmed else 0
+        self._put_off_until_seconds = now_seconds + self._wait * (now_seconds - self._began_seconds)
 
     def _switch(self, setting: Setting) -> None:
         self._seen = []
@@ -123,9 +147,11 @@ class Chooser:
     def _watch(self) -> None:
         load = self.look()
         self._begin_window()
-        if self._usual is None:
-            self._usual = load
-        elif load.differs_from(self._usual):
+        if len(self._usual) < _USUAL_WINDOWS:
+            self._usual.append(load)
+            return
+        self._others = self._others + 1 if load.differs_from(mean_load(self._usual)) else 0
+        if self._others >= _OTHER_WINDOWS and self.clock() >= self._put_off_until_seconds:
             self.begin()
 
     def _begin_window(self) -> None:

@@ -64,6 +64,7 @@ class Reading:
     Attributes:
         at_seconds: the moment, on `time.monotonic`'s clock.
         process_bytes: what this process holds and the kernel cannot take back.
+        resident_bytes: what of this process is in memory (RSS), with pages of files that the kernel can drop.
         available_bytes: how many more it may have: the smallest of `limits`.
         limits: how many more, by who limits: "system", "cgroup_v2", "cgroup_v1", "rlimit_as", "rlimit_data".
         total_bytes: the machine's memory.
@@ -77,6 +78,7 @@ class Reading:
     available_bytes: int
     limits: dict[str, int]
     total_bytes: int
+    resident_bytes: int | None = None
     swap_used_bytes: int | None = None
     control_group: ControlGroupReading | None = None
     pressure: dict[str, Pressure] = field(default_factory=dict)
@@ -100,6 +102,7 @@ def read_system(*, root: Path = SYSTEM_ROOT) -> Reading:
         process_bytes=process_bytes(root=root),
         available_bytes=min(limits.values()),
         limits=limits,
+        resident_bytes=psutil.Process().memory_info().rss,
         total_bytes=psutil.virtual_memory().total,
         swap_used_bytes=swap.used if swap.total else None,
         control_group=_tightest_group(root),
@@ -130,7 +133,7 @@ class Monitor:
         interval_seconds: between two readings.
         read: what is asked; a test gives a function of its own.
         on_reading: called with every reading, in the monitor's thread. An exception in it ends the monitor, which
-            `latest` tells.
+            `latest` tells until `start` begins again.
 
     Raises:
         ValueError: `interval_seconds` is not more than 0.
@@ -172,8 +175,11 @@ class Monitor:
         return self._latest
 
     def start(self) -> None:
-        """Begin to read; does nothing if it has begun."""
+        """Begin to read, also after an error; does nothing while it reads."""
+        if self._error is not None:
+            self.stop()
         if self._thread is None:
+            self._error = None
             self._stopped.clear()
             self._sample()
             self._thread = threading.Thread(target=self._watch, name="torch_odt monitor", daemon=True)

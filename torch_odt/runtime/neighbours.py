@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 
 from torch_odt.memory._files import SYSTEM_ROOT, read_text
 from torch_odt.runtime.cores import allowed_numbers
@@ -40,6 +41,25 @@ class Load:
         else:
             moved = _moved(self.pressure_share, other.pressure_share)
         return moved or _moved(self.delay_share, other.delay_share)
+
+
+def mean_load(loads: Sequence[Load]) -> Load:
+    """The load over several looks; what none of them shows is None.
+
+    Example:
+        >>> mean_load([Load(1.0), Load(2.0)]).others_cores
+        1.5
+    """
+
+    def mean_of(values: Iterable[float | None]) -> float | None:
+        known = [value for value in values if value is not None]
+        return fmean(known) if known else None
+
+    return Load(
+        others_cores=mean_of(load.others_cores for load in loads),
+        delay_share=mean_of(load.delay_share for load in loads),
+        pressure_share=mean_of(load.pressure_share for load in loads),
+    )
 
 
 class Neighbours:

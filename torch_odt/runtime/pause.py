@@ -5,17 +5,25 @@ from __future__ import annotations
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
 
 import psutil
 
+from torch_odt.runtime.signals import SignalWatch
+
 _LOOK_SECONDS = 5.0
 _WAIT_SECONDS = 0.2
 # Where training goes on at the very limit, it stops again at once.
 _COOLER_CELSIUS = 5.0
+_FULLER_PERCENT = 5.0
+# Drivers whose sensors are the processor's, by what their names hold; a board's own zone stands for it where there is
+# none of these.
+_PROCESSOR = ("coretemp", "k8temp", "k10temp", "zenpower", "cpu", "soc", "x86_pkg")
+_BOARD = ("acpitz", "thermal")
 
 
 @dataclass(frozen=True)
@@ -32,11 +40,21 @@ class Battery:
 
 
 def read_celsius() -> float | None:
-    """The hottest of the machine's sensors; None where there is none."""
+    """The processor's hottest sensor; of all sensors where its own cannot be told; None where there is none.
+
+    A disk is often hotter than the processor, and no pause cools it.
+    """
     # Absent on some systems.
     read = getattr(psutil, "sensors_temperatures", None)
-    found = [entry.current for entries in (read() if read else {}).values() for entry in entries]
-    return max((celsius for celsius in found if celsius is not None), default=None)
+    found = {
+        name.lower(): [entry.current for entry in entries if entry.current is not None]
+        for name, entries in (read() if read else {}).items()
+    }
+    for known in (_PROCESSOR, _BOARD, ("",)):
+        celsius = [each for name, values in found.items() if any(part in name for part in known) for each in values]
+        if celsius:
+            return max(celsius)
+    return None
 
 
 def read_battery() -> Battery | None:
@@ -53,7 +71,7 @@ class Pauses:
     Args:
         when: True while training is to wait.
         above_celsius: wait above this, until it is five degrees less.
-        below_battery_percent: wait below this, unless the machine is plugged in.
+        below_battery_percent: wait below this, until it is five percent more or the machine is plugged in.
         celsius, battery: the sensors; a test gives its own.
         clock, sleep: a test gives its own.
 
@@ -76,6 +94,7 @@ class Pauses:
     _is_empty: bool = False
     _looked_seconds: float | None = None
     _previous_handlers: dict[int, Any] = field(default_factory=dict)
+    _ends: SignalWatch = field(default_factory=SignalWatch)
 
     def __post_init__(self) -> None:
         if self.above_celsius is not None and self.celsius() is None:
@@ -109,20 +128,37 @@ class Pauses:
             return f"a temperature above {self.above_celsius} degrees Celsius"
         return f"a battery below {self.below_battery_percent} percent" if self._is_empty else None
 
-    def wait(self, on_pause: Callable[[str], object]) -> None:
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Inside, a signal that asks the process to end is seen whenever it comes, not only while training waits."""
+        with SignalWatch() as self._ends:
+            yield
+
+    def wait(self, on_pause: Callable[[str], object]) -> bool:
         """Return when nothing speaks against the next step; sleeps until then.
+
+        When SIGTERM or SIGINT has come, and whoever handles it has only taken note, it returns at once: the process is
+        to end, and after a step there is a place for that.
 
         Args:
             on_pause: called with the reason before a wait begins.
+
+        Returns:
+            Whether there was a reason to wait.
         """
+        is_asked_to_end, self._ends.has_seen = self._ends.has_seen, False
         reason = self.reason()
-        if reason is None:
-            return
+        if reason is None or is_asked_to_end:
+            return False
         began_seconds = self.clock()
         on_pause(reason)
-        while self.reason() is not None:
-            self.sleep(_WAIT_SECONDS)
+        # Whoever takes note may have come later than those that `watching` knows.
+        with SignalWatch() as ends:
+            while self.reason() is not None and not ends.has_seen:
+                self.sleep(_WAIT_SECONDS)
+        self._ends.has_seen = False
         self.paused_seconds += self.clock() - began_seconds
+        return True
 
     def _look(self) -> None:
         now = self.clock()
@@ -135,9 +171,9 @@ class Pauses:
             self._is_hot = celsius is not None and celsius > limit
         if self.below_battery_percent is not None:
             battery = self.battery()
-            self._is_empty = (
-                battery is not None and not battery.plugged and battery.percent < self.below_battery_percent
-            )
+            percent = self.below_battery_percent + (_FULLER_PERCENT if self._is_empty else 0.0)
+            # Nothing is fuller than full.
+            self._is_empty = battery is not None and not battery.plugged and battery.percent < min(percent, 100.0)
 
     def _pause(self, number: int, frame: FrameType | None) -> None:
         self._by_signal = True

@@ -71,6 +71,52 @@ class SignalGate:
         self.open()
 
     def _restore_handlers(self) -> None:
-        for number, handler in self._handlers.items():
-            if signal.getsignal(number) == self._handle:
-                signal.signal(number, handler)
+        _put_back(self._handlers, self._handle)
+
+
+class SignalWatch:
+    """Notes that SIGINT or SIGTERM has come, inside a `with` block, and leaves what happens then to their handlers.
+
+    Choose it around a wait that is to end when the process is asked to end, where a handler only takes note of that, as
+    a `Checkpointer`'s does. Outside of the main thread, where no handler runs, it sees nothing, nor what the system
+    handles itself.
+
+    Attributes:
+        has_seen: one has come, and its handler has returned.
+
+    Example:
+        >>> earlier = signal.signal(signal.SIGTERM, lambda number, frame: None)
+        >>> with SignalWatch() as watch:
+        ...     signal.raise_signal(signal.SIGTERM)
+        >>> watch.has_seen
+        True
+        >>> _ = signal.signal(signal.SIGTERM, earlier)
+    """
+
+    def __init__(self) -> None:
+        self.has_seen = False
+        self._handlers: dict[int, Callable[[int, FrameType | None], Any]] = {}
+
+    def __enter__(self) -> SignalWatch:
+        if threading.current_thread() is threading.main_thread():
+            for number in _HELD:
+                handler = signal.getsignal(number)
+                if callable(handler):
+                    self._handlers[number] = handler
+                    signal.signal(number, self._handle)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        _put_back(self._handlers, self._handle)
+        self._handlers.clear()
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        self._handlers[number](number, frame)
+        self.has_seen = True
+
+
+def _put_back(handlers: dict[int, Callable[[int, FrameType | None], Any]], own: object) -> None:
+    """Those that were there before, but where others have been set meanwhile."""
+    for number, handler in handlers.items():
+        if signal.getsignal(number) == own:
+            signal.signal(number, handler)
