@@ -112,7 +112,7 @@ def make_step(way: str) -> Callable[[], object]:
 
     if way == "plain":
         return plain
-    shared = Background(nice=0, scheduling="normal", idle_storage=False)
+    shared = Background(nice=0, scheduling="normal", idle_storage=False, duty=1)
     if way == "loop":
         run = ExitStack().enter_context(shared.applied())
 

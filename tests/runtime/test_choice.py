@@ -85,6 +85,21 @@ def test_a_choice_that_changed_is_not_put_off() -> None:
     assert machine.chooser.choices == [TWO, ONE, TWO, ONE, TWO, ONE, TWO]
 
 
+def test_steps_that_became_slow_are_tried_anew_at_once() -> None:
+    """However often that has only confirmed the choice before."""
+    machine = Machine()
+    machine.slow_seconds = 2.0
+    machine.chooser.begin()
+    for step in range(400):
+        machine.others_cores = 2.0 * (step // 10 % 2)
+        machine.step()
+    assert len(machine.chooser.choices) > 3 and set(machine.chooser.choices) == {TWO}
+    machine.others_cores, machine.slow_seconds = 2.0, 20.0
+    for _ in range(8):
+        machine.step()
+    assert machine.chooser.current == ONE
+
+
 def test_one_window_unlike_the_others_changes_nothing() -> None:
     machine = Machine()
     machine.chooser.begin()

@@ -1,7 +1,8 @@
 """Training beside other programs: it gives way to them, and is not slowed down more than it must be.
 
 Open `Background` first. What it is made of: own_threads.py (priority and cores), choice.py (how many threads),
-joules.py (what steps draw), neighbours.py (who else computes), pause.py, wait_policy.py.
+joules.py (what steps draw), duty.py (rests beside others), neighbours.py (who
+else computes), pause.py, wait_policy.py.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import torch
 from torch_odt.capture.power import find_sensors
 from torch_odt.runtime.choice import Chooser, Setting, settings_to_try
 from torch_odt.runtime.cores import Core, read_cores
+from torch_odt.runtime.duty import Duty
 from torch_odt.runtime.joules import StepJoules
 from torch_odt.runtime.neighbours import Neighbours
 from torch_odt.runtime.own_threads import OwnThreads, Scheduling
@@ -52,6 +54,8 @@ class Background:
         cores: numbers of the cores to run on, or all allowed ones of a kind: "big", "little". None tries some sets.
         least: what a setting is chosen by: "seconds" of a step, or its "joules" where a sensor shows them.
             Where it turns out to be of no use, a note says so, and seconds decide.
+        duty: while others keep cores busy, training computes for this share of the time and rests for the remainder:
+            cores are not all that programs share. 1 never rests.
         pause_when: training waits between two steps while this says True.
         pause_signals: the signal that pauses training and the one that resumes it, such as
             `(signal.SIGUSR1, signal.SIGUSR2)`. None leaves all signals alone.
@@ -77,6 +81,7 @@ class Background:
     threads: int | None = None
     cores: frozenset[int] | Literal["big", "little"] | None = None
     least: Literal["seconds", "joules"] = "seconds"
+    duty: float = 0.35
     pause_when: Callable[[], bool] | None = None
     pause_signals: tuple[int, int] | None = None
     pause_above_celsius: float | None = None
@@ -89,6 +94,8 @@ class Background:
             raise ValueError(f'scheduling is "normal", "batch" or "idle", not {self.scheduling!r}')
         if self.least not in ("seconds", "joules"):
             raise ValueError(f'least is "seconds" or "joules", not {self.least!r}')
+        if not 0 < self.duty <= 1:
+            raise ValueError(f"duty is above 0 and at most 1, not {self.duty}")
         if self.threads is not None and self.threads < 1:
             raise ValueError(f"threads must be at least 1, not {self.threads}")
         if isinstance(self.cores, str) and self.cores not in ("big", "little"):
@@ -126,7 +133,10 @@ class Background:
                 pauses.listen(*self.pause_signals)
             with pauses.watching():
                 joules = _joules_of_steps(own) if self.least == "joules" else None
-                yield BackgroundRun(own, pauses, _chooser(self, cores, threads_before, own, joules), step, joules)
+                numbers = frozenset(core.number for core in cores if core.allowed) or None
+                chooser = _chooser(self, cores, threads_before, own, joules, Neighbours(numbers=numbers))
+                duty = Duty(self.duty, Neighbours(numbers=numbers).look)
+                yield BackgroundRun(own, pauses, chooser, duty, step, joules)
         finally:
             pauses.ignore()
             own.restore()
@@ -144,6 +154,7 @@ class BackgroundRun:
         own: OwnThreads,
         pauses: Pauses,
         chooser: Chooser,
+        duty: Duty,
         step: Releasing | None = None,
         joules: StepJoules | None = None,
     ) -> None:
@@ -151,6 +162,7 @@ class BackgroundRun:
         self._joules = joules
         self._pauses = pauses
         self._chooser = chooser
+        self._duty = duty
         self._step = step
         self._steps = 0
         self._began_seconds = time.perf_counter()
@@ -170,6 +182,11 @@ class BackgroundRun:
         """How long training has waited in all."""
         return self._pauses.paused_seconds
 
+    @property
+    def rested_seconds(self) -> float:
+        """How long training has rested in all because others computed."""
+        return self._duty.rested_seconds
+
     def before_step(self) -> None:
         """Return when the next step may be made: waits while there is a reason to pause, and nobody asks the process to
         end (SIGTERM, SIGINT).
@@ -177,9 +194,10 @@ class BackgroundRun:
         if self._pauses.wait(self._give_memory_back) and self._joules is not None:
             self._joules.skip()
         self._began_seconds = time.perf_counter()
+        self._duty.step_begins()
 
     def after_step(self, seconds: float | None = None) -> None:
-        """A step has been made; the next one may run with another setting.
+        """A step has been made; the next one may run with another setting. Rests where others compute.
 
         Args:
             seconds: what it took; None counts from `before_step`.
@@ -190,6 +208,8 @@ class BackgroundRun:
             self._chooser.begin()
         elif self._steps > _FIRST_STEPS:
             self._chooser.step_done(taken_seconds)
+        if self._duty.step_done(torch.get_num_threads()) and self._joules is not None:
+            self._joules.skip()
 
     def _give_memory_back(self, reason: str) -> None:
         if self._step is not None:
@@ -211,7 +231,12 @@ def _chosen_cores(wanted: frozenset[int] | str | None, cores: tuple[Core, ...]) 
 
 
 def _chooser(
-    options: Background, cores: tuple[Core, ...], threads: int, own: OwnThreads, joules: StepJoules | None
+    options: Background,
+    cores: tuple[Core, ...],
+    threads: int,
+    own: OwnThreads,
+    joules: StepJoules | None,
+    neighbours: Neighbours,
 ) -> Chooser:
     settings = settings_to_try(cores, threads, fixed_threads=options.threads)
     if options.cores is not None and cores:
@@ -223,8 +248,7 @@ def _chooser(
         if setting.cores is not None:
             own.set_cores(setting.cores)
 
-    numbers = frozenset(core.number for core in cores if core.allowed) or None
-    return Chooser(settings, apply, Neighbours(numbers=numbers).look, joules)
+    return Chooser(settings, apply, neighbours.look, joules)
 
 
 def _joules_of_steps(own: OwnThreads) -> StepJoules | None:

@@ -20,6 +20,9 @@ _OTHER_WINDOWS = 2
 # Trying takes at most a third of the time at first and, where it keeps to change nothing, less than a hundredth.
 _FIRST_WAIT = 2
 _MOST_WAIT = 128
+# Steps that take so many times as long as when their setting was chosen, or so many times less.
+_MOVED = 1.5
+_MOVED_STEPS = 2
 
 
 @dataclass(frozen=True)
@@ -60,7 +63,8 @@ class Chooser:
     """Tries settings for a few real steps each, keeps the best, and tries again when a neighbour has come or gone.
 
     Where trying again has only confirmed the choice, as beside a neighbour that comes and goes all the time, the next
-    time is put off: for twice as long as trying took, and twice that after each further time.
+    time is put off: for twice as long as trying took, and twice that after each further time. Steps that take half as
+    long again as they did, or so much less, are tried anew all the same.
 
     Args:
         settings: to try, in this order.
@@ -90,6 +94,8 @@ class Chooser:
     _began_seconds: float = 0.0
     _wait: int = 0
     _put_off_until_seconds: float = 0.0
+    _rests_until_seconds: float = 0.0
+    _moved: int = 0
 
     def begin(self) -> None:
         """Try all settings, from now on."""
@@ -107,6 +113,8 @@ class Chooser:
             self.begin()
         elif self.current is not None and self.current not in self._found and not self._is_settled:
             self._measure(self.current, spent)
+        elif self._has_moved(spent):
+            self.begin()
         elif self.clock() - self._window_began_seconds >= _WINDOW_SECONDS:
             self._watch()
 
@@ -135,8 +143,20 @@ class Chooser:
 
     def _put_off(self, *, is_confirmed: bool) -> None:
         now_seconds = self.clock()
+        self._rests_until_seconds = now_seconds + _FIRST_WAIT * (now_seconds - self._began_seconds)
+        self._moved = 0
         self._wait = min(_MOST_WAIT, max(_FIRST_WAIT, 2 * self._wait)) if is_confirmed else 0
         self._put_off_until_seconds = now_seconds + self._wait * (now_seconds - self._began_seconds)
+
+    def _has_moved(self, spent: float) -> bool:
+        """Whether the last steps took so much more or less than when their setting was chosen that another is tried,
+        however often that was in vain.
+        """
+        usual = 0.0 if self.current is None else self._found.get(self.current, 0.0)
+        if usual <= 0:
+            return False
+        self._moved = 0 if 1 / _MOVED <= spent / usual <= _MOVED else self._moved + 1
+        return self._moved >= _MOVED_STEPS and self.clock() >= self._rests_until_seconds
 
     def _switch(self, setting: Setting) -> None:
         self._seen = []
