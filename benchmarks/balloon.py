@@ -32,7 +32,7 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -47,6 +47,8 @@ WAYS = ("torch_odt", "static", "plain", "accelerate")
 MIB = 1 << 20
 LEAST, MOST = 1.05, 1.2
 PROMISED = 1.15
+# A trainer that gives nothing back would keep the promise, too.
+LEAST_SHARE = 0.9
 
 
 @dataclass
@@ -57,7 +59,8 @@ class Run:
         steps: that it has made.
         seconds: from the first step's begin to the last one's end.
         end: what it said last; empty where it was ended.
-        balloon_share: how much the balloon had of what it was to hold, as a share of all byte seconds.
+        balloon_share: how much the balloon had of what it was to hold, as a share of all byte seconds;
+            None where it was ended with the trainer.
     """
 
     losses: list[float] = field(default_factory=list)
@@ -65,7 +68,7 @@ class Run:
     plan_bytes: list[int] = field(default_factory=list)
     end: dict[str, Any] = field(default_factory=dict)
     return_code: int | None = None
-    balloon_share: float = 1.0
+    balloon_share: float | None = None
 
     @property
     def seconds(self) -> float:
@@ -179,9 +182,11 @@ class Bench:
                 if script is not None and (left := script.left_bytes.get(len(run.losses))) is not None:
                     tell(balloon, most - left)
             run.return_code = trainer.wait()
-            assert balloon.poll() is None, "the balloon was ended, not the trainer"
-            tell(balloon, "end")
-            run.balloon_share = json.loads(balloon.stdout.readline())["share"]
+            # Where the trainer and the group's last bytes went together, the system may have ended both.
+            with suppress(BrokenPipeError):
+                tell(balloon, "end")
+            answer = balloon.stdout.readline()
+            run.balloon_share = json.loads(answer)["share"] if answer else None
         if script is not None:
             print(f"{way}: {run.fate}, {run.seconds:.1f} s", flush=True)
         return run
@@ -229,8 +234,9 @@ def report(
         is_same = ours.losses == undisturbed.losses
         ratio = ours.seconds / oracle_seconds
         print(f"losses {'equal' if is_same else 'NOT equal'} to the undisturbed run's; decisions: {dict(switches)}")
-        print(f"the balloon had {ours.balloon_share:.0%} of what it was to hold")
-        is_kept = ours.return_code == 0 and is_same and ratio <= PROMISED
+        share = ours.balloon_share or 0.0
+        print(f"the balloon had {share:.0%} of what it was to hold")
+        is_kept = ours.return_code == 0 and is_same and ratio <= PROMISED and share >= LEAST_SHARE
         print(f"{'kept' if is_kept else 'MISSED'}: nothing ended, equal losses, at most {PROMISED} times the oracle")
     if options.out is not None:
         options.out.mkdir(parents=True, exist_ok=True)
