@@ -157,6 +157,17 @@ def test_a_policy_keeps_no_plans(tmp_path: Path) -> None:
     second.train(2, 3)
 
 
+def test_a_policy_follows_no_plan_of_a_fixed_budget(tmp_path: Path) -> None:
+    """One that was made for little would stay however much memory comes back."""
+    first = Run(tmp_path, budget=AMPLE)
+    first.train(2, 3)
+    first.checkpointer.save(1)
+    second = Run(tmp_path, budget=ShareOfAvailable(0.5))
+    assert second.checkpointer.resume() is not None
+    assert second.step._prepared.kept is None
+    second.train(2, 3)
+
+
 @pytest.mark.parametrize("transactional", [False, True])
 def test_an_accumulation_is_never_cut_in_two(tmp_path: Path, transactional: bool) -> None:
     options = {"budget": AMPLE, "accumulation_steps": 3, "transactional": transactional}

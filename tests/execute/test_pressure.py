@@ -104,10 +104,18 @@ def sequences() -> tuple[Tensor, Tensor]:
 class Training:
     """The same training by a step under a controller and plainly; every call is compared bit for bit."""
 
-    def __init__(self, model: nn.Module, batch: tuple[Tensor, Tensor], cache: Path, **options: Any) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        batch: tuple[Tensor, Tensor],
+        cache: Path,
+        *,
+        controller: Falling | None = None,
+        **options: Any,
+    ) -> None:
         self.model, self.batch = model, batch
         self.plain = copy.deepcopy(model)
-        self.controller = Falling()
+        self.controller = controller or Falling()
         self.optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
         self.plain_optimizer = torch.optim.SGD(self.plain.parameters(), lr=0.05, momentum=0.9)
         exact: dict[str, Any] = {"disable_rewrites": inexact_rewrites(), "micro_batch": BATCH}
@@ -217,6 +225,59 @@ def test_any_amount(small: Training, moment: float, share: float) -> None:
     for _, decision in small.controller.relieved:
         assert (decision.action == "evict") == (decision.freed_bytes > 0)
     assert sum(decision.freed_bytes for _, decision in small.controller.relieved) <= plan.arena_bytes
+
+
+class FailingInside(Falling):
+    """What it asks, or whom it tells, fails while a step runs."""
+
+    asks = tells = False
+
+    def lacking_bytes(self, level_bytes: int, need_bytes: int) -> int:
+        lacking = super().lacking_bytes(level_bytes, need_bytes)
+        if self.asks and len(self.held) > 30:
+            raise OSError("too many open files")
+        return lacking
+
+    def _note(self, decision: Decision) -> None:
+        super()._note(decision)
+        if self.tells and decision.action == "evict":
+            raise LookupError("no such writer")
+
+
+@pytest.mark.usefixtures("looks_everywhere")
+@pytest.mark.parametrize("what", ["asks", "tells"])
+def test_an_error_while_a_step_runs_leaves_no_step_half_done(what: str, cache: Path) -> None:
+    training = Training(make_net(), images(), cache, controller=FailingInside())
+    training.call()
+    low = training.step.plan.peak_bytes - training.step.plan.arena_bytes // 2
+    setattr(training.controller, what, True)
+    training.call(falls_at=40, low=low)
+    setattr(training.controller, what, False)
+    with pytest.warns(odt.OdtWarning, match="could not give memory back: (OSError: too many|LookupError: no such)"):
+        training.call()
+    training.call(falls_at=40, low=low)
+    assert training.decision.action == "evict", "it is looked again"
+
+
+@pytest.mark.usefixtures("looks_everywhere")
+def test_who_wants_still_more_is_seen_after_an_eviction(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A neighbour that grows asks again at once; what an eviction took is no reason to be blind for long."""
+    monkeypatch.setattr(pressure, "_LOOKING_SHARE", 0.02)
+    clock = [0.0]
+    monkeypatch.setattr(pressure.time, "perf_counter", lambda: clock[0])
+    rest_within = pressure.rest_within
+
+    def slow(*args: Any) -> Any:
+        clock[0] += 1.0
+        return rest_within(*args)
+
+    training = Training(make_net(), images(), cache)
+    training.call()
+    plan = training.step.plan
+    monkeypatch.setattr(pressure, "rest_within", slow)
+    training.call(falls_at=20, low=plan.peak_bytes - plan.arena_bytes // 2)
+    at, _ = training.controller.relieved[0]
+    assert len(training.controller.held) > at + 10
 
 
 @pytest.mark.usefixtures("looks_everywhere")

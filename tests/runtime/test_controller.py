@@ -283,3 +283,20 @@ def test_where_the_smallest_plan_is_followed_a_step_is_left_alone() -> None:
     world.step(356, need=600)
     controller.refused(500 * MIB)
     assert controller.is_scarce and controller.lacking_bytes(LEVEL, 500 * MIB) == 0
+
+
+def test_a_dip_while_a_step_runs_is_over_before_the_next() -> None:
+    world = World(612)
+    controller = world.controller()
+    controller.begin(LEVEL)
+    world.step(150, need=600)
+    controller.refused(300 * MIB)
+    world.step(612, need=300)
+    world.step(612, need=300, seconds=6.0)
+    assert controller.current.total_bytes == 612 * MIB
+    world.allowed = 120
+    controller.evicted(LEVEL, controller.lacking_bytes(LEVEL, 600 * MIB), 300 * MIB)
+    assert controller.current.total_bytes == 300 * MIB, "what the smallest plan takes"
+    world.step(612, need=600)
+    controller.refused(320 * MIB)
+    assert world.actions[-1] == "shrink" and not controller.is_scarce, "by what is allowed now"

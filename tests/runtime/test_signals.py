@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from torch_odt.runtime.signals import SignalGate
+from torch_odt.runtime.signals import SignalGate, SignalWatch
 
 
 class Stop(Exception):
@@ -98,3 +98,20 @@ def test_other_threads_have_no_handlers() -> None:
     thread.start()
     thread.join()
     assert outcome == [signal.default_int_handler]
+
+
+@pytest.mark.parametrize("kind", [SignalGate, SignalWatch])
+def test_who_puts_its_handler_back_too_late_loses_no_signal(kind: type[SignalGate] | type[SignalWatch]) -> None:
+    def own(*_: Any) -> None:
+        raise Stop
+
+    before = signal.signal(signal.SIGINT, own)
+    try:
+        with kind():
+            inner = signal.getsignal(signal.SIGINT)
+        signal.signal(signal.SIGINT, inner)
+        for _ in range(2):
+            with pytest.raises(Stop):
+                signal.raise_signal(signal.SIGINT)
+    finally:
+        signal.signal(signal.SIGINT, before)

@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
+from torch_odt import OdtWarning
 from torch_odt.runtime import spin_count
 from torch_odt.runtime.spin_count import COUNTS, explored_spin_count, fewest_that_are_fast
-from torch_odt.runtime.wait_policy import GUARD, reexecute_with_wait_policy
+from torch_odt.runtime.wait_policy import GUARD, SPIN_COUNT, reexecute_with_wait_policy
 
 
 @pytest.mark.parametrize(
@@ -56,3 +57,22 @@ def test_steps_that_fail(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Non
     monkeypatch.setattr(spin_count, "_STEPS", "raise SystemExit('no torch here')")
     with pytest.raises(RuntimeError, match="GOMP_SPINCOUNT=0 failed: no torch here"):
         explored_spin_count(cache=tmp_path)
+
+
+def test_a_machine_that_is_too_slow_takes_the_usual_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(spin_count, "_TIMEOUT_SECONDS", 0.01)
+    monkeypatch.setattr(spin_count, "_STEPS", "import time; time.sleep(5)")
+    monkeypatch.setattr(spin_count, "machine_name", lambda: "a slow one")
+    calls: list[Any] = []
+    with pytest.warns(OdtWarning, match="took more than 0 s"):
+        reexecute_with_wait_policy(
+            spin_count=None, environment={}, words=["python"], execute=lambda *parts: calls.append(parts)
+        )
+    assert calls[0][2]["GOMP_SPINCOUNT"] == str(SPIN_COUNT)
+
+
+def test_where_a_round_takes_long_one_is_enough(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(spin_count, "_LONG_SECONDS", -1.0)
+    asked: list[int] = []
+    assert explored_spin_count(measure=lambda count: asked.append(count) or 1.0, cache=tmp_path) == 0  # type: ignore[func-returns-value]
+    assert asked == [*COUNTS]

@@ -192,6 +192,8 @@ def _train(
     position = kept.resume(batch_size=training.batch_size or 1)
     if position.steps and not arguments.json:
         print(f"Resumed after {position.steps} steps, in epoch {position.epoch}.\n", flush=True)
+    if log is not None:
+        log.first_step = position.steps
     report.epochs = [Epoch(**seen) for seen in position.epochs]
     remaining = (arguments.steps or arguments.epochs * batches) - position.steps + position.batches
 

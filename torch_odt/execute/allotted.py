@@ -40,6 +40,33 @@ def first_budget(value: BudgetValue, controller: Controller | None, level_bytes:
     return Budget.of_value(value)
 
 
+def prepare_now(
+    controller: Controller | None,
+    request: StepRequest,
+    current: Prepared | None,
+    find: Callable[..., Prepared],
+    forget_plans: Callable[[], None],
+    *,
+    lowered: Lowered | None,
+) -> Prepared:
+    """What runs in as many bytes as there are now.
+
+    Args:
+        controller: decides how many; None where the budget is fixed.
+        current, forget_plans: as for `prepare_allotted`.
+        find: makes or finds what runs within the request's budget, or `lowered=` what an attempt is to do with.
+        lowered: that; None for the ordinary budget.
+    """
+    if controller is None:
+        return find(lowered=lowered)
+    if lowered is None:
+        return prepare_allotted(controller, request, current, find, forget_plans)
+    prepared = find(lowered=lowered)
+    # As much of its arena as can be had: what is lacking, others have, and the attempt may fail once more.
+    request.hold(prepared.plan.arena_bytes, lambda: controller.room_bytes(request.level_bytes))
+    return prepared
+
+
 def prepare_allotted(
     controller: Controller,
     request: StepRequest,

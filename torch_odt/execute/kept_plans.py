@@ -33,7 +33,8 @@ class PlanKeeper:
     """What a `Checkpointer` asks a step for.
 
     Args:
-        step: the step whose plans are kept. Under a policy, whose plans change with the memory, none are.
+        step: the step whose plans are kept, those of the last eight kinds of batch. Under a policy, whose plans change
+            with the memory, none are, nor is one followed.
     """
 
     def __init__(self, step: TrainStep) -> None:
@@ -55,20 +56,22 @@ class PlanKeeper:
         # A kind of batch that has not come again since the run was resumed will come.
         waiting = [] if kept is None else kept.waiting
         return self._options() | {
-            "budget": str(self._step.budget),
             "version": VERSION,
             "plans": [*(packed for _, packed in self._packed), *waiting],
         }
 
     def follow(self, state: Mapping[str, Any]) -> None:
         """Let the step follow what `state` has given. What it cannot follow it plans anew, with a warning."""
+        if self._step.controller is not None or not state["plans"]:
+            # A policy's plans change with the memory: one that fits is not to stay because it was there before.
+            return
         here = self._options()
-        differing = [name for name in _OPTIONS if state[name] != here[name]]
-        if state["plans"] and differing:
-            was = ", ".join(f"{name}={state[name]!r}" for name in differing)
-            _warn_of_other_bits(f"the run that goes on had {was}")
-        elif state["version"] != VERSION:
+        differing = [name for name in _OPTIONS if state.get(name) != here[name]]
+        if state["version"] != VERSION:
             _warn_of_other_bits(f"its plans are of version {state['version']}, and this torch_odt reads {VERSION}")
+        elif differing:
+            was = ", ".join(f"{name}={state.get(name)!r}" for name in differing)
+            _warn_of_other_bits(f"the run that goes on had {was}")
         else:
             self._step._prepared.kept = KeptPlans(state["plans"])
 

@@ -383,6 +383,8 @@ def _prepare_fallback(request: StepRequest, samples: int, reason: str) -> Prepar
     """A step that has no graph runs as plain PyTorch, with measured submodules checkpointed where it must be."""
     # No arena serves such a step, and what malloc kept of freed tensors would stand in its way.
     memory.tune_malloc()
+    if request.arena is not None:
+        request.arena.release()
     undo = _undo_cost(request) if request.transactional else None
     allowance = allow(request.resolve_budget(), request.optimizer_cost, None, undo=undo)
     if undo is not None:

@@ -8,13 +8,16 @@ then: the rest runs in ordinary memory, and each block that is left in the arena
 
 from __future__ import annotations
 
+import math
 import time
+import warnings
 from bisect import bisect_right
 from types import TracebackType
 from typing import TYPE_CHECKING
 
 from torch_odt import memory
 from torch_odt.capture.costs import Costs
+from torch_odt.errors import OdtWarning, first_line
 from torch_odt.execute.executor import Executor, Receiver, Table
 from torch_odt.planning.rest import Checked, rest_within
 from torch_odt.planning.schedule import Run
@@ -52,23 +55,36 @@ class Pressure:
         self._arena_bytes = plan.arena_bytes
         self._next_look = 0.0
         self._is_lowered = self._has_kept = False
+        self._failure: Exception | None = None
         # Of many calls, because to look for them takes time.
         self._borders: dict[Executor, list[int]] = {}
         self._wholes: dict[tuple[Executor, int], tuple[Executor, Checked]] = {}
 
     def __enter__(self) -> None:
+        """
+        Warns:
+            OdtWarning: it could not be asked what is allowed while the last call ran.
+        """
+        self._vacate(False)
         self._arena_bytes = self._plan.arena_bytes
         self._is_lowered = self._has_kept = False
-        self._next_look = time.perf_counter() + _INTERVAL_SECONDS
+        self._next_look = max(self._next_look, time.perf_counter() + _INTERVAL_SECONDS)
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            self._next_look = time.perf_counter() + _INTERVAL_SECONDS
+            warnings.warn(
+                f"a step that ran could not give memory back: {type(failure).__name__}: {first_line(failure)}",
+                OdtWarning,
+                stacklevel=2,
+            )
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._is_lowered:
+            self._vacate(False)
             self._borders.clear()
             self._wholes.clear()
-            if self._request.arena is not None:
-                self._request.arena.vacate(False)
 
     def run(self, executor: Executor, checked: Checked, table: Table, receiver: Receiver) -> None:
         """Run a micro-batch.
@@ -96,15 +112,25 @@ class Pressure:
     def _look(self, executor: Executor, checked: Checked, position: int) -> tuple[Executor, Checked]:
         """What runs from a position on."""
         began = time.perf_counter()
-        if self._is_lowered:
-            # Holes in malloc's heap are filled again by what runs, and stay resident when that is freed.
-            memory.trim()
-        lacking_bytes = self._controller.lacking_bytes(self._request.level_bytes, self._need_bytes)
-        if lacking_bytes:
-            executor, checked = self._relieved(executor, checked, position, lacking_bytes)
+        followed: tuple[Executor, Checked] | None = None
+        try:
+            if self._is_lowered:
+                # Holes in malloc's heap are filled again by what runs, and stay resident when that is freed.
+                memory.trim()
+            lacking_bytes = self._controller.lacking_bytes(self._request.level_bytes, self._need_bytes)
+            looked = time.perf_counter()
+            if lacking_bytes:
+                followed = self._relieved(executor, checked, position, lacking_bytes)
+        except Exception as error:
+            # Parameters may have been updated already: nothing that only looks may leave such a step half done. What is
+            # wrong with a policy is its error before the next step.
+            self._failure, self._next_look = error, math.inf
+            return executor, checked
         now = time.perf_counter()
-        self._next_look = now + max(_INTERVAL_SECONDS, (now - began) / _LOOKING_SHARE)
-        return executor, checked
+        # Others may want still more at once; only what was in vain is not to be done again so soon.
+        spent_seconds = now - began if lacking_bytes and followed is None else looked - began
+        self._next_look = now + max(_INTERVAL_SECONDS, spent_seconds / _LOOKING_SHARE)
+        return followed or (executor, checked)
 
     @property
     def _need_bytes(self) -> int:
@@ -114,7 +140,8 @@ class Pressure:
 
     def _relieved(
         self, executor: Executor, checked: Checked, position: int, lacking_bytes: int
-    ) -> tuple[Executor, Checked]:
+    ) -> tuple[Executor, Checked] | None:
+        """What gives back, from a position on; None where that is not worth it."""
         budget_bytes = max(0, self._arena_bytes - lacking_bytes)
         rest = rest_within(checked, position, budget_bytes)
         holds_bytes = max(budget_bytes, rest.peak_bytes)
@@ -124,15 +151,22 @@ class Pressure:
             if not self._has_kept:
                 self._controller.evicted(level_bytes, lacking_bytes, 0)
             self._has_kept = True
-            return executor, checked
+            return None
+        followed = executor.followed_by(rest.checked.schedule), rest.checked
         self._arena_bytes, self._is_lowered = holds_bytes, True
         self._give_back()
-        self._controller.evicted(level_bytes, lacking_bytes, freed_bytes)
-        return executor.followed_by(rest.checked.schedule), rest.checked
+        try:
+            self._controller.evicted(level_bytes, lacking_bytes, freed_bytes)
+        except Exception as error:
+            self._failure = error
+        return followed
+
+    def _vacate(self, on: bool) -> None:
+        if self._request.arena is not None:
+            self._request.arena.vacate(on)
 
     def _give_back(self) -> None:
-        if self._request.arena is not None:
-            self._request.arena.vacate(True)
+        self._vacate(True)
         # What the rest frees is to go back as well, and what has been freed before.
         memory.tune_malloc()
         memory.trim()

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from torch_odt.capture.power import Power
     from torch_odt.execute.retries import Lowered
 
-# What is held at once.
+# What is held at once at least.
 _PIECE_BYTES = 8 << 20
 
 
@@ -121,8 +121,9 @@ class StepRequest:
             return 0
         self.arena.release(nbytes)
         while (lacking := nbytes - self.held_bytes) > 0:
-            piece = min(lacking, _PIECE_BYTES)
-            if room_bytes() < piece:
+            room = room_bytes()
+            piece = min(lacking, max(_PIECE_BYTES, room // 8))
+            if room < piece:
                 return lacking
             self.arena.hold(self.held_bytes + piece)
         return 0

@@ -138,7 +138,8 @@ class Retries:
         self.done.append(Retry(first_line(self.failure), self._remedy, growth_bytes))
         _forget_frames(self.failure)
         if request.arena is not None:
-            request.arena.release()
+            # What a smaller plan will use is not to be others' meanwhile.
+            request.arena.release(min(request.held_bytes, growth_bytes or 0))
         gc.collect()
         memory.trim()
         return True

@@ -19,7 +19,7 @@ from torch_odt.capture.loss_modules import all_modules
 from torch_odt.errors import NonFiniteLossWarning, OdtWarning
 from torch_odt.execute.accounting import held_by_process, make_room
 from torch_odt.execute.accumulation import Accumulation, Shares
-from torch_odt.execute.allotted import PLAN_FOR_ONE_BUDGET, controller_of, first_budget, heed, prepare_allotted
+from torch_odt.execute.allotted import PLAN_FOR_ONE_BUDGET, controller_of, first_budget, heed, prepare_now
 from torch_odt.execute.beside import Beside
 from torch_odt.execute.gradients import run_gradient_hooks, set_aside_hooked
 from torch_odt.execute.loss import make_compute
@@ -402,10 +402,9 @@ class TrainStep:
         find = partial(
             self._prepared.find, args, kwargs, self.optimizer, want_results=want_results, needs_all=needs_all
         )
-        if self._controller is None or lowered is not None:
-            self._current = find(lowered=lowered)
-        else:
-            self._current = prepare_allotted(self._controller, self._request, self._current, find, self._forget_plans)
+        self._current = prepare_now(
+            self._controller, self._request, self._current, find, self._forget_plans, lowered=lowered
+        )
         return self._current
 
     def _forget_plans(self) -> None:

@@ -24,6 +24,7 @@ class TensorBoardLog:
 
     Args:
         writer: a `SummaryWriter`, which stays the caller's to close; or a folder, for which one is made.
+        first_step: how many steps a run that goes on had made before; decisions are counted from there.
 
     Raises:
         ImportError: a folder is given, and TensorBoard is not installed.
@@ -34,14 +35,16 @@ class TensorBoardLog:
         >>> controller = Controller("80%", on_decision=log.decision)  # doctest: +SKIP
     """
 
-    def __init__(self, writer: Writer | str | Path) -> None:
+    def __init__(self, writer: Writer | str | Path, *, first_step: int = 0) -> None:
+        self.first_step = first_step
         self._writer = _open(writer) if isinstance(writer, str | Path) else writer
 
     def decision(self, decision: Decision) -> None:
         """A change of the budget; give it as `on_decision` to a `Controller`."""
-        for name in ("budget_bytes", "allowed_bytes", "process_bytes", "available_bytes"):
-            self._writer.add_scalar(f"odt/{name}", getattr(decision, name), decision.step)
-        self._writer.add_text("odt/decision", f"{decision.action}: {decision.reason}", decision.step)
+        step = self.first_step + decision.step
+        for name in ("budget_bytes", "allowed_bytes", "process_bytes", "available_bytes", "freed_bytes"):
+            self._writer.add_scalar(f"odt/{name}", getattr(decision, name), step)
+        self._writer.add_text("odt/decision", f"{decision.action}: {decision.reason}", step)
 
     def step(self, number: int, *, loss: float, step_seconds: float, process_bytes: int) -> None:
         """A step has been made.

@@ -150,6 +150,7 @@ class Controller:
         self._lowered_at = -_PRESSED_STEPS
         self._rungs_below = 0
         self._pressing: tuple[Reading, int] | None = None
+        self._last_allowed = 0
 
     @classmethod
     def of_value(cls, value: object) -> Controller:
@@ -271,7 +272,8 @@ class Controller:
         reason = "less is allowed than the step takes"
         if freed_bytes < lacking_bytes:
             reason += "; more cannot be evicted"
-        total_bytes = min(current_bytes, _on_ladder(allowed, level_bytes))
+        # Less than the smallest plan takes would only be refused, though there may be more by then.
+        total_bytes = min(current_bytes, max(_on_ladder(allowed, level_bytes), self._smallest_bytes))
         self._lowered_at = self._steps
         self._decide("evict", reason, total_bytes, allowed, reading, freed_bytes)
 
@@ -286,7 +288,7 @@ class Controller:
         """No plan fits into what was decided: the smallest one is followed, even if that is more than is allowed."""
         self._followed.discard(self.current.total_bytes)
         self._smallest_bytes, self._smallest_until = smallest_bytes, self._clock() + _RETREAT_SECONDS
-        self._decide_for_smallest(self.decisions[-1].allowed_bytes, self._read())
+        self._decide_for_smallest(self._last_allowed, self._read())
         return self.current
 
     def _allowed(self, reading: Reading, level_bytes: int) -> int:
@@ -301,6 +303,7 @@ class Controller:
             )
         if isinstance(said, bool) or not isinstance(said, int):
             raise ValueError(f"{self.policy} must say a whole number of bytes, not {said!r}")
+        self._last_allowed = said
         return said
 
     def _must_shrink(self, allowed: int, need: Need | None) -> bool:

@@ -372,7 +372,9 @@ def _undone_on_failure(parts: Mapping[str, Stateful]) -> Iterator[Mapping[str, S
         yield parts
     except BaseException:
         for name, part in parts.items():
-            part.load_state_dict(before[name])
+            # One that refuses what it has given itself must not keep the others from theirs.
+            with contextlib.suppress(Exception):
+                part.load_state_dict(before[name])
         _set_random_state(generators)
         raise
 

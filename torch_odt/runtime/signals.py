@@ -30,6 +30,7 @@ class SignalGate:
         self._handlers: dict[int, Callable[[int, FrameType | None], Any]] = {}
         self._kept: list[int] = []
         self._is_closed = True
+        self._is_over = False
 
     def __enter__(self) -> SignalGate:
         if threading.current_thread() is not threading.main_thread():
@@ -48,6 +49,7 @@ class SignalGate:
     def __exit__(self, *_: object) -> None:
         self.close()
         self._restore_handlers()
+        self._is_over = True
         while self._kept:
             number = self._kept.pop(0)
             self._handlers[number](number, inspect.currentframe())
@@ -63,6 +65,10 @@ class SignalGate:
         self._is_closed = True
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self._is_over:
+            # Who set a handler inside the block may put this one back behind it.
+            self._handlers[number](number, frame)
+            return
         if self._is_closed:
             self._kept.append(number)
             return
@@ -107,8 +113,8 @@ class SignalWatch:
         return self
 
     def __exit__(self, *_: object) -> None:
+        # They stay known: who set a handler inside the block may put this one back behind it.
         _put_back(self._handlers, self._handle)
-        self._handlers.clear()
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         self._handlers[number](number, frame)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from statistics import median
 
@@ -19,7 +20,9 @@ from torch_odt.capture.machine import machine_name
 COUNTS = (0, 1_000, 10_000, 30_000, 100_000)
 _ROUNDS = 3
 _AS_FAST = 1.03
-_TIMEOUT_SECONDS = 60.0
+_TIMEOUT_SECONDS = 120.0
+# Where one round takes so long, it has to do.
+_LONG_SECONDS = 40.0
 # Many short operators on all cores, as in a step of a small network: what is waited for shows in its time.
 _STEPS = """
 import time, torch
@@ -44,7 +47,7 @@ def explored_spin_count(
     counts: tuple[int, ...] = COUNTS,
     cache: CacheOption = None,
 ) -> int:
-    """The spin count for this machine; the first call takes some 20 to 60 seconds, later ones none.
+    """The spin count for this machine; the first call takes some 20 to 60 seconds, more on a slow one, later ones none.
 
     Choose it where a device trains for long: `reexecute_with_wait_policy` otherwise takes a count that was good on the
     machines that we have tried. What else runs meanwhile disturbs the choice less than it seems: the counts take turns.
@@ -66,9 +69,12 @@ def explored_spin_count(
     if isinstance(known, int) and known in counts:
         return known
     seconds: dict[int, list[float]] = {count: [] for count in counts}
+    began = time.monotonic()
     for _ in range(_ROUNDS):
         for count in counts:
             seconds[count].append((measure or _step_seconds)(count))
+        if time.monotonic() - began > _LONG_SECONDS:
+            break
     chosen = fewest_that_are_fast({count: median(found) for count, found in seconds.items()})
     kept.save_profile(key, {"spin_count": chosen})
     return chosen
@@ -88,13 +94,16 @@ def fewest_that_are_fast(seconds: dict[int, float]) -> int:
 def _step_seconds(count: int) -> float:
     """Of a step in a process of its own: the count is read when torch is loaded."""
     environment = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
-    outcome = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", _STEPS],
-        env=environment | {"GOMP_SPINCOUNT": str(count)},
-        capture_output=True,
-        text=True,
-        timeout=_TIMEOUT_SECONDS,
-    )
+    try:
+        outcome = subprocess.run(
+            [sys.executable, "-W", "ignore", "-c", _STEPS],
+            env=environment | {"GOMP_SPINCOUNT": str(count)},
+            capture_output=True,
+            text=True,
+            timeout=_TIMEOUT_SECONDS,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise RuntimeError(f"steps with GOMP_SPINCOUNT={count} took more than {_TIMEOUT_SECONDS:.0f} s") from error
     if outcome.returncode != 0:
         raise RuntimeError(f"steps with GOMP_SPINCOUNT={count} failed: {outcome.stderr.strip()[-500:]}")
     return float(outcome.stdout)

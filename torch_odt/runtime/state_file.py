@@ -139,7 +139,13 @@ class _Flattener:
         if tensor.device.type != "cpu" or tensor.layout != torch.strided:
             raise TypeError(f"a checkpoint cannot hold {at}: a {tensor.layout} tensor on {tensor.device}")
         # The format holds no two tensors of the same memory; tied weights are written once.
-        memory = (tensor.untyped_storage().data_ptr(), tensor.storage_offset(), tensor.shape, tensor.stride())
+        memory = (
+            tensor.untyped_storage().data_ptr(),
+            tensor.storage_offset(),
+            tensor.shape,
+            tensor.stride(),
+            tensor.dtype,
+        )
         is_shared = tensor.numel() > 0 and memory in self._names
         if not is_shared:
             name = self._names[memory] = self._free_name(at)

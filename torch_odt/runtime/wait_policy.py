@@ -58,7 +58,13 @@ def reexecute_with_wait_policy(
         # Most programs do without what it takes to try.
         from torch_odt.runtime.spin_count import explored_spin_count
 
-        spin_count = explored_spin_count()
+        try:
+            spin_count = explored_spin_count()
+        except (RuntimeError, OSError) as error:
+            warnings.warn(
+                f"spin counts could not be tried, and {SPIN_COUNT} is taken: {error}", OdtWarning, stacklevel=2
+            )
+            spin_count = SPIN_COUNT
     line = list(sys.orig_argv if words is None else words)
     sys.stdout.flush()
     sys.stderr.flush()
