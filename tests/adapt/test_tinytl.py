@@ -210,6 +210,16 @@ def test_norms_become_group_norms_and_weights_are_standardized() -> None:
     assert isinstance(model.features[0][1], nn.BatchNorm2d)
 
 
+def test_a_convolution_of_one_weight_a_channel_is_not_standardized() -> None:
+    model = nn.Sequential(nn.Conv2d(1, 4, 1, bias=False), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(4 * 16, 2))
+    weight = model[0].weight.detach().clone()
+    adaptation = odt.adapt.tinytl_(model, mode="bias", norm="group", weight_standardization=True)
+    assert torch.equal(model[0].weight, weight)
+    assert "0 has one weight an output channel" in str(adaptation)
+    assert bool(model(torch.ones(1, 1, 4, 4)).isfinite().all())
+    assert torch.equal(standardized(weight), weight)
+
+
 class OwnBlock(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -18,13 +18,15 @@ EPS = 1e-5
 
 
 def standardized(weight: Tensor) -> Tensor:
-    """A weight less the mean of each output channel, divided by that channel's deviation + 1e-5.
+    """A weight less the mean of each output channel, divided by that channel's deviation + 1e-5; one that has no deviation is left as it is.
 
     Example:
         >>> weight = standardized(torch.randn(4, 3, 3, 3))
         >>> torch.allclose(weight.flatten(1).std(1), torch.ones(4), atol=1e-3)
         True
     """
+    if weight[0].numel() == 1:
+        return weight
     dims = list(range(1, weight.dim()))
     return (weight - weight.mean(dims, keepdim=True)) / (weight.std(dims, keepdim=True) + EPS)
 
@@ -44,11 +46,16 @@ class StandardizedConv2d(nn.Conv2d):
 
 
 def standardize_convolutions(adapting: Adapting) -> None:
-    """Standardise every 2-D convolution without a bias: once where its weight is frozen, else in every step."""
+    """Standardise every 2-D convolution without a bias: once where its weight is frozen, else in every step.
+
+    Those whose output channels have one weight each have no deviation: they stay as they are, and a note names them.
+    """
     for name, module in list(adapting.model.named_modules()):
         if not isinstance(module, nn.Conv2d) or isinstance(module, StandardizedConv2d) or module.bias is not None:
             continue
-        if module.weight.requires_grad:
+        if module.weight[0].numel() == 1:
+            adapting.notes.append(f"{name} has one weight an output channel, and is not standardized")
+        elif module.weight.requires_grad:
             adapting.replace(name, _standardizing(module))
         else:
             _fold(adapting, module)
