@@ -158,7 +158,13 @@ def _insert(adapting: Adapting, block: Block, lite: LiteResidual, *, train_last_
     old = getattr(parent, attribute) if attribute else parent
     branch = LiteBranch(old, lite).train(parent.training)
     if not attribute:
-        adapting.replace(block.name, branch)
+        adapting.replace(block.name, branch, is_added=True)
         return
     setattr(parent, attribute, branch)
-    adapting.also_undo(lambda: setattr(parent, attribute, old))
+
+    def take_back() -> None:
+        if old is not None:
+            old.training = branch.training
+        setattr(parent, attribute, old)
+
+    adapting.also_undo(take_back, is_added=True)

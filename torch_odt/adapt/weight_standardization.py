@@ -56,7 +56,7 @@ def standardize_convolutions(adapting: Adapting) -> None:
         if module.weight[0].numel() == 1:
             adapting.notes.append(f"{name} has one weight an output channel, and is not standardized")
         elif module.weight.requires_grad:
-            adapting.replace(name, _standardizing(module))
+            adapting.replace(name, _standardizing(module), is_added=True)
         else:
             _fold(adapting, module)
 
@@ -72,6 +72,7 @@ def _standardizing(conv: nn.Conv2d) -> StandardizedConv2d:
 
 def _fold(adapting: Adapting, conv: _ConvNd) -> None:
     weight, old = conv.weight, conv.weight.data
-    adapting.also_undo(lambda: setattr(weight, "data", old))
+    # The weight may have been moved to another device or type until then.
+    adapting.also_undo(lambda: setattr(weight, "data", old.to(weight)), is_added=True)
     with torch.no_grad():
         weight.data = standardized(old).contiguous(memory_format=torch.preserve_format)
