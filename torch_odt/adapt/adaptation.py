@@ -237,8 +237,9 @@ class Adapting:
 class _Return:
     """Puts a module back in whose place another one is, as that has become meanwhile.
 
-    `model.to` puts new buffers into the modules that it finds, and loading may put new parameters there: those that both
-    modules had in common are taken from the one in place. What the old one has alone follows to its device and type.
+    `model.to` puts new buffers into the modules that it finds, and loading may put new parameters there: those that
+    both modules had in common are taken from the one in place. What the old one has alone follows to its device and
+    type.
     """
 
     def __init__(self, model: nn.Module, old: nn.Module, new: nn.Module) -> None:

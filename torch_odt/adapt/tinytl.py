@@ -98,8 +98,6 @@ def tinytl_(
             freeze_batch_norms(adapting)
         else:
             group_batch_norms(adapting)
-            normalizing = sum(isinstance(module, NORMALIZES_ITS_INPUT) for module in model.modules())
-            adapting.notes.append(f"{normalizing} layers normalize, and keep their input for the gradient that goes on")
         if weight_standardization:
             standardize_convolutions(adapting)
         for block in found:
@@ -107,6 +105,9 @@ def tinytl_(
                 block.shape, kernel_size=kernel_size, expand=expand, weight_standardization=weight_standardization
             )
             _insert(adapting, block, lite, train_last_bias=mode == "lite")
+        normalizing = sum(isinstance(module, NORMALIZES_ITS_INPUT) for module in model.modules())
+        if norm == "group":
+            adapting.notes.append(f"{normalizing} layers normalize, and keep their input for the gradient that goes on")
         if found:
             adapting.notes.append(f"{len(found)} lite residual modules, {found[0].name} to {found[-1].name}")
         if weight_bits == 8:

@@ -18,7 +18,9 @@ EPS = 1e-5
 
 
 def standardized(weight: Tensor) -> Tensor:
-    """A weight less the mean of each output channel, divided by that channel's deviation + 1e-5; one that has no deviation is left as it is.
+    """A weight less the mean of each output channel, divided by that channel's deviation + 1e-5.
+
+    Channels of one element have no deviation: their weight is returned as it is.
 
     Example:
         >>> weight = standardized(torch.randn(4, 3, 3, 3))
