@@ -47,6 +47,20 @@ def test_a_weight_that_has_trained_is_not_forgotten_when_it_is_frozen() -> None:
     torch.testing.assert_close(model(x), trained)
 
 
+def test_a_captured_step_trains_the_weight_and_freezing_by_hand_keeps_it() -> None:
+    model, x, y = _network(), torch.randn(4, 3, 8, 8), torch.tensor([0, 1, 0, 1])
+    adaptation = odt.adapt.bias_only_(model)
+    model[1].weight.requires_grad_(True)
+    model.train()
+    optimizer = torch.optim.SGD([*adaptation.parameters(), model[1].weight], lr=0.5)
+    step = odt.TrainStep(model, nn.functional.cross_entropy, optimizer, budget=odt.Budget("64MiB", of="training"))
+    for _ in range(2):
+        step(x, y)
+    assert not torch.allclose(model[1].weight, torch.ones(4), atol=1e-2)
+    model[1].weight.requires_grad_(False)
+    torch.testing.assert_close(model[1](x := torch.randn(2, 4, 3, 3)), _plain(model[1], x))
+
+
 def test_refresh_takes_up_what_was_changed_in_place() -> None:
     norm, x = FrozenBatchNorm(nn.BatchNorm2d(3)).requires_grad_(False), torch.randn(2, 3, 4, 4)
     nn.init.normal_(norm.weight)

@@ -19,9 +19,10 @@ class FrozenBatchNorm(nn.Module):
     The map is one multiplication and one addition, `x * scale + shift` with `scale = weight / sqrt(running_var + eps)`
     and `shift = bias - running_mean * scale`. Where the weight is frozen, the backward pass needs nothing of `x`: plain
     PyTorch's operator keeps it (`F.batch_norm(training=False)`). Values agree with it within rounding. The names in the
-    state_dict are those of the BatchNorm that it stands for, whose tensors it shares. While the weight is frozen, what
-    is made of it and of the statistics is computed once: here, when a state_dict is loaded, and by `refresh`. A weight
-    that has trained is read in every pass until then. The result has the input's type, under autocast, too.
+    state_dict are those of the BatchNorm that it stands for, whose tensors it shares. What is made of a
+    frozen weight and of the statistics is computed once: here, when a state_dict is loaded, and by `refresh`. A weight
+    that trains then, or when `train()` is called, is read in every pass until the next of these, frozen or not. The
+    result has the input's type, under autocast, too.
 
     Choose it wherever a pretrained network with BatchNorm is adapted to few samples, or in small batches: samples do
     not influence each other then, so that micro-batches are exact, too.
@@ -62,14 +63,11 @@ class FrozenBatchNorm(nn.Module):
         with torch.no_grad():
             self.register_buffer("frozen_scale", self._scale().clone(), persistent=False)
             self.register_buffer("frozen_offset", -self.running_mean * self.frozen_scale, persistent=False)
-        self._has_trained = False
+        self._is_fixed = not self._trains()
 
     def forward(self, x: Tensor) -> Tensor:
         scale, shift = self.frozen_scale, self.frozen_offset
-        # A weight that trained once may be frozen again: what was computed of it before is out of date then.
-        if self.weight is not None and self.weight.requires_grad and not self._has_trained:
-            self._has_trained = True
-        if self._has_trained:
+        if self._trains() or not self._is_fixed:
             scale = self._scale()
             shift = -self.running_mean * scale
         if self.bias is not None:
@@ -78,11 +76,22 @@ class FrozenBatchNorm(nn.Module):
         return torch.addcmul(shift.view(of_channels), x, scale.view(of_channels)).to(x.dtype)
 
     def refresh(self) -> None:
-        """Compute anew what is made of the weight and the statistics; for those that were changed in place."""
+        """Compute anew what is made of the weight and the statistics, for those that were changed in place.
+
+        Call it after a weight was frozen by hand; the verbs do.
+        """
         with torch.no_grad():
             self.frozen_scale.copy_(self._scale())
             self.frozen_offset.copy_(-self.running_mean * self.frozen_scale)
-        self._has_trained = False
+        self._is_fixed = not self._trains()
+
+    def train(self, mode: bool = True) -> FrozenBatchNorm:
+        # Noted here, because a forward pass that changes attributes cannot be captured.
+        self._is_fixed = self._is_fixed and not self._trains()
+        return super().train(mode)
+
+    def _trains(self) -> bool:
+        return self.weight is not None and self.weight.requires_grad
 
     def _scale(self) -> Tensor:
         scale = torch.rsqrt(self.running_var + self.eps)
