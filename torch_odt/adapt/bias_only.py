@@ -30,7 +30,7 @@ def bias_only_(model: nn.Module, *, classes: int | None = None, head: str | None
         head: the classifier's name; by default it is the last linear layer.
 
     Returns:
-        What trains and what that saves; its `unload()` takes the change back.
+        What trains and what that saves; its `unload()` takes the change back, `merge()` keeps the new classifier.
 
     Raises:
         ValueError: the model has no classifier that can be found, or no biases outside of it.

@@ -42,7 +42,7 @@ def sparse_update_(
 
     Returns:
         What trains and what that saves. Its `unload()` writes the trained slices into the ordinary weights, bit for
-        bit, and takes the model's structure back to what it was.
+        bit, and takes the model's structure back to what it was; `merge()` keeps the new classifier.
 
     Raises:
         ValueError: the scheme does not fit the model, or the model has no classifier that can be found.

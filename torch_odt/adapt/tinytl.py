@@ -70,7 +70,8 @@ def tinytl_(
         example: one sample with the batch dimension, for a model that takes something else than images of that size.
 
     Returns:
-        What trains and what that saves; its `unload()` removes the modules and takes the change back.
+        What trains and what that saves; its `unload()` removes the modules and takes the change back;
+        `merge()` keeps the modules and the new classifier.
 
     Raises:
         ValueError: an argument is wrong, or the model has no block of a known type, or no classifier that can be found.
