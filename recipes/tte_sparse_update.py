@@ -71,7 +71,8 @@ def main(arguments: list[str] | None = None) -> int:
     split = Split(*(_batches(x, y, options.batch) for x, y in (_part(second, 0, cut), _part(second, cut, None), test)))
     run = FineTuning(split.train, split.held_out, epochs=options.epochs, lr=options.lr)
 
-    name = f"{options.data}-{options.image_size}-{options.samples}-{options.pretrain_epochs}-{options.epochs}"
+    start = f"{options.data}-{options.image_size}-{options.samples}-{options.pretrain_epochs}"
+    name = f"{start}-{options.epochs}-{options.lr:g}-{options.batch}"
     contributions = odt.adapt.measure_contributions(
         model,
         run,

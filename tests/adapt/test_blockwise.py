@@ -29,6 +29,38 @@ def test_the_segments_of_a_chain_are_the_model(name: str) -> None:
         assert torch.equal(value, model(x))
 
 
+class _InPlace(nn.Module):
+    """Its activations' results are never used: what counts is the tensor that they change."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third, self.last = (nn.Linear(6, 6) for _ in range(4))
+        self.relu = nn.ReLU(inplace=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        self.relu(x)
+        x = self.second(x)
+        x.mul_(3)
+        x = self.third(x)
+        F.relu(x, inplace=True)
+        torch.neg_(x)
+        result: torch.Tensor = self.last(x)
+        return result
+
+
+def test_what_changes_a_tensor_in_place_stays_in_the_chain() -> None:
+    torch.manual_seed(0)
+    model, x = _InPlace().eval(), torch.randn(5, 6)
+    chain = Chain(model, x)
+    for training in (False, True):
+        value = x.clone()
+        with torch.no_grad():
+            for start, end in pairwise([None, *chain.cuts, None]):
+                value = chain.segment(start, end, training=training)(value)
+            assert torch.equal(value, model(x))
+
+
 def test_each_block_trains_as_in_plain_pytorch_and_the_model_has_it() -> None:
     torch.manual_seed(0)
     model = _network()

@@ -67,12 +67,30 @@ def test_an_interrupted_analysis_goes_on_where_it_was(tmp_path: Path) -> None:
 def test_a_cache_of_something_else_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "contributions.json"
     measure_contributions(_model(), Counting(), ratios=[1], cache=path)
-    with pytest.raises(ValueError, match="of another model, number of classes or seed"):
+    with pytest.raises(ValueError, match="of another model, classifier, number of classes or seed"):
         measure_contributions(_model(), Counting(), ratios=[1], cache=path, classes=7)
-    for content, message in (("{", "holds no contributions"), ("{}", "of version 1")):
+    for content, message in (("{", "holds no contributions"), ("{}", "of version 2")):
         path.write_text(content)
         with pytest.raises(ValueError, match=message):
             measure_contributions(_model(), Counting(), cache=path)
+
+
+def test_a_cache_of_another_classifier_is_refused(tmp_path: Path) -> None:
+    path, model = tmp_path / "contributions.json", _model()
+    names = [name for name, module in model.named_modules() if isinstance(module, nn.Linear | nn.Conv2d)]
+    measure_contributions(model, Counting(), ratios=[1], layers=[], cache=path, head=names[-1])
+    rest = Counting()
+    measure_contributions(model, rest, ratios=[1], layers=[], cache=path)
+    assert not rest.starts
+    with pytest.raises(ValueError, match="of another model, classifier"):
+        measure_contributions(model, Counting(), ratios=[1], layers=[], cache=path, head=names[0])
+
+
+def test_ratios_that_read_alike_are_measured_each(tmp_path: Path) -> None:
+    counting, name = Counting(), next(iter(dict(_model().named_children())))
+    measure_contributions(_model(), counting, ratios=[1 / 100, 1 / 101], layers=[name], biases=[0])
+    assert str(Scheme(0, {name: 1 / 100})) == str(Scheme(0, {name: 1 / 101}))
+    assert len(counting.starts) == 3
 
 
 def test_a_layer_that_is_none_is_named_before_anything_trains() -> None:

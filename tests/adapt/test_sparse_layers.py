@@ -83,6 +83,33 @@ def _assert_gradients_of_slice(layer: nn.Module, sparse: SparseConv | SparseLine
     assert torch.equal(layer.weight, whole.weight)
 
 
+@pytest.mark.parametrize("layer", [nn.Linear(8, 6), nn.Conv2d(8, 6, 3, padding=1), nn.Conv2d(8, 8, 3, groups=8)])
+def test_under_autocast_it_computes_as_the_layer_does(layer: Any) -> None:
+    layer, kept = copy.deepcopy(layer), torch.tensor([1, 4])
+    torch.manual_seed(0)
+    layer.reset_parameters()
+    sparse = SparseLinear(layer, kept) if isinstance(layer, nn.Linear) else SparseConv(layer, kept)
+    x = torch.randn(4, 8)
+    if not isinstance(layer, nn.Linear):
+        x = x[:, :, None, None] * torch.ones(5, 5)
+    results = []
+    for module in (layer, sparse):
+        own = x.clone().requires_grad_()
+        module.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16):
+            output = module(own)
+            loss = output.float().square().sum()
+        loss.backward()
+        trained = sparse.trained_weight.grad
+        if trained is None:
+            trained = layer.weight.grad.index_select(channel_dim(layer), kept)
+        results.append((output, own.grad, layer.bias.grad.clone(), trained))
+    for wanted, found in zip(*results, strict=True):
+        assert found.dtype == wanted.dtype
+        torch.testing.assert_close(found, wanted, rtol=2e-2, atol=2e-2 * float(wanted.detach().abs().max()))
+    assert results[1][0].dtype == torch.bfloat16
+
+
 def test_a_named_padding_is_that_of_the_layer() -> None:
     for padding in ("same", "valid"):
         layer = nn.Conv2d(4, 4, 3, padding=padding, dilation=2)

@@ -165,8 +165,9 @@ def test_samples_come_with_label_and_outputs_also_from_workers(tmp_path: Path) -
     x, (label, logits, hint) = batches[1]
     assert torch.equal(label, labels[5:]) and torch.equal(logits, stored.read(range(5, 10))[0])
     assert sum(1 for _ in samples) == 10
-    with pytest.raises(IndexError):
-        stored.read([10])
+    for index in (10, -1):
+        with pytest.raises(IndexError, match=f"no sample {index}: .*0 to 9"):
+            stored.read([index])
     with pytest.raises(TypeError, match="inputs and a label"):
         _ = stored.beside(images)[0]
 

@@ -204,10 +204,22 @@ def test_norms_become_group_norms_and_weights_are_standardized() -> None:
     assert isinstance(norm, nn.GroupNorm) and norm.num_groups == group_count(32) == 4
     torch.testing.assert_close(model.features[0][0].weight, standardized(weight))
     assert all(isinstance(lite.conv, StandardizedConv2d) for lite in lites(model))
-    assert "52" in "".join(adaptation.notes) or "normalize" in str(adaptation)
+    norms = sum(isinstance(module, nn.GroupNorm) for module in model.modules())
+    assert norms == 52 + 2 * len(lites(model))
+    assert f"{norms} layers normalize" in str(adaptation)
     adaptation.unload()
     assert torch.equal(model.features[0][0].weight, weight)
     assert isinstance(model.features[0][1], nn.BatchNorm2d)
+
+
+def test_a_convolution_of_one_weight_a_channel_is_not_standardized() -> None:
+    model = nn.Sequential(nn.Conv2d(1, 4, 1, bias=False), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(4 * 16, 2))
+    weight = model[0].weight.detach().clone()
+    adaptation = odt.adapt.tinytl_(model, mode="bias", norm="group", weight_standardization=True)
+    assert torch.equal(model[0].weight, weight)
+    assert "0 has one weight an output channel" in str(adaptation)
+    assert bool(model(torch.ones(1, 1, 4, 4)).isfinite().all())
+    assert torch.equal(standardized(weight), weight)
 
 
 class OwnBlock(nn.Module):
@@ -266,3 +278,11 @@ def test_trains_through_wrap_within_a_budget() -> None:
         losses.append(loss.item())
     assert losses[0] != losses[1]
     assert all((parameter.grad is not None) is parameter.requires_grad for parameter in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("channels", "expand", "middle"), [(4, 1, 8), (12, 1, 16), (20, 1, 24), (28, 1, 32), (16, 0.7, 8)]
+)
+def test_channels_between_are_the_nearest_multiple_of_8(channels: int, expand: float, middle: int) -> None:
+    shape = LiteShape(channels, (8, 8), 8, (8, 8))
+    assert LiteResidual(shape, expand=expand).conv.out_channels == middle

@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from torch_odt.memory._units import format_bytes
 
 Undo = Callable[[], None]
+
+
+@dataclass(frozen=True)
+class _Change:
+    """How a change is taken back, and whether it added something that learns: `merge` keeps that."""
+
+    undo: Undo
+    is_added: bool
 
 
 @dataclass(frozen=True)
@@ -73,7 +82,7 @@ class Adaptation:
     before: Footprint
     after: Footprint
     notes: tuple[str, ...] = ()
-    _undo: list[Undo] = field(default_factory=list, repr=False)
+    _changes: list[_Change] = field(default_factory=list, repr=False)
 
     def parameters(self) -> list[nn.Parameter]:
         """What trains, for the optimizer."""
@@ -83,11 +92,35 @@ class Adaptation:
     def unload(self) -> nn.Module:
         """Take the model's structure, modes and what may train back to what they were; trained values stay.
 
-        What the method added (lite residual modules, say) is removed with what it has learnt. Frozen weights that were
-        stored in 8 bits stay what these bits say. A second call does nothing.
+        What the method added (a new classifier, lite residual modules) is removed with what it has learnt: choose
+        `merge` to use the trained model. Frozen weights that were stored in 8 bits stay what these bits say. Where the
+        model was moved to another device or type since, what comes back is moved, too. A second call does nothing.
         """
-        while self._undo:
-            self._undo.pop()()
+        while self._changes:
+            self._changes.pop().undo()
+        return self.model
+
+    def merge(self) -> nn.Module:
+        """Make an ordinary model of what was trained, which computes in evaluation mode what the adapted one does.
+
+        Choose it to deploy or to save the model, or to train it further in another way. Trained slices are written into
+        the weights of ordinary layers, frozen BatchNorms become BatchNorms again, weights in 8 bits are stored in full,
+        and all may train that could before. What was added and has learnt stays: a new classifier, lite residual
+        modules, GroupNorm in BatchNorm's place, standardised weights. It cannot be taken back by `unload` then.
+
+        Example:
+            >>> import torch_odt as odt
+            >>> model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)).eval()
+            >>> adaptation = odt.adapt.bias_only_(model, classes=3)
+            >>> [type(layer).__name__ for layer in adaptation.merge()]
+            ['Linear', 'BatchNorm1d', 'Linear']
+            >>> model[2].out_features
+            3
+        """
+        while self._changes:
+            change = self._changes.pop()
+            if not change.is_added:
+                change.undo()
         return self.model
 
     def __str__(self) -> str:
@@ -127,7 +160,7 @@ class Adapting:
         self.model = model
         self.notes: list[str] = []
         self._before = footprint(model)
-        self._undo: list[Undo] = []
+        self._changes: list[_Change] = []
 
     def __enter__(self) -> Adapting:
         return self
@@ -136,12 +169,21 @@ class Adapting:
         if kind is not None:
             self._take_back()
 
-    def replace(self, name: str, module: nn.Module) -> None:
-        """Put a module in the place of the submodule of that name."""
+    def replace(self, name: str, module: nn.Module, *, is_added: bool = False) -> None:
+        """Put a module in the place of the submodule of that name, wherever the model has that.
+
+        Args:
+            is_added: it does not stand for the old one, but has something of its own to learn.
+
+        Raises:
+            ValueError: the name is "", the model itself.
+        """
+        if not name:
+            raise ValueError(f"the model ({type(self.model).__name__}) itself cannot be replaced: put it into another")
         old = self.model.get_submodule(name)
-        self.model.set_submodule(name, module)
         module.train(old.training)
-        self._undo.append(lambda: self.model.set_submodule(name, old))
+        _swap(self.model, old, module)
+        self._changes.append(_Change(_Return(self.model, old, module), is_added))
 
     def train_only(self, names: Iterable[str]) -> None:
         """Let the parameters of these names train and no others.
@@ -163,15 +205,19 @@ class Adapting:
         for parameter in parameters.values():
             self._set_requires_grad(parameter, id(parameter) in chosen)
 
-    def also_undo(self, undo: Undo) -> None:
-        """Something else to be taken back, after all that is recorded later."""
-        self._undo.append(undo)
+    def also_undo(self, undo: Undo, *, is_added: bool = False) -> None:
+        """Something else to be taken back, after all that is recorded later.
+
+        Args:
+            is_added: what it takes back is something that learns, or without which the model computes something else.
+        """
+        self._changes.append(_Change(undo, is_added))
 
     def finish(self, method: str) -> Adaptation:
         """The adaptation, from what trains now."""
         trained = tuple(name for name, parameter in self.model.named_parameters() if parameter.requires_grad)
         return Adaptation(
-            method, self.model, trained, self._before, footprint(self.model), tuple(self.notes), self._undo
+            method, self.model, trained, self._before, footprint(self.model), tuple(self.notes), self._changes
         )
 
     def _set_requires_grad(self, parameter: nn.Parameter, requires_grad: bool) -> None:
@@ -179,11 +225,52 @@ class Adapting:
             return
         parameter.requires_grad_(requires_grad)
         parameter.grad = None
-        self._undo.append(lambda: _set(parameter, not requires_grad))
+        self.also_undo(lambda: _set(parameter, not requires_grad))
 
     def _take_back(self) -> None:
-        while self._undo:
-            self._undo.pop()()
+        while self._changes:
+            self._changes.pop().undo()
+
+
+class _Return:
+    """Puts a module back in whose place another one is, as that has become meanwhile.
+
+    `model.to` puts new buffers into the modules that it finds, and loading may put new parameters there: those that
+    both modules had in common are taken from the one in place. What the old one has alone follows to its device and
+    type.
+    """
+
+    def __init__(self, model: nn.Module, old: nn.Module, new: nn.Module) -> None:
+        self._model, self._old, self._new = model, old, new
+        self._parameters = _common(old._parameters, new._parameters)
+        self._buffers = _common(old._buffers, new._buffers)
+        self._placement = self._find_placement()
+
+    def __call__(self) -> None:
+        old, new = self._old, self._new
+        old._parameters.update({name: new._parameters[name] for name in self._parameters})
+        old._buffers.update({name: new._buffers[name] for name in self._buffers})
+        placement = self._find_placement()
+        if placement is not None and placement != self._placement:
+            old.to(*placement)
+        old.training = new.training
+        _swap(self._model, new, old)
+
+    def _find_placement(self) -> tuple[torch.device, torch.dtype] | None:
+        tensors = (*self._new.parameters(), *self._new.buffers(), *self._model.parameters())
+        return next(((each.device, each.dtype) for each in tensors if each.is_floating_point()), None)
+
+
+def _common(old: Mapping[str, Tensor | None], new: Mapping[str, Tensor | None]) -> list[str]:
+    return [name for name, tensor in old.items() if tensor is not None and new.get(name) is tensor]
+
+
+def _swap(model: nn.Module, old: nn.Module, new: nn.Module) -> None:
+    """Put one module in the place of another under each of its names."""
+    for parent in list(model.modules()):
+        for name, child in list(parent._modules.items()):
+            if child is old:
+                setattr(parent, name, new)
 
 
 def _set(parameter: nn.Parameter, requires_grad: bool) -> None:

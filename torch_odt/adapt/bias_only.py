@@ -30,7 +30,7 @@ def bias_only_(model: nn.Module, *, classes: int | None = None, head: str | None
         head: the classifier's name; by default it is the last linear layer.
 
     Returns:
-        What trains and what that saves; its `unload()` takes the change back.
+        What trains and what that saves; its `unload()` takes the change back, `merge()` keeps the new classifier.
 
     Raises:
         ValueError: the model has no classifier that can be found, or no biases outside of it.
@@ -51,8 +51,8 @@ def bias_only_(model: nn.Module, *, classes: int | None = None, head: str | None
         if not set(biases) - set(head_names):
             kinds = sorted({type(module).__name__ for module in model.modules()})
             raise ValueError(f"no layer but the classifier {name!r} has a bias; the model has {', '.join(kinds)}")
-        freeze_batch_norms(adapting)
         adapting.train_only(dict.fromkeys([*biases, *head_names]))
+        freeze_batch_norms(adapting)
         normalizing = sum(isinstance(module, NORMALIZES_ITS_INPUT) for module in model.modules())
         if normalizing:
             adapting.notes.append(f"{normalizing} layers normalize, and keep their input for the gradient that goes on")

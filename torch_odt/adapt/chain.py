@@ -284,8 +284,17 @@ def _trace(model: nn.Module, leaves: frozenset[str]) -> fx.GraphModule:
     for placeholder in [node for node in graph.nodes if node.op == "placeholder"][1:]:
         _erase(graph, placeholder)
     traced = fx.GraphModule(model, graph, type(model).__name__)
-    graph.eliminate_dead_code()
+    graph.eliminate_dead_code(lambda node: node.is_impure() or _writes(node, model))
     return traced
+
+
+def _writes(node: fx.Node, root: nn.Module) -> bool:
+    """Whether it changes a tensor in place, so that it counts though its result may be unused."""
+    if node.op == "call_module":
+        return any(getattr(module, "inplace", False) for module in root.get_submodule(str(node.target)).modules())
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    is_in_place = name.endswith("_") and not name.endswith("__")
+    return node.op.startswith("call_") and (is_in_place or bool(node.kwargs.get("inplace")) or "out" in node.kwargs)
 
 
 def _erase(graph: fx.Graph, node: fx.Node) -> None:

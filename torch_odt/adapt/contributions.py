@@ -19,12 +19,13 @@ import torch
 from torch import Tensor, nn
 
 from torch_odt.adapt.adaptation import Adaptation
+from torch_odt.adapt.head import find_head
 from torch_odt.adapt.scheme import RATIOS, Scheme, body_biases, updatable_layers
 from torch_odt.adapt.sparse_update import sparse_update_
 from torch_odt.adapt.weights_digest import weights_digest
 
 TrainAndEvaluate = Callable[[nn.Module, Adaptation], float]
-_FORMAT, _VERSION = "torch_odt.contributions", 1
+_FORMAT, _VERSION = "torch_odt.contributions", 2
 
 
 @dataclass(frozen=True)
@@ -138,7 +139,7 @@ def measure_contributions(
     counts = _spread(len(body_biases(model, head=head))) if biases is None else sorted({0, *biases})
     reference = counts[-1] if reference_biases is None else reference_biases
     names = updatable_layers(model, head=head) if layers is None else list(layers)
-    results = _Results(cache, _fingerprint(model, classes, seed))
+    results = _Results(cache, _fingerprint(model, classes, head, seed))
 
     def accuracy_of(scheme: Scheme) -> float:
         def run() -> float:
@@ -147,7 +148,7 @@ def measure_contributions(
                 trained = copy.deepcopy(model)
                 return train_and_evaluate(trained, sparse_update_(trained, scheme, classes=classes, head=head))
 
-        return results.get(str(scheme), run)
+        return results.get(scheme.key(), run)
 
     for name in names:
         Scheme(weights={name: 1.0}).check(model, head=head)
@@ -164,9 +165,9 @@ def _spread(most: int, count: int = 8) -> list[int]:
     return sorted({0, *(round(most * i / count) for i in range(1, count + 1))})
 
 
-def _fingerprint(model: nn.Module, classes: int | None, seed: int) -> str:
+def _fingerprint(model: nn.Module, classes: int | None, head: str | None, seed: int) -> str:
     """What an analysis starts from, in a few characters."""
-    return weights_digest(model, prefix=f"{classes} {seed}")
+    return weights_digest(model, prefix=f"{classes} {find_head(model, head)} {seed}")
 
 
 class _Results:
@@ -200,7 +201,9 @@ class _Results:
         if not isinstance(data, dict) or (data.get("format"), data.get("version")) != (_FORMAT, _VERSION):
             raise ValueError(f"{path} holds no contributions of version {_VERSION}; give another file")
         if data.get("start") != start:
-            raise ValueError(f"{path} is of another model, number of classes or seed; give another file, or remove it")
+            raise ValueError(
+                f"{path} is of another model, classifier, number of classes or seed: give another file, or remove it"
+            )
         if not isinstance(data.get("accuracies"), dict):
             raise ValueError(f"{path} is damaged: it has no accuracies")
         return data

@@ -19,8 +19,10 @@ class FrozenBatchNorm(nn.Module):
     The map is one multiplication and one addition, `x * scale + shift` with `scale = weight / sqrt(running_var + eps)`
     and `shift = bias - running_mean * scale`. Where the weight is frozen, the backward pass needs nothing of `x`: plain
     PyTorch's operator keeps it (`F.batch_norm(training=False)`). Values agree with it within rounding. The names in the
-    state_dict are those of the BatchNorm that it stands for, whose tensors it shares. While the weight is frozen, what
-    is made of it and of the statistics is computed once: here, and when a state_dict is loaded.
+    state_dict are those of the BatchNorm that it stands for, whose tensors it shares. What is made of a
+    frozen weight and of the statistics is computed once: here, when a state_dict is loaded, and by `refresh`. A weight
+    that trains then, or when `train()` is called, is read in every pass until the next of these, frozen or not. The
+    result has the input's type, under autocast, too.
 
     Choose it wherever a pretrained network with BatchNorm is adapted to few samples, or in small batches: samples do
     not influence each other then, so that micro-batches are exact, too.
@@ -61,16 +63,35 @@ class FrozenBatchNorm(nn.Module):
         with torch.no_grad():
             self.register_buffer("frozen_scale", self._scale().clone(), persistent=False)
             self.register_buffer("frozen_offset", -self.running_mean * self.frozen_scale, persistent=False)
+        self._is_fixed = not self._trains()
 
     def forward(self, x: Tensor) -> Tensor:
         scale, shift = self.frozen_scale, self.frozen_offset
-        if self.weight is not None and self.weight.requires_grad:
+        if self._trains() or not self._is_fixed:
             scale = self._scale()
             shift = -self.running_mean * scale
         if self.bias is not None:
             shift = shift + self.bias
         of_channels = (-1, *(1 for _ in range(x.dim() - 2)))
-        return torch.addcmul(shift.view(of_channels), x, scale.view(of_channels))
+        return torch.addcmul(shift.view(of_channels), x, scale.view(of_channels)).to(x.dtype)
+
+    def refresh(self) -> None:
+        """Compute anew what is made of the weight and the statistics, for those that were changed in place.
+
+        Call it after a weight was frozen by hand; the verbs do.
+        """
+        with torch.no_grad():
+            self.frozen_scale.copy_(self._scale())
+            self.frozen_offset.copy_(-self.running_mean * self.frozen_scale)
+        self._is_fixed = not self._trains()
+
+    def train(self, mode: bool = True) -> FrozenBatchNorm:
+        # Noted here, because a forward pass that changes attributes cannot be captured.
+        self._is_fixed = self._is_fixed and not self._trains()
+        return super().train(mode)
+
+    def _trains(self) -> bool:
+        return self.weight is not None and self.weight.requires_grad
 
     def _scale(self) -> Tensor:
         scale = torch.rsqrt(self.running_var + self.eps)
@@ -78,9 +99,7 @@ class FrozenBatchNorm(nn.Module):
 
     def _load_from_state_dict(self, *args: Any) -> None:
         super()._load_from_state_dict(*args)
-        with torch.no_grad():
-            self.frozen_scale.copy_(self._scale())
-            self.frozen_offset.copy_(-self.running_mean * self.frozen_scale)
+        self.refresh()
 
     def extra_repr(self) -> str:
         return f"{self.num_features}, eps={self.eps}"
@@ -116,7 +135,7 @@ def frozen_batch_norm(name: str, norm: _BatchNorm) -> FrozenBatchNorm:
 
 
 def freeze_batch_norms(adapting: Adapting, *, below: str = "") -> int:
-    """Put a `FrozenBatchNorm` in the place of each BatchNorm.
+    """Put a `FrozenBatchNorm` in the place of each BatchNorm; those that there are take up what they have learnt.
 
     Args:
         below: the name of a submodule, for those inside it alone.
@@ -129,8 +148,14 @@ def freeze_batch_norms(adapting: Adapting, *, below: str = "") -> int:
     """
     prefix = f"{below}." if below else ""
     count = 0
-    for name, module in list(adapting.model.named_modules()):
-        if not isinstance(module, _BatchNorm) or not f"{name}.".startswith(prefix):
+    seen: set[int] = set()
+    for name, module in list(adapting.model.named_modules(remove_duplicate=False)):
+        if id(module) in seen or not f"{name}.".startswith(prefix):
+            continue
+        seen.add(id(module))
+        if isinstance(module, FrozenBatchNorm):
+            module.refresh()
+        if not isinstance(module, _BatchNorm):
             continue
         if module.running_mean is None:
             adapting.notes.append(f"{name} has no running statistics, so it normalizes with those of the batch")

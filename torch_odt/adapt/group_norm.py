@@ -36,6 +36,7 @@ def group_batch_norms(adapting: Adapting) -> int:
             norm = nn.GroupNorm(group_count(module.num_features), module.num_features, module.eps, device="meta")
             norm.register_parameter("weight", module.weight)
             norm.register_parameter("bias", module.bias)
-            adapting.replace(name, norm)
+            # Added: BatchNorm would compute something else.
+            adapting.replace(name, norm, is_added=True)
             count += 1
     return count

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import nn
 
 from torch_odt.adapt.adaptation import Adapting
@@ -50,6 +52,11 @@ def replace_head(adapting: Adapting, classes: int, *, head: str | None = None) -
         new = nn.Linear(old.in_features, classes, bias=old.bias is not None)
     else:
         assert isinstance(old, nn.Conv2d)
-        new = nn.Conv2d(old.in_channels, classes, old.kernel_size, old.stride, old.padding, bias=old.bias is not None)  # type: ignore[arg-type]
-    adapting.replace(name, new.to(old.weight.device, old.weight.dtype))
+        if classes % old.groups:
+            raise ValueError(f"classes={classes}: {name!r} is a convolution of {old.groups} groups, which divide them")
+        geometry: dict[str, Any] = {
+            option: getattr(old, option) for option in ("stride", "padding", "dilation", "groups", "padding_mode")
+        }
+        new = nn.Conv2d(old.in_channels, classes, old.kernel_size, bias=old.bias is not None, **geometry)  # type: ignore[arg-type]
+    adapting.replace(name, new.to(old.weight.device, old.weight.dtype), is_added=True)
     return name

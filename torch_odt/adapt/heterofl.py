@@ -94,10 +94,9 @@ def heterofl_(
         raise ValueError(f"rate={rate}: it is the sub-model's share of the full model's channels, in (0, 1]")
     with Adapting(model) as adapting:
         classifier = find_head(model, head)
-        scaled: dict[int, nn.Module] = {}
-        for name, module in list(model.named_modules(remove_duplicate=False)):
+        for name, module in list(model.named_modules()):
             if scaler and rate < 1 and isinstance(module, _ConvNd | nn.Linear) and name != classifier:
-                adapting.replace(name, scaled.setdefault(id(module), _scaled(name, module, rate)))
+                adapting.replace(name, _scaled(name, module, rate))
             if static_batch_norm and isinstance(module, _BatchNorm) and module.track_running_stats:
                 module.track_running_stats = False
                 adapting.also_undo(partial(setattr, module, "track_running_stats", True))

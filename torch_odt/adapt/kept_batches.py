@@ -42,7 +42,8 @@ class KeptBatches:
         files = []
         for number, batch in enumerate(batches):
             files.append(folder / f"{number:06}.pt")
-            torch.save(batch, files[-1])
+            # A view would be written with all that it is a view of.
+            torch.save(tuple(each.detach().clone() for each in batch), files[-1])
         return cls(tuple(files))
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:

@@ -61,7 +61,7 @@ class LiteResidual(nn.Module):
         whole = pooled <= 1
         kernel = 1 if whole else _fitting_kernel(kernel_size, pooled)
         stride = (1, 1) if whole else _stride(shape)
-        middle = max(8, round(shape.in_channels * expand / 8) * 8)
+        middle = max(8, int(shape.in_channels * expand + 4) // 8 * 8)
         groups = math.gcd(2, shape.in_channels)
         conv = StandardizedConv2d if weight_standardization else nn.Conv2d
         self.pool = nn.AdaptiveAvgPool2d(1) if whole else nn.AvgPool2d(2)

@@ -154,7 +154,7 @@ class _Writer:
                     f"an output behind sample {self.done} is not finite as {dtype}: the largest that is finite is "
                     f"{torch.finfo(dtype).max:g}; see whether the mentor's is, and store float32 if so"
                 )
-            file.write(rounded.contiguous().numpy().data)
+            file.write(rounded.cpu().contiguous().numpy().data)
         self.done += len(outputs[0])
         if time.monotonic() - self._synced_at >= _SECONDS_BETWEEN_SYNCS:
             self._sync()

@@ -91,6 +91,10 @@ class Scheme:
             raise ValueError(f"the scheme trains the last {self.biases} biases; the model has {most} of them")
         return {name: modules[name] for name in self.weights}
 
+    def key(self) -> str:
+        """What trains, exactly: the same for schemes that select the same, whatever the order of their layers."""
+        return json.dumps([self.biases, sorted(self.weights.items())])
+
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write it to a file of JSON."""
         rows = {

@@ -103,7 +103,7 @@ class SchemeMemory:
 
     def simulated(self, scheme: Scheme) -> int:
         """Bytes by the simulator, for a copy of the model that is adapted and captured; remembered."""
-        key = str(scheme)
+        key = scheme.key()
         if key not in self._simulated:
             model = copy.deepcopy(self._model)
             adaptation = sparse_update_(model, scheme, classes=self._classes, head=self._head)

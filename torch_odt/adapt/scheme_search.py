@@ -17,7 +17,9 @@ from torch_odt.memory._units import format_bytes, parse_bytes
 
 # Number of last biases; for each layer its ratio, 0 for none.
 Genome = tuple[int, ...]
-_ROUNDS = 6
+_ROUNDS = 12
+# Less of the budget than this is not worth another search.
+_SPARE_SHARE = 0.01
 
 
 @dataclass(frozen=True)
@@ -49,7 +51,7 @@ def search_scheme(
     """The scheme of the largest gain whose step fits into a budget.
 
     The memory model counts while generations go by and simulates the winner. Where the simulation exceeds the budget,
-    the search is made again with so many bytes less.
+    the search is made again with so many bytes less; where it leaves room, with so many more.
 
     Args:
         contributions: what the parts of the model are worth; the search takes those that were measured.
@@ -75,21 +77,64 @@ def search_scheme(
     if least > budget_bytes:
         detail = "the classifier alone trains"
         raise InfeasibleBudget(format_bytes(budget_bytes), least, detail=detail)
-    limit, evaluated = float(budget_bytes), 0
+    limits, evaluated = _Limits(budget_bytes), 0
+    best, best_bytes = Scheme(), least
+    limit: int | None = budget_bytes
     for _ in range(_ROUNDS):
+        if limit is None or contributions.gain(best) >= _largest_gain(contributions):
+            break
         evolution = _Evolution(contributions, memory, limit, population, random.Random(seed))
         scheme = evolution.run(generations)
         evaluated += len(evolution.fitness)
         nbytes = memory.simulated(scheme)
-        if nbytes <= budget_bytes:
-            return FoundScheme(scheme, contributions.gain(scheme), nbytes, evaluated)
-        limit = min(limit, memory.counted(scheme)) - max(1, nbytes - budget_bytes)
-    return FoundScheme(Scheme(), 0.0, least, evaluated)
+        if nbytes <= budget_bytes and contributions.gain(scheme) > contributions.gain(best):
+            best, best_bytes = scheme, nbytes
+        limit = limits.after(limit, memory.counted(scheme), nbytes)
+    return FoundScheme(best, contributions.gain(best), best_bytes, evaluated)
+
+
+class _Limits:
+    """Which limit of counted bytes is tried next, so that simulated bytes come near to the budget from below."""
+
+    def __init__(self, budget_bytes: int) -> None:
+        self._budget_bytes = budget_bytes
+        self._fits: int | None = None
+        self._exceeds: int | None = None
+
+    def after(self, limit: int, counted: int, nbytes: int) -> int | None:
+        """The next limit after one whose winner takes so many bytes; None where no other is worth it."""
+        room = self._budget_bytes - nbytes
+        if room >= 0:
+            self._fits = limit
+            if room <= _SPARE_SHARE * self._budget_bytes:
+                return None
+            return self._between(limit + room)
+        self._exceeds = min(limit, counted)
+        return self._between(self._exceeds + room)
+
+    def _between(self, limit: int) -> int | None:
+        """The limit, or where that is outside of those that are open, the middle of these."""
+        low, high = self._fits, self._exceeds
+        if high is not None and limit >= high:
+            limit = high - 1
+        if low is not None and limit <= low:
+            if high is None or high - low < 2:
+                return None
+            limit = (low + high) // 2
+        return limit
+
+
+def _largest_gain(contributions: Contributions) -> float:
+    """Of a scheme that takes what it likes."""
+    layers: dict[str, float] = {}
+    for (name, _), gain in contributions.weight_gains.items():
+        layers[name] = max(gain, layers.get(name, 0.0))
+    return (max(contributions.bias_gains.values()) + sum(layers.values())) * (1 - 1e-9)
 
 
 class _Evolution:
     def __init__(
-        self, contributions: Contributions, memory: MemoryModel, limit: float, population: int, draw: random.Random
+        self, contributions: Contributions, memory: MemoryModel, limit: int, population: int, draw: random.Random
     ) -> None:
         self.contributions, self.memory, self.limit, self.draw = contributions, memory, limit, draw
         self.size = population

@@ -52,7 +52,8 @@ class SparseLinear(nn.Module):
         self.trained_weight = nn.Parameter(layer.weight.detach().index_select(1, kept))
 
     def forward(self, x: Tensor) -> Tensor:
-        return _SparseLinear.apply(x, self.weight, self.trained_weight, self.bias, self.kept)
+        x, weight, trained, bias = _autocast(x, self.weight, self.trained_weight, self.bias)
+        return _SparseLinear.apply(x, weight, trained, bias, self.kept)
 
     def merge(self) -> None:
         """Write the trained columns into `weight`."""
@@ -119,7 +120,8 @@ class SparseConv(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         geometry = (list(self.stride), list(self.padding), list(self.dilation), self.groups, self.kept_groups, self.dim)
-        return _SparseConv.apply(x, self.weight, self.trained_weight, self.bias, self.kept, self.inputs, geometry)
+        x, weight, trained, bias = _autocast(x, self.weight, self.trained_weight, self.bias)
+        return _SparseConv.apply(x, weight, trained, bias, self.kept, self.inputs, geometry)
 
     def merge(self) -> None:
         """Write the trained channels into `weight`."""
@@ -136,6 +138,17 @@ class SparseConv(nn.Module):
 def channel_dim(layer: nn.Module) -> int:
     """The dimension of a layer's weight along which its input channels are: the first for a depthwise convolution."""
     return 0 if isinstance(layer, CONVOLUTIONS) and 1 < layer.groups == layer.in_channels else 1
+
+
+def _autocast(
+    x: Tensor, weight: Tensor, trained: Tensor, bias: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Under autocast, these in its type: autocast knows torch's operators, and not what is made of them here."""
+    device_type = x.device.type
+    if not torch.is_autocast_enabled(device_type) or x.dtype == torch.float64:
+        return x, weight, trained, bias
+    dtype = torch.get_autocast_dtype(device_type)
+    return x.to(dtype), weight.to(dtype), trained.to(dtype), None if bias is None else bias.to(dtype)
 
 
 def _padding(layer: nn.Conv1d | nn.Conv2d | nn.Conv3d) -> tuple[int, ...]:

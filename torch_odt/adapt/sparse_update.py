@@ -42,7 +42,7 @@ def sparse_update_(
 
     Returns:
         What trains and what that saves. Its `unload()` writes the trained slices into the ordinary weights, bit for
-        bit, and takes the model's structure back to what it was.
+        bit, and takes the model's structure back to what it was; `merge()` keeps the new classifier.
 
     Raises:
         ValueError: the scheme does not fit the model, or the model has no classifier that can be found.
@@ -64,9 +64,9 @@ def sparse_update_(
         selected = biases[len(biases) - scheme.biases :]
         for layer_name, ratio in scheme.weights.items():
             selected.append(_train_weight(adapting, layer_name, layers[layer_name], ratio, channels, seed))
-        freeze_batch_norms(adapting)
         head_parameters = [f"{name}.{local}" for local, _ in model.get_submodule(name).named_parameters()]
         adapting.train_only(dict.fromkeys([*selected, *head_parameters]))
+        freeze_batch_norms(adapting)
         adapting.notes.append(str(scheme))
         return adapting.finish("sparse_update")
 

@@ -172,6 +172,9 @@ class StoredOutputs:
             IndexError: there is no such sample.
         """
         wanted = np.asarray(indices, dtype=np.int64).reshape(-1)
+        wrong = wanted[(wanted < 0) | (wanted >= len(self))]
+        if len(wrong):
+            raise IndexError(f"there is no sample {wrong[0]}: {self.folder} holds those of 0 to {len(self) - 1}")
         return tuple(torch.from_numpy(mapped[wanted]) for mapped in self._maps)
 
     def __getitem__(self, index: int) -> tuple[Tensor, ...]:

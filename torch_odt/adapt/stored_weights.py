@@ -84,6 +84,7 @@ def store_frozen_weights(adapting: Adapting) -> int:
         with something else than zeros; notes name them.
     """
     uses: dict[int, int] = {}
+    # A module under several names is one use: it is replaced under all of them.
     for module in adapting.model.modules():
         for parameter in module._parameters.values():
             uses[id(parameter)] = uses.get(id(parameter), 0) + 1

@@ -70,7 +70,8 @@ def tinytl_(
         example: one sample with the batch dimension, for a model that takes something else than images of that size.
 
     Returns:
-        What trains and what that saves; its `unload()` removes the modules and takes the change back.
+        What trains and what that saves; its `unload()` removes the modules and takes the change back;
+        `merge()` keeps the modules and the new classifier.
 
     Raises:
         ValueError: an argument is wrong, or the model has no block of a known type, or no classifier that can be found.
@@ -98,8 +99,6 @@ def tinytl_(
             freeze_batch_norms(adapting)
         else:
             group_batch_norms(adapting)
-            normalizing = sum(isinstance(module, NORMALIZES_ITS_INPUT) for module in model.modules())
-            adapting.notes.append(f"{normalizing} layers normalize, and keep their input for the gradient that goes on")
         if weight_standardization:
             standardize_convolutions(adapting)
         for block in found:
@@ -107,6 +106,9 @@ def tinytl_(
                 block.shape, kernel_size=kernel_size, expand=expand, weight_standardization=weight_standardization
             )
             _insert(adapting, block, lite, train_last_bias=mode == "lite")
+        normalizing = sum(isinstance(module, NORMALIZES_ITS_INPUT) for module in model.modules())
+        if norm == "group":
+            adapting.notes.append(f"{normalizing} layers normalize, and keep their input for the gradient that goes on")
         if found:
             adapting.notes.append(f"{len(found)} lite residual modules, {found[0].name} to {found[-1].name}")
         if weight_bits == 8:
@@ -158,7 +160,13 @@ def _insert(adapting: Adapting, block: Block, lite: LiteResidual, *, train_last_
     old = getattr(parent, attribute) if attribute else parent
     branch = LiteBranch(old, lite).train(parent.training)
     if not attribute:
-        adapting.replace(block.name, branch)
+        adapting.replace(block.name, branch, is_added=True)
         return
     setattr(parent, attribute, branch)
-    adapting.also_undo(lambda: setattr(parent, attribute, old))
+
+    def take_back() -> None:
+        if old is not None:
+            old.training = branch.training
+        setattr(parent, attribute, old)
+
+    adapting.also_undo(take_back, is_added=True)

@@ -20,11 +20,15 @@ EPS = 1e-5
 def standardized(weight: Tensor) -> Tensor:
     """A weight less the mean of each output channel, divided by that channel's deviation + 1e-5.
 
+    Channels of one element have no deviation: their weight is returned as it is.
+
     Example:
         >>> weight = standardized(torch.randn(4, 3, 3, 3))
         >>> torch.allclose(weight.flatten(1).std(1), torch.ones(4), atol=1e-3)
         True
     """
+    if weight[0].numel() == 1:
+        return weight
     dims = list(range(1, weight.dim()))
     return (weight - weight.mean(dims, keepdim=True)) / (weight.std(dims, keepdim=True) + EPS)
 
@@ -44,12 +48,17 @@ class StandardizedConv2d(nn.Conv2d):
 
 
 def standardize_convolutions(adapting: Adapting) -> None:
-    """Standardise every 2-D convolution without a bias: once where its weight is frozen, else in every step."""
+    """Standardise every 2-D convolution without a bias: once where its weight is frozen, else in every step.
+
+    Those whose output channels have one weight each have no deviation: they stay as they are, and a note names them.
+    """
     for name, module in list(adapting.model.named_modules()):
         if not isinstance(module, nn.Conv2d) or isinstance(module, StandardizedConv2d) or module.bias is not None:
             continue
-        if module.weight.requires_grad:
-            adapting.replace(name, _standardizing(module))
+        if module.weight[0].numel() == 1:
+            adapting.notes.append(f"{name} has one weight an output channel, and is not standardized")
+        elif module.weight.requires_grad:
+            adapting.replace(name, _standardizing(module), is_added=True)
         else:
             _fold(adapting, module)
 
@@ -65,6 +74,7 @@ def _standardizing(conv: nn.Conv2d) -> StandardizedConv2d:
 
 def _fold(adapting: Adapting, conv: _ConvNd) -> None:
     weight, old = conv.weight, conv.weight.data
-    adapting.also_undo(lambda: setattr(weight, "data", old))
+    # The weight may have been moved to another device or type until then.
+    adapting.also_undo(lambda: setattr(weight, "data", old.to(weight)), is_added=True)
     with torch.no_grad():
         weight.data = standardized(old).contiguous(memory_format=torch.preserve_format)

@@ -1,0 +1,172 @@
+"""The way back: merged models compute what adapted ones do, and moves and second names are not forgotten."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import torch_odt as odt
+from torch_odt.adapt import Adaptation, Scheme
+from torch_odt.adapt.frozen_batch_norm import FrozenBatchNorm
+from torch_odt.adapt.lite_residual import LiteResidual
+from torch_odt.adapt.stored_weights import StoredConv2d
+
+SIZE = 16
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> Iterator[None]:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        yield
+
+
+class _Block(nn.Module):
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.branch = nn.Sequential(
+            nn.Conv2d(channels, channels, 3, padding=1, bias=False), nn.BatchNorm2d(channels), nn.ReLU()
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.branch(x)
+
+
+def _network() -> nn.Sequential:
+    model = nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1, bias=False),
+        nn.BatchNorm2d(8),
+        _Block(8),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(8, 2),
+    )
+    for _ in range(3):
+        model(_images())
+    return model
+
+
+def _images() -> Tensor:
+    return torch.randn(6, 3, SIZE, SIZE)
+
+
+def _train(adaptation: Adaptation) -> None:
+    optimizer = torch.optim.SGD(adaptation.parameters(), lr=0.1)
+    adaptation.model.train()
+    for _ in range(3):
+        optimizer.zero_grad()
+        adaptation.model(_images()).square().mean().backward()
+        optimizer.step()
+
+
+_sparse = partial(odt.adapt.sparse_update_, scheme=Scheme(2, {"0": 1 / 3, "2.branch.0": 1 / 4}), classes=5)
+_tinytl = partial(odt.adapt.tinytl_, classes=5, input_size=SIZE)
+METHODS: dict[str, Callable[[nn.Module], Adaptation]] = {
+    "sparse_update": _sparse,
+    "bias_only": partial(odt.adapt.bias_only_, classes=5),
+    "tinytl": partial(_tinytl, blocks={_Block: "branch"}),
+    "tinytl of whole blocks": partial(_tinytl, blocks={_Block: ""}),
+    "tinytl in 8 bits": partial(_tinytl, blocks={_Block: "branch"}, weight_bits=8),
+    "tinytl of norms": partial(_tinytl, mode="norm+last"),
+    "tinytl of groups": partial(_tinytl, mode="full", norm="group", weight_standardization=True),
+    "tinytl of frozen groups": partial(_tinytl, mode="bias", norm="group", weight_standardization=True),
+}
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_merged_model_computes_what_was_trained(method: str) -> None:
+    model, x = _network(), _images()
+    start = model.eval()(x)
+    adaptation = METHODS[method](model)
+    _train(adaptation)
+    trained = model.eval()(x)
+    assert trained.shape == (6, 5) and start.shape == (6, 2)
+    assert adaptation.merge() is model
+    torch.testing.assert_close(model(x), trained, rtol=1e-4, atol=1e-5)
+    assert all(parameter.requires_grad for parameter in model[0].parameters())
+    assert type(model[5]) is nn.Linear and model[5].out_features == 5
+    kinds = {type(module).__name__ for module in model.modules()}
+    assert not kinds & {"FrozenBatchNorm", "SparseConv", "SparseLinear", "StoredConv2d", "StoredLinear"}
+    lite = [module for module in model.modules() if isinstance(module, LiteResidual)]
+    assert len(lite) == (1 if "blocks" in getattr(METHODS[method], "keywords", {}) else 0)
+    # What was kept is the model's now.
+    adaptation.unload()
+    torch.testing.assert_close(model(x), trained, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("leave", ["unload", "merge"])
+def test_a_model_that_was_moved_comes_back_whole(method: str, leave: str) -> None:
+    model, x = _network(), _images()
+    adaptation = METHODS[method](model)
+    model.double().eval()
+    adapted = model(x.double())
+    getattr(adaptation, leave)()
+    result = model(x.double())
+    assert {tensor.dtype for tensor in (*model.parameters(), *model.buffers())} <= {torch.float64, torch.int64}
+    assert not any(module.training for module in model.modules())
+    if leave == "merge":
+        torch.testing.assert_close(result, adapted, rtol=1e-4, atol=1e-5)
+
+
+def test_statistics_that_were_loaded_after_a_move_come_back() -> None:
+    model = _network()
+    adaptation = odt.adapt.bias_only_(model)
+    model.double()
+    model[1].running_mean.fill_(3)
+    adaptation.unload()
+    assert type(model[1]) is nn.BatchNorm2d
+    assert torch.equal(model[1].running_mean, torch.full((8,), 3.0, dtype=torch.float64))
+
+
+class _Twice(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Conv2d(3, 3, 3, padding=1), nn.BatchNorm2d(3)
+        self.again, self.norm_again = self.first, self.norm
+        self.head = nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm_again(self.again(self.norm(self.first(x))))
+        result: Tensor = self.head(x.mean((2, 3)))
+        return result
+
+
+@pytest.mark.parametrize(
+    ("options", "conv", "norm"),
+    [({"weight_bits": 8}, StoredConv2d, FrozenBatchNorm), ({"norm": "group"}, nn.Conv2d, nn.GroupNorm)],
+)
+def test_a_module_of_two_names_is_replaced_under_both(
+    options: dict[str, Any], conv: type[nn.Module], norm: type[nn.Module]
+) -> None:
+    model, x = _Twice().eval(), torch.randn(2, 3, 6, 6)
+    before, first, old_norm = model(x), model.first, model.norm
+    adaptation = odt.adapt.tinytl_(model, mode="bias", **options)
+    assert model.again is model.first and type(model.first) is conv
+    assert model.norm_again is model.norm and type(model.norm) is norm
+    assert model(x).shape == before.shape
+    adaptation.unload()
+    assert model.again is model.first is first and model.norm_again is model.norm is old_norm
+    torch.testing.assert_close(model(x), before, rtol=2e-2, atol=2e-2)
+
+
+def test_a_model_that_is_itself_the_classifier_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"the model \(Linear\) itself cannot be replaced"):
+        odt.adapt.bias_only_(nn.Linear(3, 2), classes=5)
+
+
+def test_a_new_convolution_has_the_geometry_of_the_old_one() -> None:
+    head = nn.Conv2d(4, 4, 3, padding=2, dilation=2, groups=2, padding_mode="reflect")
+    model, x = nn.Sequential(nn.Conv2d(3, 4, 3), head), torch.randn(1, 3, 9, 9)
+    shape = model(x).shape
+    adaptation = odt.adapt.bias_only_(model, classes=6)
+    assert (model[1].dilation, model[1].groups, model[1].padding_mode) == ((2, 2), 2, "reflect")
+    assert model(x).shape == (1, 6, *shape[2:])
+    adaptation.unload()
+    with pytest.raises(ValueError, match="a convolution of 2 groups"):
+        odt.adapt.bias_only_(model, classes=5)
