@@ -66,6 +66,11 @@ def test_steps_see_the_same_samples_in_each_way() -> None:
     assert all(map(torch.equal, orders, bert_bias_only._orders(10, 4, 5, seed=3)))
 
 
+def test_too_few_samples_for_a_batch_are_refused() -> None:
+    with pytest.raises(SystemExit, match="3 queries do not fill a batch of 4"):
+        bert_bias_only._orders(3, 4, 5, seed=3)
+
+
 def test_what_is_missed_is_named() -> None:
     plain, planned = TrainingBytes(150, None, 10), TrainingBytes(100, 90, 10)
     rows = {
