@@ -21,6 +21,7 @@ from recipes.common.small_bert import CLS, PAD, SEP, make_tokenizer, token_ids
 WORDS = ["card", "cash", "rate", "fee", "loan", "pin"]
 
 
+@pytest.mark.slow
 def test_ways_to_train_are_compared(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
