@@ -181,6 +181,8 @@ def _queries(tokenizer: Any, rows: Sequence[tuple[str, str]], intents: Sequence[
 
 def _orders(samples: int, batch: int, steps: int, seed: int) -> list[Tensor]:
     """Which samples each step sees: epoch by epoch, in random order; what does not fill a batch is left out."""
+    if samples < batch:
+        raise SystemExit(f"{samples} queries do not fill a batch of {batch}: choose a smaller --batch, or give more")
     draw = torch.Generator().manual_seed(seed)
     rows: list[Tensor] = []
     while len(rows) < steps:

@@ -14,6 +14,7 @@ where training in blocks takes more than 1.15 times what its largest block does.
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import math
 import statistics
@@ -214,7 +215,7 @@ def fedepth(setting: Setting) -> Learnt:
         return setting.new_device(local, size).in_blocks(blocks)
 
     devices = [setting.device("FeDepth", size, partial(make, size)) for size in range(len(RATES))]
-    heads = {client.name: [copied(head) for head in devices[client.size].heads] for client in setting.clients}
+    heads = {client.name: fresh_heads(devices[client.size]) for client in setting.clients}
     for learning_rate in setting.rounds():
         state, updates = copied(model), []
         for client in setting.clients:
@@ -225,6 +226,16 @@ def fedepth(setting: Setting) -> Learnt:
             heads[client.name] = [copied(head) for head in device.heads]
         model.load_state_dict(merge_sub_models(state, updates, head=_head(model)))
     return model, devices[-1], setting.clients
+
+
+def fresh_heads(device: Device) -> list[State]:
+    """As new ones would be: the device's own have learnt, from its first steps and from the seeds before."""
+    heads = [copy.deepcopy(head) for head in device.heads]
+    for head in heads:
+        for module in head.modules():
+            if isinstance(module, nn.Linear):
+                module.reset_parameters()
+    return [copied(head) for head in heads]
 
 
 def network(rate: float = 1.0) -> nn.Sequential:

@@ -21,6 +21,7 @@ from them is reported (area under the ROC curve).
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import sys
 import tempfile
@@ -156,6 +157,8 @@ def main(arguments: list[str] | None = None) -> int:
         readings: list[Reading] = []
         streamed = []
         states[0].save(0)
+        # What was left behind until here, pretraining and all, would be collected while the stream is measured.
+        gc.collect()
         for number, phase in enumerate(phases, start=1):
             streamed.append(_stream(phase, head, readings, options.samples))
             states[number].save(head.samples)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,7 +14,10 @@ from models import case_named
 from torch import nn
 
 import torch_odt as odt
+from torch_odt.adapt.blocks import Stage
 from torch_odt.adapt.chain import Chain
+from torch_odt.measure import Window
+from torch_odt.measure.memory import AllocatedMemory
 
 
 @pytest.mark.parametrize("name", ["mobilenet_v2", "resnet18", "vit_b_16"])
@@ -84,6 +88,36 @@ def test_a_budget_that_no_block_fits_names_the_smallest() -> None:
         odt.adapt.blockwise(_network(), F.cross_entropy, batch, budget=odt.Budget(10, of="training"), cache=False)
     budget = odt.Budget(refusal.value.smallest_feasible_bytes, of="training")
     assert odt.adapt.blockwise(_network(), F.cross_entropy, batch, budget=budget, cache=False).stages
+
+
+def test_norms_without_running_statistics_count_the_whole_batch(tmp_path: Path) -> None:
+    layers = [nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4, track_running_stats=False), nn.ReLU()]
+    layers += [nn.Conv2d(4, 64, 3, padding=1), nn.ReLU()]
+    model = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 4)).train()
+    batch = (torch.randn(16, 3, 32, 32), torch.arange(16) % 4)
+    blocks = odt.adapt.blockwise(model, F.cross_entropy, batch, blocks=3, cache=tmp_path)
+    last = blocks.stages[-1]
+    given, unlimited = (last.inputs(batch[0]), batch[1]), odt.Budget(1 << 40, of="training")
+    made = odt.plan(last.module, F.cross_entropy, given, budget=unlimited, cache=tmp_path)
+    assert made.smallest_feasible_bytes is not None
+    beside_bytes = blocks.largest_bytes - int(last.budget.amount)
+    assert beside_bytes > 16 * 64 * 32 * 32 * 4
+    assert last.bytes - made.smallest_feasible_bytes == pytest.approx(beside_bytes, rel=0.2)
+
+
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
+def test_inputs_are_held_once_as_their_parts_lie(memory_format: torch.memory_format) -> None:
+    x = torch.randn(8, 32, 64, 64).to(memory_format=memory_format)
+    stage = Stage("", nn.Identity(), nn.ReLU(), 0, odt.Budget(1 << 30, of="training"), 3)
+    assert torch.equal(stage.inputs(x), x.relu())
+    with Window([AllocatedMemory()]) as window:
+        before = odt.memory.stats().allocated_bytes
+        made = stage.inputs(x)
+    assert made.is_contiguous(memory_format=memory_format)
+    peak_bytes = window.quantities["allocator"]["peak_allocated_bytes"]
+    if before is not None:
+        # The whole and a part of 3 of 8, where parts and the whole would be twice as much.
+        assert peak_bytes - before < 1.6 * made.nbytes  # type: ignore[operator]
 
 
 def test_what_is_no_chain_is_named() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import math
 from pathlib import Path
 
@@ -265,6 +266,8 @@ def test_memory_does_not_grow() -> None:
     model, (x, labels) = network(), samples(300)
     head = online_head(model, x[:1])
     head.learn(x[:20], labels[:20])
+    # Garbage of earlier tests would be collected in between.
+    gc.collect()
     levels = []
     for start in range(20, 300, 20):
         head.learn(x[start : start + 20], labels[start : start + 20])

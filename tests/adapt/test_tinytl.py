@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 
 import pytest
 import timm
@@ -28,14 +27,6 @@ FAMILIES = {
     "resnet18": 8,
     "resnet50": 16,
 }
-
-
-@pytest.fixture(autouse=True)
-def _seeded() -> Iterator[None]:
-    """New layers are drawn; with this seed no activation lies so near to 0 that rounding decides its gradient."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        yield
 
 
 def batches(case: ModelCase, count: int = 2) -> list[tuple[Tensor, Tensor]]:

@@ -128,16 +128,26 @@ def test_a_battery_that_is_charged_says_nothing(tmp_path: Path) -> None:
     assert "no battery" in str(_of(Battery(tmp_path / "nowhere"))["battery_energy_joules"])
 
 
+def test_a_supply_that_came_and_went_is_seen(tmp_path: Path) -> None:
+    write(tmp_path, {f"{BATTERY}/type": "Battery", f"{BATTERY}/status": "Discharging", f"{BATTERY}/energy_now": 5})
+    meter = Battery(tmp_path)
+    meter.begin()
+    write(tmp_path, {f"{BATTERY}/status": "Charging"})
+    meter.poll()
+    write(tmp_path, {f"{BATTERY}/status": "Discharging", f"{BATTERY}/energy_now": 3})
+    assert "not discharging: it says Charging" in str(meter.end()["battery_energy_joules"])
+    assert _of(meter) == {"battery_energy_joules": 0.0}
+
+
 def test_cards_by_their_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     readings = iter([1000, 2000, 4500, 2000])
-    driver: Any = types.ModuleType("pynvml")
-    driver.NVMLError = RuntimeError
-    driver.nvmlInit = lambda: None
-    driver.nvmlDeviceGetCount = lambda: 2
-    driver.nvmlDeviceGetHandleByIndex = lambda index: index
-    driver.nvmlDeviceGetTotalEnergyConsumption = lambda handle: next(readings)
-    monkeypatch.setitem(sys.modules, "pynvml", driver)
+    monkeypatch.setitem(sys.modules, "pynvml", _driver(2, readings))
     assert _of(Nvml()) == {"gpu_energy_joules": 3.5}
+
+
+def test_a_driver_without_cards_is_not_0_joules(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", _driver(0, iter([])))
+    assert "knows no card" in str(_of(Nvml())["gpu_energy_joules"])
 
 
 def test_without_a_driver_cards_are_absent(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -152,6 +162,16 @@ def test_stated_watts_are_named_a_model() -> None:
     while not (found := meter.end()["modelled_energy_joules"]) > 0.01:  # type: ignore[operator]
         pass
     assert found < 1
+
+
+def _driver(cards: int, readings: Iterator[int]) -> Any:
+    driver: Any = types.ModuleType("pynvml")
+    driver.NVMLError = RuntimeError
+    driver.nvmlInit = lambda: None
+    driver.nvmlDeviceGetCount = lambda: cards
+    driver.nvmlDeviceGetHandleByIndex = lambda index: index
+    driver.nvmlDeviceGetTotalEnergyConsumption = lambda handle: next(readings)
+    return driver
 
 
 def _of(meter: Any) -> dict[str, object]:

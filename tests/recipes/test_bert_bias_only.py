@@ -21,6 +21,7 @@ from recipes.common.small_bert import CLS, PAD, SEP, make_tokenizer, token_ids
 WORDS = ["card", "cash", "rate", "fee", "loan", "pin"]
 
 
+@pytest.mark.slow
 def test_ways_to_train_are_compared(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -64,6 +65,11 @@ def test_steps_see_the_same_samples_in_each_way() -> None:
     assert [len(rows) for rows in orders] == [4] * 5
     assert len(set(torch.cat(orders[:2]).tolist())) == 8
     assert all(map(torch.equal, orders, bert_bias_only._orders(10, 4, 5, seed=3)))
+
+
+def test_too_few_samples_for_a_batch_are_refused() -> None:
+    with pytest.raises(SystemExit, match="3 queries do not fill a batch of 4"):
+        bert_bias_only._orders(3, 4, 5, seed=3)
 
 
 def test_what_is_missed_is_named() -> None:

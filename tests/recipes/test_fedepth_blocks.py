@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import tarfile
 import wave
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from recipes import fedepth_blocks
 from recipes.common.spoken_digits import load_speakers
 from torch_odt._extensions import memory_module
+from torch_odt.adapt.blocks import PooledHead
 
 
 @pytest.mark.slow
@@ -83,6 +88,20 @@ def test_bases_are_dealt_evenly_and_never_twice_to_a_client() -> None:
         assert [len(set(hand)) for hand in hands] == [len(hand) for hand in hands] == [4, 4, 2, 2, 1, 1]
         dealt = Counter(base for hand in hands for base in hand)
         assert max(dealt.values()) - min(dealt.values()) <= 1
+
+
+def test_each_seed_begins_with_fresh_heads() -> None:
+    device: Any = SimpleNamespace(heads=[nn.Sequential(PooledHead(8, 10)), PooledHead(4, 10)])
+    trained = copy.deepcopy([head.state_dict() for head in device.heads])
+    with torch.random.fork_rng(devices=[]):
+        found = []
+        for seed in (0, 1, 0):
+            torch.manual_seed(seed)
+            found.append(fedepth_blocks.fresh_heads(device))
+    for head, state, first, second, again in zip(device.heads, trained, *found, strict=True):
+        for name, value in head.state_dict().items():
+            assert torch.equal(value, state[name]) and torch.equal(first[name], again[name])
+            assert not torch.equal(first[name], state[name]) and not torch.equal(first[name], second[name])
 
 
 def _write_tone(path: Path, frames: int) -> None:

@@ -16,6 +16,7 @@ from recipes.common.process_bytes import Training, TrainingBytes
 from recipes.common.small_resnet import SmallConvNet, SmallResNet
 
 
+@pytest.mark.slow
 def test_three_ways_are_compared(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

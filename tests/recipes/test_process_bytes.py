@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import nn
 from torch.nn.functional import mse_loss
 
+from recipes.common import process_bytes
 from recipes.common.process_bytes import Training, training_bytes
 
 
@@ -27,4 +29,21 @@ def test_weights_and_gradients_are_counted() -> None:
     taken = training_bytes(one_wide_layer, "plain")
     assert taken.plan_bytes is None
     assert taken.trained_parameters == 4096 * 4096
-    assert 2 * 64 * 2**20 <= taken.process_bytes < 2.2 * 64 * 2**20
+    # The level may hold something that is given back later.
+    assert (2 * 64 - 1) * 2**20 <= taken.process_bytes < 2.2 * 64 * 2**20
+
+
+def test_a_peak_between_looks_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process_bytes, "POLL_SECONDS", 60.0)
+    monkeypatch.setattr(process_bytes, "_import_what_trains", lambda: None)
+    with torch.random.fork_rng(devices=[]):
+        taken = process_bytes._measured(one_passing_tensor, ())
+    if taken.is_sampled:
+        pytest.skip("this kernel keeps no mark of a window's own")
+    assert 63 * 2**20 <= taken.process_bytes < 80 * 2**20
+
+
+def one_passing_tensor() -> Training:
+    """64 MiB that are freed before the step ends."""
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)])
+    return Training(lambda: torch.ones(16 * 2**20).sum(), optimizer)

@@ -65,7 +65,8 @@ class Stage:
     Attributes:
         name: the block, by the layers that it ends with and begins after.
         module: the block and its head: what trains. Its layers are the model's own, so that the model has what it
-            learns. The last block ends with the model's own classifier.
+            learns. The last block ends with the model's own classifier. Its operators are those of training:
+            `eval()` ends dropout that is a module, not `F.dropout` in the model's own code. To evaluate, run the model.
         frozen: what runs before it; None for the first block.
         bytes: the fewest that a step of it is trained in, with its inputs and what computes them.
         budget: what to give to `TrainStep`: what is left of the budget beside the inputs.
@@ -90,9 +91,19 @@ class Stage:
         """
         if self.frozen is None:
             return x
+        parts = x.split(self._samples_at_once)
         with evaluating(self.frozen), torch.no_grad():
-            parts = [self.frozen(part) for part in x.split(self._samples_at_once)]
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+            first: Tensor = self.frozen(parts[0])
+            if len(parts) == 1:
+                return first
+            # Held once: together, the parts would take as much again.
+            made = _empty_for(len(x), first)
+            made[: len(first)] = first
+            del first
+            for number, part in enumerate(parts[1:], start=1):
+                start = number * self._samples_at_once
+                made[start : start + len(part)] = self.frozen(part)
+        return made
 
     def keep(self, batches: Iterable[tuple[Tensor, Tensor]], folder: str | Path) -> KeptBatches:
         """Compute the inputs of batches once, and keep them in files.
@@ -107,6 +118,14 @@ class Stage:
             Pairs of the block's inputs and targets, in the same order each time that they are iterated over.
         """
         return KeptBatches.write(((self.inputs(x), y) for x, y in batches), folder)
+
+
+def _empty_for(samples: int, like: Tensor) -> Tensor:
+    """For so many samples, with the dimensions lying as those of a part do."""
+    strides = like.stride()
+    layout = [0, *sorted(range(1, like.dim()), key=lambda dim: -strides[dim])]
+    shape = (samples, *like.shape[1:])
+    return torch.empty_permuted(shape, layout, dtype=like.dtype, device=like.device)
 
 
 @dataclass(frozen=True)
@@ -253,13 +272,15 @@ class _Units:
         return Stage(name, self._module(first, end), frozen, taken, budget, at_once)
 
     def _samples_at_once(self, start: Cut, spare_bytes: int) -> int:
-        """Of the frozen blocks: one is in the block's bytes, others have half of what is left over."""
-        samples = self._chain.batch_size
-        if any(
-            isinstance(module, _BatchNorm) and module.running_mean is None for module in self._chain.model.modules()
-        ):
-            return samples
-        return min(samples, 1 + spare_bytes // 2 // max(1, self._sample_bytes(start)))
+        """Of the frozen blocks: the fewest are in the block's bytes, others have half of what is left over."""
+        fewest = self._fewest_at_once()
+        more = spare_bytes // 2 // max(1, self._sample_bytes(start))
+        return min(self._chain.batch_size, fewest + more)
+
+    def _fewest_at_once(self) -> int:
+        """Samples that the frozen blocks cannot be run with fewer of: norms by the batch's statistics need all."""
+        norms = (module for module in self._chain.model.modules() if isinstance(module, _BatchNorm))
+        return self._chain.batch_size if any(norm.running_mean is None for norm in norms) else 1
 
     def _sample_bytes(self, start: Cut) -> int:
         return self._chain.forward_bytes(start) // self._chain.batch_size
@@ -294,7 +315,7 @@ class _Units:
         )
         if not made.captured or made.smallest_feasible_bytes is None:
             raise CaptureError(f"nobody knows what the block {name!r} takes: {'; '.join(made.notes)}")
-        beside_bytes = 0 if start is None else start.nbytes + self._sample_bytes(start)
+        beside_bytes = 0 if start is None else start.nbytes + self._fewest_at_once() * self._sample_bytes(start)
         return made.smallest_feasible_bytes + beside_bytes
 
 

@@ -14,10 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from torch_odt.capture.power import MOST_WATTS
 from torch_odt.measure.meter import Absent, Quantity, read_number, read_text
 from torch_odt.memory._files import SYSTEM_ROOT
-
-_NO_MACHINE_WATTS = 10_000.0
 
 
 class Rapl:
@@ -63,7 +62,7 @@ class Rapl:
         if refused:
             return refused[0]
         joules = sum(zone.microjoules for zone in zones) / 1e6
-        if joules > _NO_MACHINE_WATTS * max(seconds, 1.0):
+        if joules > MOST_WATTS * max(seconds, 1.0):
             return Absent(f"the counters say {joules:.0f} J in {seconds:.1f} s, which no machine draws")
         return joules
 
@@ -156,7 +155,7 @@ class Battery:
     """Joules that a machine's batteries gave, by what they say is left in them.
 
     Their steps are coarse, often of 36 J or more: measure for minutes. While a supply carries the machine, batteries
-    say nothing of what it takes.
+    say nothing of what it takes: every look asks whether one does, also for a part of the window.
     """
 
     source = "battery"
@@ -165,36 +164,38 @@ class Battery:
         self._folder = root / "sys/class/power_supply"
 
     def begin(self) -> None:
-        self._before = self._left()
+        self._refusal: Absent | None = None
+        self._before = self._now = self._left()
 
     def poll(self) -> None:
-        """The battery counts."""
+        self._now = self._left()
 
     def end(self) -> dict[str, Quantity]:
-        now = self._left()
-        for reading in (self._before, now):
-            if isinstance(reading, Absent):
-                return {"battery_energy_joules": reading}
-        assert not isinstance(now, Absent) and not isinstance(self._before, Absent)
-        return {"battery_energy_joules": self._before - now}
+        self.poll()
+        return {"battery_energy_joules": self._refusal or self._before - self._now}
 
-    def _left(self) -> float | Absent:
+    def _left(self) -> float:
+        """The joules that are left, or 0 with a refusal that stays."""
         supplies = sorted(self._folder.glob("*"))
         batteries = [supply for supply in supplies if read_text(supply / "type") == "Battery"]
         # Of peripherals, such as a mouse.
         batteries = [supply for supply in batteries if read_text(supply / "scope") != "Device"]
         if not batteries:
-            return Absent(f"there is no battery in {self._folder}")
+            return self._refuse(Absent(f"there is no battery in {self._folder}"))
         joules = 0.0
         for battery in batteries:
             status = read_text(battery / "status")
             if status != "Discharging":
-                return Absent(f"{battery.name} is not discharging: it says {status}")
+                return self._refuse(Absent(f"{battery.name} is not discharging: it says {status}"))
             left = _joules_in(battery)
             if isinstance(left, Absent):
-                return left
+                return self._refuse(left)
             joules += left
         return joules
+
+    def _refuse(self, why: Absent) -> float:
+        self._refusal = self._refusal or why
+        return 0.0
 
 
 def _joules_in(battery: Path) -> float | Absent:
@@ -234,6 +235,8 @@ class Nvml:
         try:
             pynvml.nvmlInit()
             count = pynvml.nvmlDeviceGetCount()
+            if count == 0:
+                return Absent("the driver knows no card")
             handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(count)]
             return sum(pynvml.nvmlDeviceGetTotalEnergyConsumption(handle) for handle in handles)
         except pynvml.NVMLError as error:

@@ -28,7 +28,11 @@ class Utilization:
             spent = [b - a for name, a, b in zip(now._fields, before, now, strict=True) if not name.startswith("guest")]
             idle = now.idle - before.idle + getattr(now, "iowait", 0.0) - getattr(before, "iowait", 0.0)
             name = f"core{core}_busy_share"
-            found[name] = 1 - idle / sum(spent) if sum(spent) > 0 else Absent("the window is shorter than a tick")
+            if sum(spent) <= 0:
+                found[name] = Absent("the window is shorter than a tick")
+                continue
+            # The kernel's count of waiting for disks may run backwards.
+            found[name] = min(1.0, max(0.0, 1 - idle / sum(spent)))
         return found
 
 

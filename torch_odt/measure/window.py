@@ -82,7 +82,11 @@ class Window:
         self._thread.join()
         # In the order in which they began: the clock is first, and what others take to end is not in it.
         for meter in self._meters:
-            self.quantities.setdefault(meter.source, {}).update(meter.end())
+            found = self.quantities.setdefault(meter.source, {})
+            try:
+                found.update(meter.end())
+            except Exception as failure:
+                self._failed = self._failed or failure
         if self._failed is not None and kind is None:
             raise self._failed
 
