@@ -37,7 +37,7 @@ from torch_odt.execute.candidate import (
 )
 from torch_odt.execute.planning_time import PlannerStuck, PlanningTime, planned_apart
 from torch_odt.execute.smallest_plans import remembered_smallest
-from torch_odt.planning.auto import auto
+from torch_odt.planning.auto import QUICK_SECONDS, auto
 from torch_odt.planning.by_name import schedule_by_name
 from torch_odt.planning.objective import FASTEST, Goal, schedule_for
 from torch_odt.planning.pool import QUICK, pack
@@ -110,6 +110,7 @@ class Candidates:
             stops when it is told to takes so long at most for all its plans, and where this is 0, its own limit.
         time_share: how much of its own limit a named planner may take for these plans.
         reserves_time: a named planner's time is kept in part for planning again, as for the fewest bytes.
+        is_passing: the limit will be another one soon, so that `auto` looks no longer than a step takes.
     """
 
     batch: int
@@ -124,6 +125,7 @@ class Candidates:
     planning_seconds: float = 0.0
     time_share: float = 1.0
     reserves_time: bool = True
+    is_passing: bool = False
     notes: list[str] = field(default_factory=list)
     _limited: bool = True
     _time: PlanningTime = field(init=False)
@@ -360,7 +362,9 @@ class Candidates:
         goal = self.goal if separation is None else self.goal.for_part(separation.micro_batch / separation.batch)
         if self.planner != "auto":
             return schedule_by_name(self.planner, graph, costs, room, footprint, goal=goal, stop_at=stop_at)
-        searching = partial(auto, footprint=footprint, start=start)
+        step_seconds = sum(cost.seconds for cost in costs.ops.values())
+        quick_seconds = min(QUICK_SECONDS, max(_LEAST_SECONDS, step_seconds)) if self.is_passing else QUICK_SECONDS
+        searching = partial(auto, footprint=footprint, start=start, time_limit_seconds=quick_seconds)
         # A deadline of the step is met by planning again and again.
         share = 1.0 if math.isinf(goal.deadline_seconds) else 0.5
         wanted: dict[str, Any] = {"objective": goal.objective, "deadline_seconds": goal.deadline_seconds}

@@ -127,6 +127,7 @@ class Session:
             planning_seconds=request.planning_seconds / passes,
             time_share=1 / passes,
             pages_by="" if transfers is None else transfers.name,
+            is_passing=isinstance(request.budget, Allotment),
         )
 
     def makers(self) -> list[Candidates]:
@@ -351,6 +352,7 @@ def _plan_key(request: StepRequest, candidates: Candidates, allowance: Allowance
         "" if request.costs is None else costs_to_json(request.costs),
         request.device,
         request.goal,
+        *(("passing",) if candidates.is_passing else ()),
     )
 
 
