@@ -62,7 +62,9 @@ def train_to_the_end(folder: Path, report: int) -> None:
         training.train(number)
         checkpointer.step_done(number + 1)
         os.write(report, f"saved {number + 1}\n".encode())
-    (folder / "bits").write_bytes(training.bits())
+    # At once: this run may be killed here, too.
+    (folder / "unfinished").write_bytes(training.bits())
+    (folder / "unfinished").rename(folder / "bits")
 
 
 def uninterrupted() -> bytes:

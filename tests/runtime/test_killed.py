@@ -52,7 +52,8 @@ while kills < KILLS or while_writing < WHILE_WRITING:
         kills += 1
         while_writing += any(folder.glob("*.partial"))
     if (folder / "bits").exists():
-        assert (folder / "bits").read_bytes() == expected, runs
+        found = (folder / "bits").read_bytes()
+        assert found == expected, (runs, len(found), len(expected), lines)
         runs, acknowledged = runs + 1, 0
 print(kills, while_writing, runs)
 """
