@@ -197,3 +197,24 @@ def test_what_is_no_background() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(TypeError, match="background is True, False"):
         TrainStep(model, None, optimizer, budget="1GiB", background="yes")  # type: ignore[arg-type]
+
+
+def test_a_program_that_does_not_close_its_step_ends_well() -> None:
+    program = """
+import torch, torch_odt as odt
+model = torch.nn.Linear(8, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+budget = odt.Budget("64MiB", of="training")
+step = odt.TrainStep(model, torch.nn.functional.cross_entropy, optimizer, budget=budget, cache=False, background=True)
+for _ in range(3):
+    step(torch.ones(4, 8), torch.zeros(4, dtype=torch.long))
+"""
+    environment = os.environ | {"PYTHONPATH": ":".join(sys.path), "GOMP_SPINCOUNT": "1000"}
+    outcome = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
+    assert outcome.returncode == 0 and "Traceback" not in outcome.stderr, outcome.stderr
+
+
+def test_more_threads_than_cores_are_told_of() -> None:
+    options = Background(nice=0, scheduling="normal", idle_storage=False, threads=1000)
+    with pytest.warns(OdtWarning, match="threads=1000 wait for each other"), options.applied() as background:
+        assert "threads=1000" in background.notes[0]

@@ -193,6 +193,11 @@ def test_a_log_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
         Controller("80%", log=tmp_path / "missing" / "decisions.jsonl")
 
 
+def test_less_than_nothing_is_no_number_of_bytes() -> None:
+    with pytest.raises(ValueError, match="0 or more, not -5"):
+        Controller(lambda _: -5, read=reading).begin(LEVEL)
+
+
 def test_below_what_failed_it_grows() -> None:
     world = World(612)
     controller = world.controller()

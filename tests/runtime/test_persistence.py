@@ -380,3 +380,15 @@ def test_others_alone_are_enough_and_nothing_is_too_little(tmp_path: Path) -> No
     assert resumed is not None and resumed.step == 3
     with pytest.raises(ValueError, match="nothing to save"):
         Checkpointer(tmp_path)
+
+
+def test_another_optimizer_is_refused_before_anything_changes(tmp_path: Path) -> None:
+    training = new_training()
+    training.step()
+    training.checkpointer(tmp_path).save(1)
+    other = new_training()
+    before = {name: tensor.clone() for name, tensor in other.model.state_dict().items()}
+    other.optimizer = torch.optim.Rprop(other.model.parameters())
+    with pytest.raises(odt.CheckpointError, match="resume with the optimizer that the run had"):
+        Checkpointer(tmp_path, model=other.model, optimizer=other.optimizer).resume()
+    assert all(torch.equal(tensor, before[name]) for name, tensor in other.model.state_dict().items())

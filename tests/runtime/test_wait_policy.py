@@ -59,3 +59,10 @@ def test_a_real_process(tmp_path: Path) -> None:
     words = [sys.executable, str(script), "a b"]
     outcome = subprocess.run(words, env=environment, capture_output=True, text=True, check=True)
     assert outcome.stdout.splitlines() == ["start", "start", f"{SPIN_COUNT} ['a b']"]
+
+
+def test_a_program_from_standard_input_goes_on(tmp_path: Path) -> None:
+    program = "from torch_odt.runtime import reexecute_with_wait_policy\nreexecute_with_wait_policy()\nprint('made')\n"
+    environment = {"PYTHONPATH": ":".join(sys.path)}
+    outcome = subprocess.run([sys.executable], input=program, env=environment, capture_output=True, text=True)
+    assert outcome.stdout == "made\n" and "read from standard input" in outcome.stderr

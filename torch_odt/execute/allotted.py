@@ -36,7 +36,8 @@ def first_budget(value: BudgetValue, controller: Controller | None, level_bytes:
     """The budget of the first step."""
     if controller is not None:
         return controller.begin(level_bytes)
-    assert isinstance(value, int | str | Budget)
+    if not isinstance(value, int | str | Budget):
+        raise TypeError(f"a budget is bytes, a text such as '512MiB', a Budget or a policy, not {value!r}")
     return Budget.of_value(value)
 
 
@@ -116,9 +117,9 @@ def or_in_the_fewest(controller: Controller, allot: Callable[[Allotment], None],
         return prepare()
     except InfeasibleBudget as error:
         smallest_bytes = error.smallest_feasible_bytes
-    allowed = controller.current
     allot(controller.refused(smallest_bytes))
     if controller.is_scarce:
+        allowed = Allotment(controller.decisions[-1].allowed_bytes)
         warnings.warn(
             f"{allowed} are allowed, and the smallest plan takes {controller.current}: that one is followed until more "
             "is allowed",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import weakref
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING
@@ -44,6 +46,8 @@ class Beside:
     def one_step(self) -> Iterator[None]:
         """Inside, a step is made; before it, training waits while there is a reason to."""
         if self.run is None:
+            # What undoes it must not come after the modules that it needs.
+            atexit.register(_close, weakref.ref(self))
             self.run = self._entered.enter_context(self._options.applied(self._step))
         self.run.before_step()
         yield
@@ -53,3 +57,9 @@ class Beside:
         """Be as before; the next step is in the background again."""
         self.run = None
         self._entered.close()
+
+
+def _close(reference: weakref.ref[Beside]) -> None:
+    beside = reference()
+    if beside is not None:
+        beside.close()

@@ -8,6 +8,7 @@ else computes), pause.py, wait_policy.py.
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from typing import Literal, Protocol
 import torch
 
 from torch_odt.capture.power import find_sensors
+from torch_odt.errors import OdtWarning
 from torch_odt.runtime.choice import Chooser, Setting, settings_to_try
 from torch_odt.runtime.cores import Core, read_cores
 from torch_odt.runtime.duty import Duty
@@ -123,6 +125,10 @@ class Background:
         threads_before = torch.get_num_threads()
         own = OwnThreads()
         cores = _chosen_cores(self.cores, read_cores())
+        count = sum(core.allowed for core in cores)
+        if self.threads is not None and 0 < count < self.threads:
+            own.notes.append(f"threads={self.threads} wait for each other on {count} cores: take so many at most")
+            warnings.warn(own.notes[-1], OdtWarning, stacklevel=3)
         pauses = Pauses(self.pause_when, self.pause_above_celsius, self.pause_below_battery_percent)
         try:
             own.set_nice(self.nice)

@@ -301,8 +301,8 @@ class Controller:
                 f"{self.policy} says nothing of this process: combine it with one that does, "
                 "such as Smallest(..., ShareOfAvailable())"
             )
-        if isinstance(said, bool) or not isinstance(said, int):
-            raise ValueError(f"{self.policy} must say a whole number of bytes, not {said!r}")
+        if isinstance(said, bool) or not isinstance(said, int) or said < 0:
+            raise ValueError(f"{self.policy} must say a whole number of bytes, 0 or more, not {said!r}")
         self._last_allowed = said
         return said
 

@@ -309,6 +309,9 @@ class Checkpointer:
         for name, module in modules.items():
             if difference := _difference(module, state[name]):
                 raise CheckpointError(f"{path} is not of this {name}: in its state_dict, {difference}")
+        for name, part in self._parts.items():
+            if isinstance(part, torch.optim.Optimizer) and (difference := _other_optimizer(part, state[name])):
+                raise CheckpointError(f"{path} is not of this {name}: {difference}")
         # What is checked is loaded last: it takes the most memory to undo.
         with _undone_on_failure({name: part for name, part in self._parts.items() if name not in modules}) as others:
             for name, part in others.items():
@@ -339,6 +342,19 @@ def _keeper_of(step: TrainStep) -> PlanKeeper:
 def _step_of(path: Path) -> int:
     digits = path.name.removeprefix("step-").removesuffix(".safetensors")
     return int(digits) if digits.isdigit() else -1
+
+
+def _other_optimizer(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> str:
+    """What keeps an optimizer from taking a state, in words; empty where nothing does."""
+    groups, others = optimizer.param_groups, saved["param_groups"]
+    sizes, other_sizes = ([len(group["params"]) for group in each] for each in (groups, others))
+    if sizes != other_sizes:
+        return f"its groups have {other_sizes} parameters, and here they have {sizes}"
+    # Schedulers add options of their own to groups.
+    missing = sorted(set(optimizer.defaults) - set(others[0])) if others else []
+    if missing:
+        return f"it has no {', '.join(missing)}: resume with the optimizer that the run had"
+    return ""
 
 
 def _difference(module: nn.Module, saved: Mapping[str, Any]) -> str:

@@ -54,6 +54,9 @@ def reexecute_with_wait_policy(
     """
     if wait_policy_is_set(environment) or GUARD in environment:
         return
+    if words is None and sys.argv[:1] in ([""], ["-"]):
+        warnings.warn(f"a program that is read from standard input cannot be started anew. {_ADVICE}", OdtWarning, 2)
+        return
     if spin_count is None:
         # Most programs do without what it takes to try.
         from torch_odt.runtime.spin_count import explored_spin_count
