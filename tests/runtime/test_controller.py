@@ -177,7 +177,7 @@ def test_decisions_are_logged_with_their_reasons(tmp_path: Path) -> None:
 def test_a_policy_that_says_nothing_is_refused() -> None:
     with pytest.raises(ValueError, match="says nothing of this process"):
         Controller(ControlGroupHeadroom(), read=reading).begin(LEVEL)
-    with pytest.raises(ValueError, match=r"a whole number of bytes, not 2\.5"):
+    with pytest.raises(ValueError, match=r"a whole number of bytes, 0 or more, not 2\.5"):
         Controller(lambda _: 2.5, read=reading).begin(LEVEL)
 
 
