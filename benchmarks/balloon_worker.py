@@ -25,8 +25,6 @@ MIB = 1 << 20
 CHUNK_BYTES = 4 * MIB
 # What the balloon leaves of the group.
 SPARE_BYTES = 16 * MIB
-# It is to take memory, not time: a trainer has both cores.
-LOOK_SECONDS = 0.05
 MEASURED_STEPS, SETTLING_STEPS = 7, 2
 Step = Callable[[Any, Any], float]
 
@@ -52,13 +50,15 @@ def main() -> None:
 
 def hold(group: Path) -> None:
     """The balloon."""
+    from torch_odt.memory._control_group import control_groups
+
     held: list[mmap.mmap] = []
     target = 0
     wanted_byte_seconds = held_byte_seconds = 0.0
     now = time.perf_counter()
     say(ready=True)
     while True:
-        is_told = bool(select.select([sys.stdin], [], [], LOOK_SECONDS)[0])
+        is_told = bool(select.select([sys.stdin], [], [], 0.005)[0])
         before, now = now, time.perf_counter()
         wanted_byte_seconds += target * (now - before)
         held_byte_seconds += len(held) * CHUNK_BYTES * (now - before)
@@ -71,17 +71,13 @@ def hold(group: Path) -> None:
             target = int(line)
         while len(held) * CHUNK_BYTES > target:
             held.pop().close()
-        while (len(held) + 1) * CHUNK_BYTES <= target and headroom_bytes(group) > SPARE_BYTES + CHUNK_BYTES:
+        if (len(held) + 1) * CHUNK_BYTES > target:
+            continue
+        (level,) = [level for found in control_groups() for level in found.levels if level.folder == group]
+        if (level.headroom_bytes or 0) > SPARE_BYTES + CHUNK_BYTES:
             chunk = mmap.mmap(-1, CHUNK_BYTES)
             chunk.write(b"x" * CHUNK_BYTES)
             held.append(chunk)
-
-
-def headroom_bytes(group: Path) -> int:
-    from torch_odt.memory._control_group import control_groups
-
-    (level,) = [level for found in control_groups() for level in found.levels if level.folder == group]
-    return level.headroom_bytes or 0
 
 
 def train(options: argparse.Namespace) -> None:
