@@ -14,7 +14,7 @@ import torch_odt as odt
 from torch_odt.capture.rewrite import inexact_rewrites
 from torch_odt.runtime import Controller, Reading
 from torch_odt.runtime.budget import Allotment
-from torch_odt.runtime.controller import Need
+from torch_odt.runtime.growth import Need
 
 BATCH = 16
 

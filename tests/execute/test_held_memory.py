@@ -16,7 +16,7 @@ import torch_odt as odt
 from torch_odt import memory
 from torch_odt.execute.prepared import Prepared
 from torch_odt.runtime.budget import Allotment
-from torch_odt.runtime.controller import Need
+from torch_odt.runtime.growth import Need
 
 MIB = 1 << 20
 HUGE_PAGE_BYTES = 2 * MIB

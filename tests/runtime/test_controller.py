@@ -12,8 +12,10 @@ from hypothesis import strategies as st
 from readings import MIB, reading
 
 from torch_odt.errors import OdtWarning
-from torch_odt.runtime.controller import Controller, Decision, Need, _on_ladder
-from torch_odt.runtime.policies import ControlGroupHeadroom
+from torch_odt.runtime.controller import Controller, Decision, _on_ladder
+from torch_odt.runtime.growth import Need
+from torch_odt.runtime.monitor import Reading
+from torch_odt.runtime.policies import Callback, ControlGroupHeadroom
 
 LEVEL = 100 * MIB
 
@@ -31,11 +33,11 @@ class World:
         )
         return self.following
 
-    def step(self, allowed: int, need: int = 0, *, is_free: bool = False, seconds: float = 1.0) -> int:
+    def step(self, allowed: int, need: int = 0, *, slowdown: float | None = None, seconds: float = 1.0) -> int:
         """A step later; what is allotted, in MiB."""
         self.allowed = allowed
         self.seconds += seconds
-        needed = Need(need * MIB, is_free) if need else None
+        needed = Need(need * MIB, slowdown) if need else None
         return self.following.before_step(LEVEL, needed).total_bytes // MIB
 
     @property
@@ -85,7 +87,7 @@ def test_a_plan_that_takes_less_than_it_may_stays() -> None:
 def test_a_plan_that_gains_nothing_does_not_grow() -> None:
     world = World(356)
     world.controller().begin(LEVEL)
-    assert {world.step(2000, need=300, is_free=True) for _ in range(20)} == {356}
+    assert {world.step(2000, need=300, slowdown=1.0) for _ in range(20)} == {356}
 
 
 def test_after_a_retreat_it_waits() -> None:
@@ -126,7 +128,7 @@ def test_who_presses_again_and_again_is_given_more_at_once() -> None:
     found = [world.step(left, need=left + 1) for left in (611, 540, 420)]
     assert found == [556, 422, 281]
     for _ in range(4):
-        world.step(612, need=280, is_free=True)
+        world.step(612, need=280, slowdown=1.0)
     assert world.step(270, need=280) == 261, "that was long ago"
 
 
@@ -263,8 +265,8 @@ def test_a_step_that_runs_is_told_what_it_lacks() -> None:
     decision = controller.decisions[-1]
     assert (decision.action, decision.freed_bytes, decision.budget_bytes) == ("evict", lacking, 356 * MIB)
     # The next step is planned for that, and a plan for more that cost nothing does not stand in the way of more.
-    assert world.step(356, need=600, is_free=True) == 356
-    assert [world.step(612, need=600, is_free=True) for _ in range(6)] == [356] * 5 + [612]
+    assert world.step(356, need=600, slowdown=1.0) == 356
+    assert [world.step(612, need=600, slowdown=1.0) for _ in range(6)] == [356] * 5 + [612]
     assert world.actions == ["begin", "evict", "grow"]
 
 
@@ -305,3 +307,29 @@ def test_a_dip_while_a_step_runs_is_over_before_the_next() -> None:
     world.step(612, need=600)
     controller.refused(320 * MIB)
     assert world.actions[-1] == "shrink" and not controller.is_scarce, "by what is allowed now"
+
+
+def test_who_took_what_there_was_is_given_half_at_once() -> None:
+    left = [512]
+
+    def exhausted() -> Reading:
+        return reading(available=left[0])
+
+    controller = Controller(lambda found: found.available_bytes + LEVEL, read=exhausted)
+    controller.begin(LEVEL)
+    controller.before_step(LEVEL, None)
+    controller.policy = Callback(lambda _: LEVEL + 256 * MIB)
+    left[0] = 10
+    assert controller.before_step(LEVEL, Need(LEVEL + 500 * MIB)).total_bytes == LEVEL + 128 * MIB
+    assert [decision.action for decision in controller.decisions] == ["begin", "shrink"]
+
+
+def test_a_plan_that_takes_less_than_it_was_made_for_comes_back_where_it_fits() -> None:
+    world = World(612)
+    world.controller().begin(LEVEL)
+    world.step(612)
+    assert world.step(250, need=400, slowdown=1.0) < 250
+    grown = [world.step(450, need=240, slowdown=1.2) for _ in range(6)]
+    assert grown[-1] == 612, "what takes 400 fits"
+    assert world.step(450, need=400, slowdown=1.0) == 612
+    assert world.actions == ["begin", "shrink", "grow"]

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeVar
 
+from torch_odt import memory
 from torch_odt.errors import InfeasibleBudget, OdtWarning
 from torch_odt.execute.prepared import Prepared
 from torch_odt.execute.request import StepRequest
@@ -14,11 +14,10 @@ from torch_odt.runtime.budget import Allotment, Budget
 
 if TYPE_CHECKING:
     from torch_odt.execute.retries import Lowered
-    from torch_odt.runtime.controller import BudgetValue, Controller, Need
+    from torch_odt.runtime.controller import BudgetValue, Controller
+    from torch_odt.runtime.growth import Need
 
 Found = TypeVar("Found")
-# To make another plan takes as long as a step or two.
-_HARDLY_SLOWER = 1.02
 PLAN_FOR_ONE_BUDGET = "a plan was made for one budget, which cannot change while training runs: give bytes"
 
 
@@ -88,10 +87,17 @@ def prepare_allotted(
 
     def prepare_within(allotment: Allotment) -> Prepared:
         request.allot(allotment)
-        with contextlib.suppress(InfeasibleBudget):
+        try:
             return prepare()
-        # What other plans hold may be what is missing.
+        except InfeasibleBudget as error:
+            smallest_bytes = error.smallest_feasible_bytes
+        held_bytes = memory.process_bytes()
         forget_plans()
+        memory.trim()
+        freed_bytes = held_bytes - memory.process_bytes()
+        if smallest_bytes - freed_bytes > allotment.total_bytes:
+            return _in_the_fewest(controller, smallest_bytes, request.allot, prepare)
+        # What other plans held was what was missing.
         return or_in_the_fewest(controller, request.allot, prepare)
 
     level_bytes = request.level_bytes
@@ -117,6 +123,17 @@ def or_in_the_fewest(controller: Controller, allot: Callable[[Allotment], None],
         return prepare()
     except InfeasibleBudget as error:
         smallest_bytes = error.smallest_feasible_bytes
+    return _in_the_fewest(controller, smallest_bytes, allot, prepare, stacklevel=9)
+
+
+def _in_the_fewest(
+    controller: Controller,
+    smallest_bytes: int,
+    allot: Callable[[Allotment], None],
+    prepare: Callable[[], Found],
+    *,
+    stacklevel: int = 8,
+) -> Found:
     allot(controller.refused(smallest_bytes))
     if controller.is_scarce:
         allowed = Allotment(controller.decisions[-1].allowed_bytes)
@@ -124,7 +141,7 @@ def or_in_the_fewest(controller: Controller, allot: Callable[[Allotment], None],
             f"{allowed} are allowed, and the smallest plan takes {controller.current}: that one is followed until more "
             "is allowed",
             OdtWarning,
-            stacklevel=6,
+            stacklevel=stacklevel,
         )
     return prepare()
 
@@ -139,8 +156,10 @@ def _need_of(request: StepRequest, current: Prepared | None) -> Need | None:
     """What the plan that ran last takes."""
     if current is None:
         return None
-    from torch_odt.runtime.controller import Need
+    from torch_odt.runtime.growth import Need
 
     plan = current.plan
-    is_free = plan.captured and plan.slowdown <= _HARDLY_SLOWER and not (plan.micro_batch or current.pages)
-    return Need(request.level_bytes + plan.peak_bytes, is_free)
+    # What a whole batch, or one that nothing is paged of, would take is not known.
+    is_known = plan.captured and not (plan.micro_batch or current.pages)
+    slowdown = plan.slowdown if is_known else None
+    return Need(request.level_bytes + plan.peak_bytes, slowdown, plan.planning_seconds or 0.0)

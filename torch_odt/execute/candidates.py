@@ -213,10 +213,16 @@ class Candidates:
 
         return order
 
-    def measure_all(self) -> None:
-        """Measure also what does not fit into the budget: to refuse it, one that is large enough must be named."""
-        self._limited = False
+    def measure_all(self) -> bool:
+        """Measure also what does not fit into the budget: to refuse it, one that is large enough must be named.
+
+        Returns:
+            Whether there is something that has not been.
+        """
+        was_limited, self._limited = self._limited, False
+        count = len(self._sized)
         self._sized = {size: sized for size, sized in self._sized.items() if sized.is_measured}
+        return was_limited or len(self._sized) < count
 
     def smallest(self, micro_batch: int | None = None) -> Candidate:
         """The way that needs the fewest bytes."""

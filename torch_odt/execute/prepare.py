@@ -236,7 +236,9 @@ def _plan_inside(
         candidate = None if collects else _load(request, candidates, allowance)
         spare_bytes = allowance.planning_bytes + _spare_for_return(request, allowance)
         candidate = candidate or _fastest(request, candidates, allowance, spare_bytes)
-    for attempt in range(_MOST_ATTEMPTS):
+    # Where budgets pass, to look twice for what hardly fits takes longer than it gains.
+    attempts = 0 if candidate is None and candidates.is_passing else _MOST_ATTEMPTS
+    for attempt in range(attempts):
         allowance = take_stock(collects or attempt > 0)
         if candidate is not None and allowance.admits(candidate):
             candidate, allowance = _with_time(request, candidates, candidate, allowance, take_stock)
@@ -250,8 +252,8 @@ def _plan_inside(
     candidate, allowance = _with_time(request, candidates, smallest, take_stock(), take_stock)
     if allowance.admits(candidate):
         return candidate, allowance
-    candidates.measure_all()
-    smallest = candidates.smallest(request.micro_batch)
+    if candidates.measure_all():
+        smallest = candidates.smallest(request.micro_batch)
     raise infeasible(request, candidates, take_stock(), smallest)
 
 

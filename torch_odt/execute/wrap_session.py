@@ -147,10 +147,10 @@ class WrapSession:
         plan = self._running
         if plan is None:
             return None
-        from torch_odt.runtime.controller import Need
+        from torch_odt.runtime.growth import Need
 
         beside_bytes = self.level_bytes + self._level_of_step + self.ledger.reserved_bytes
-        return Need(beside_bytes + plan.peak_bytes, is_free=plan.costs_no_time)
+        return Need(beside_bytes + plan.peak_bytes, slowdown=1.0 if plan.costs_no_time else None)
 
     def _allot(self, budget: Budget | Allotment) -> None:
         self._asked = budget

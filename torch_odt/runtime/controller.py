@@ -1,7 +1,7 @@
 """Follows what the machine has left while training runs: decides before each step what it may hold.
 
 Plans are switched between two batches (Melon, section 4.3); while a batch runs, what is too much is evicted (SAGE).
-Less memory is given back at once; more is taken only when it has been there for a while, so that plans do not flutter.
+Less memory is given back at once; more is taken only when it has been there for a while and was missed (`growth`).
 Amounts lie on a ladder of fixed rungs, six to each doubling: what comes back to an amount finds the plan that was made
 for it.
 """
@@ -20,6 +20,7 @@ from typing import Any, Literal
 
 from torch_odt.errors import OdtWarning
 from torch_odt.runtime.budget import Allotment, Budget
+from torch_odt.runtime.growth import Growth, Need, best_known
 from torch_odt.runtime.monitor import Reading, read_system
 from torch_odt.runtime.policies import AnyPolicy, Policy, policy_of
 
@@ -34,23 +35,14 @@ _MOST_REMEMBERED = 1000
 # Others take in much less time what has been given back; who still wants more then is given more at once.
 _PRESSED_STEPS = 4
 _MORE_RUNGS = 2
-# So much of what can be had is enough where there is a plan for it already: to make one takes longer than it gains.
-_KNOWN_SHARE = 0.75
+# Where they leave less free than this share of what training takes, they took what there was: what they want is not
+# known, and to find it out rung by rung takes a plan each time.
+_EXHAUSTED_SHARE = 1 / 8
+_EXHAUSTED_RUNGS = RUNGS_PER_DOUBLING
+# So much of what can be had is enough at first where there is a plan for it already: it grows when that is missed.
+_KNOWN_SHARE = 0.5
 # While a step runs, less is not worth to make the rest of it anew: what a process holds varies as well.
 _LEAST_LACKING_SHARE = 1 / 16
-
-
-@dataclass(frozen=True)
-class Need:
-    """What the present plan takes.
-
-    Attributes:
-        total_bytes: that the process holds with it at most.
-        is_free: it costs hardly any time to be so small; more memory would not make it worth a new plan.
-    """
-
-    total_bytes: int
-    is_free: bool = False
 
 
 @dataclass(frozen=True)
@@ -129,7 +121,7 @@ class Controller:
             raise ValueError(f"grow_after_seconds must not be negative: {grow_after_seconds}")
         self.policy: Policy = policy_of(policy)
         self.decisions: deque[Decision] = deque(maxlen=_MOST_REMEMBERED)
-        self._grow_after_seconds = grow_after_seconds
+        self._growth = Growth(grow_after_seconds)
         self._log = None if log is None else Path(log)
         if self._log is not None:
             # What cannot be written is to be known before training begins.
@@ -139,12 +131,12 @@ class Controller:
         self._clock = clock
         self._steps = 0
         self._current: Allotment | None = None
-        self._more_since: float | None = None
-        self._least_more = 0
         self._ceiling_bytes: float = math.inf
         self._ceiling_until = 0.0
         self._smallest_bytes, self._smallest_until = 0, 0.0
-        self._followed: set[int] = set()
+        # What plans take, by what they were made for, and what the one was made for that runs.
+        self._known: dict[int, int] = {}
+        self._running = 0
         self._is_scarce = False
         self._has_told_of_log = False
         self._lowered_at = -_PRESSED_STEPS
@@ -194,6 +186,8 @@ class Controller:
             ValueError: what the policy says is no number of bytes.
         """
         current = self.current
+        if need is not None:
+            self._known[self._running] = need.total_bytes
         reading = self._read()
         allowed = self._allowed(reading, level_bytes)
         self._is_scarce = self._is_scarce and allowed < current.total_bytes
@@ -201,11 +195,15 @@ class Controller:
         if self._must_shrink(allowed, need):
             self._shrink("shrink", "less is allowed than the plan takes", allowed, allowed, level_bytes, reading)
         elif wanted <= current.total_bytes:
-            self._more_since = None
-        elif self._may_grow(wanted, need):
-            seconds = self._clock() - (self._more_since or 0.0)
-            self._decide("grow", f"more has been allowed for {seconds:.1f} s", self._least_more, allowed, reading)
+            self._growth.stop()
+        else:
+            now = self._clock()
+            more = self._growth.look(now, wanted, current.total_bytes, level_bytes, need, self._known)
+            if more is not None:
+                reason = f"more has been allowed for {self._growth.seconds(now):.1f} s"
+                self._decide("grow", reason, more, allowed, reading)
         self._steps += 1
+        self._running = self.current.total_bytes
         return self.current
 
     @property
@@ -273,7 +271,7 @@ class Controller:
         if freed_bytes < lacking_bytes:
             reason += "; more cannot be evicted"
         # Less than the smallest plan takes would only be refused, though there may be more by then.
-        total_bytes = min(current_bytes, max(_on_ladder(allowed, level_bytes), self._smallest_bytes))
+        total_bytes = min(current_bytes, max(self._lower(allowed, level_bytes, reading), self._smallest_bytes))
         self._lowered_at = self._steps
         self._decide("evict", reason, total_bytes, allowed, reading, freed_bytes)
 
@@ -281,12 +279,13 @@ class Controller:
         """A step had no room in what was allowed: nothing above this is tried for some time."""
         reading = self._read()
         self._ceiling_bytes, self._ceiling_until = smaller_bytes, self._clock() + _RETREAT_SECONDS
+        self._known.pop(self._running, None)
         self._decide("retreat", "a step was out of memory", smaller_bytes, self.current.total_bytes, reading)
         return self.current
 
     def refused(self, smallest_bytes: int) -> Allotment:
         """No plan fits into what was decided: the smallest one is followed, even if that is more than is allowed."""
-        self._followed.discard(self.current.total_bytes)
+        self._known.pop(self.current.total_bytes, None)
         self._smallest_bytes, self._smallest_until = smallest_bytes, self._clock() + _RETREAT_SECONDS
         self._decide_for_smallest(self._last_allowed, self._read())
         return self.current
@@ -315,21 +314,29 @@ class Controller:
     def _shrink(
         self, action: Action, reason: str, had_bytes: int, allowed: int, level_bytes: int, reading: Reading
     ) -> None:
-        """Decide for a rung below what can be had; further below each time that this comes soon after the last time.
-
-        What is given back is taken at once by whom it was given for, and what they still want does not show.
-        """
-        is_pressed = self._steps - self._lowered_at < _PRESSED_STEPS
-        self._rungs_below = self._rungs_below + _MORE_RUNGS if is_pressed else 0
+        """Decide for a rung below what can be had, or for what there is a plan for not far below that."""
+        lower = self._lower(had_bytes, level_bytes, reading)
         self._lowered_at = self._steps
-        lower = _on_ladder(had_bytes, level_bytes, rungs_below=self._rungs_below)
-        least = level_bytes + _KNOWN_SHARE * (lower - level_bytes)
-        lower = max((total for total in self._followed if least <= total <= lower), default=lower)
         if lower < self._smallest_bytes and self._clock() < self._smallest_until:
             # To find once more that nothing fits takes longer than to make a plan.
             self._decide_for_smallest(had_bytes, reading)
         else:
             self._decide(action, reason, lower, allowed, reading)
+
+    def _lower(self, had_bytes: int, level_bytes: int, reading: Reading) -> int:
+        """What to follow where so much can be had: further below each time that this comes soon after the last time.
+
+        What is given back is taken at once by whom it was given for, and what they still want does not show.
+        """
+        if self._steps - self._lowered_at < _PRESSED_STEPS:
+            self._rungs_below += _MORE_RUNGS
+        else:
+            exhausted_bytes = _EXHAUSTED_SHARE * (self.current.total_bytes - level_bytes)
+            self._rungs_below = _EXHAUSTED_RUNGS if reading.available_bytes < exhausted_bytes else 0
+        lower = _on_ladder(had_bytes, level_bytes, rungs_below=self._rungs_below)
+        least = level_bytes + _KNOWN_SHARE * (lower - level_bytes)
+        known = best_known(self._known, int(least), lower)
+        return lower if known is None else known
 
     def _decide_for_smallest(self, had_bytes: int, reading: Reading) -> None:
         if self._smallest_bytes <= had_bytes:
@@ -344,23 +351,13 @@ class Controller:
             self._ceiling_bytes = math.inf
         return self._ceiling_bytes
 
-    def _may_grow(self, wanted: int, need: Need | None) -> bool:
-        """Whether more has been allowed for long enough, and is of use."""
-        now = self._clock()
-        if need is not None and need.is_free and need.total_bytes <= self.current.total_bytes:
-            self._more_since = None
-            return False
-        if self._more_since is None:
-            self._more_since, self._least_more = now, wanted
-        self._least_more = min(self._least_more, wanted)
-        return now - self._more_since >= self._grow_after_seconds
-
     def _decide(
         self, action: Action, reason: str, total_bytes: int, allowed: int, reading: Reading, freed_bytes: int = 0
     ) -> None:
         self._current = Allotment(total_bytes)
-        self._followed.add(total_bytes)
-        self._more_since = None
+        if action != "evict":
+            self._running = total_bytes
+        self._growth.stop()
         decision = Decision(
             step=self._steps,
             at_seconds=time.time(),

@@ -1,0 +1,97 @@
+"""When more memory is worth another plan."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from torch_odt.runtime.growth import Growth, Need, best_known
+
+LEVEL = 1000
+AFTER_SECONDS = 5.0
+
+
+class Watched:
+    """Growth above 100 bytes, looked at once a second."""
+
+    def __init__(self, need: Need | None, known: dict[int, int] | None = None) -> None:
+        self.growth = Growth(AFTER_SECONDS)
+        self.need, self.known = need, known or {}
+        self.now = 0.0
+
+    def look(self, wanted: int) -> int | None:
+        self.now += 1.0
+        return self.growth.look(self.now, LEVEL + wanted, LEVEL + 100, LEVEL, self.need, self.known)
+
+    def first(self, wanted: int, most: int = 100) -> tuple[int, int | None]:
+        """After how many looks it grows, and to what."""
+        for count in range(1, most):
+            if (grown := self.look(wanted)) is not None:
+                return count, grown - LEVEL
+        return most, None
+
+
+def need(slowdown: float | None, plan_seconds: float = 0.0, taken: int = 95) -> Need:
+    return Need(LEVEL + taken, slowdown, plan_seconds)
+
+
+def test_what_has_all_it_can_use_never_grows() -> None:
+    assert Watched(need(1.01)).first(400) == (100, None)
+
+
+def test_what_holds_more_than_it_may_does() -> None:
+    assert Watched(need(1.0, taken=300)).first(400) == (6, 400), "it had all, and some of it was taken from it"
+
+
+def test_a_new_plan_waits_until_it_was_missed() -> None:
+    # Twice the bytes win three quarters of a fifth of the time.
+    assert Watched(need(1.25, plan_seconds=1.4)).first(200) == (11, 200)
+    assert Watched(need(1.25, plan_seconds=0.5)).first(200) == (6, 200), "but not before it has been there for a while"
+    assert Watched(need(None, plan_seconds=1.5)).first(200) == (6, 200)
+
+
+@given(slowdown=st.floats(1.03, 4.0), plan_seconds=st.floats(0.0, 5.0), wanted=st.integers(110, 1000))
+def test_it_never_costs_more_than_twice_what_the_future_would_have(
+    slowdown: float, plan_seconds: float, wanted: int
+) -> None:
+    looks, grown = Watched(need(slowdown, plan_seconds)).first(wanted, 1000)
+    share = need(slowdown).lost_share(100, wanted)
+    lost_before_the_last_look = share * (looks - 2)
+    assert grown == wanted or lost_before_the_last_look <= plan_seconds
+    assert looks <= 6 or lost_before_the_last_look <= plan_seconds
+
+
+def test_a_plan_that_exists_is_taken_as_soon_as_it_fits_for_long_enough() -> None:
+    known = {LEVEL + 100: LEVEL + 95, LEVEL + 500: LEVEL + 180, LEVEL + 150: LEVEL + 140}
+    assert Watched(need(1.1, plan_seconds=1e6), known).first(200) == (6, 500)
+    assert Watched(need(1.1, plan_seconds=1e6), known).first(170) == (6, 150)
+    assert Watched(need(1.1, plan_seconds=1e6), known).first(120) == (100, None)
+
+
+def test_a_dip_is_forgotten_when_it_is_long_ago() -> None:
+    watched = Watched(need(None, plan_seconds=3.0))
+    assert [watched.look(wanted) for wanted in (400, 110, 400, 400)] == [None] * 4
+    found = [watched.look(400) for _ in range(6)]
+    assert found[2] is None and found[-1] == LEVEL + 400, "and not 110"
+
+
+def test_when_less_is_allowed_it_begins_anew() -> None:
+    watched = Watched(need(None))
+    for _ in range(5):
+        watched.look(400)
+    watched.growth.stop()
+    assert watched.first(400) == (6, 400)
+    assert watched.growth.seconds(watched.now) == pytest.approx(AFTER_SECONDS)
+
+
+def test_without_a_plan_it_only_waits() -> None:
+    assert Watched(None).first(200) == (6, 200)
+
+
+def test_of_plans_that_exist_the_largest_that_fits_is_the_best() -> None:
+    known = {10: 8, 20: 9, 30: 25}
+    assert best_known(known, 9, 24) == 20
+    assert best_known(known, 1, 30) == 30
+    assert best_known(known, 10, 24) is None
+    assert best_known({}, 0, 100) is None
