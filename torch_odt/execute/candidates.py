@@ -239,6 +239,11 @@ class Candidates:
         return whole
 
     @property
+    def fingerprint(self) -> str:
+        """Of the whole batch's graph."""
+        return self.sized(self.batch).graph.fingerprint
+
+    @property
     def library_bytes(self) -> int:
         """What math libraries take besides, unseen by any allocator of torch's."""
         costs = [c for s in self._sized.values() for c in (s.costs, *([] if s.adding is None else [s.adding[1]]))]

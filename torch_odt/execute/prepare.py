@@ -254,6 +254,7 @@ def _plan_inside(
         return candidate, allowance
     if candidates.measure_all():
         smallest = candidates.smallest(request.micro_batch)
+    request.fewest_bytes[candidates.fingerprint] = smallest.total_bytes
     raise infeasible(request, candidates, take_stock(), smallest)
 
 
@@ -310,6 +311,8 @@ def _fastest(request: StepRequest, candidates: Candidates, allowance: Allowance,
     """The fastest candidate that leaves so many bytes for what looking for it leaves behind."""
     # The next start may be left with a little less, and the plan must fit there too.
     limit = rounded(max(0, allowance.step_bytes - spare_bytes))
+    if candidates.is_passing and limit < request.fewest_bytes.get(candidates.fingerprint, 0):
+        return None
     candidate = candidates.fastest(limit, request.micro_batch) if limit else None
     if candidate is not None and not allowance.admits(candidate):
         # The optimizer's temporaries do not fit into this arena: leave them room.
@@ -340,7 +343,7 @@ def _load(request: StepRequest, candidates: Candidates, allowance: Allowance) ->
 def _plan_key(request: StepRequest, candidates: Candidates, allowance: Allowance, rounded_bytes: int) -> str:
     """By the budget, not by what capture has left of it: that is less when everything had to be measured first."""
     return plan_key(
-        candidates.sized(candidates.batch).graph.fingerprint,
+        candidates.fingerprint,
         machine_name(),
         settings_name(),
         rounded_bytes,

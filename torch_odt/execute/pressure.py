@@ -30,9 +30,9 @@ if TYPE_CHECKING:
 # Between two looks at least, and ...
 _INTERVAL_SECONDS = 0.05
 # ... so much of a step's time at most for looking and planning.
-_LOOKING_SHARE = 0.02
+_LOOKING_SHARE = 0.01
 # Instructions are run in pieces of about so long.
-_PIECE_SECONDS = 0.005
+_PIECE_SECONDS = 0.02
 # What gives back less of what is lacking is not worth its recomputation.
 _LEAST_FREED_SHARE = 1 / 4
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -50,6 +50,7 @@ class StepRequest:
         power: what this machine draws; None where joules do not matter.
         goal: what a step is to spend least of.
         planning_seconds: how long to look for a better plan than the one that is found at once.
+        fewest_bytes: what the smallest plan takes, by the graph's fingerprint, where a budget was refused.
     """
 
     model: nn.Module
@@ -74,6 +75,7 @@ class StepRequest:
     arena: Any = None
     scratch_allowed: bool = False
     scratch_misused: bool = False
+    fewest_bytes: dict[str, int] = field(default_factory=dict)
     _reported: bool = False
     _copies: int = 0
 

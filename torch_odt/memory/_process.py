@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import resource
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import psutil
 
-from torch_odt.memory._control_group import control_groups
+from torch_odt.memory._control_group import ControlGroup, control_groups
 from torch_odt.memory._files import SYSTEM_ROOT, field, read_text
 
 
@@ -29,10 +30,11 @@ def process_bytes(*, root: Path = SYSTEM_ROOT) -> int:
     Returns:
         RssAnon + RssShmem on Linux. Elsewhere the whole resident size, which is more.
     """
-    anonymous = _status_bytes(root, "RssAnon")
-    if anonymous is None:
+    status = read_text(root / "proc/self/status")
+    anonymous_kib = field(status, "RssAnon")
+    if anonymous_kib is None:
         return int(psutil.Process().memory_info().rss)
-    return anonymous + (_status_bytes(root, "RssShmem") or 0)
+    return (anonymous_kib + (field(status, "RssShmem") or 0)) * 1024
 
 
 def peak_process_bytes(*, root: Path = SYSTEM_ROOT) -> int:
@@ -91,10 +93,10 @@ def children_bytes(*, root: Path = SYSTEM_ROOT) -> int:
     return sum(kib * 1024 for kib in fields if kib is not None)
 
 
-def _control_group_headrooms(root: Path) -> dict[str, int]:
+def _control_group_headrooms(groups: Sequence[ControlGroup]) -> dict[str, int]:
     """The smallest headroom of the process's control group and all that contain it, by version."""
     found: dict[str, int] = {}
-    for group in control_groups(root=root):
+    for group in groups:
         headrooms = [level.headroom_bytes for level in group.levels if level.headroom_bytes is not None]
         if headrooms:
             found[group.version] = min(headrooms)
@@ -108,8 +110,10 @@ def _rlimit_headrooms(root: Path) -> dict[str, int]:
         ("rlimit_data", resource.RLIMIT_DATA, "VmData"),
     ):
         soft_bytes, _ = resource.getrlimit(limit)
+        if soft_bytes == resource.RLIM_INFINITY:
+            continue
         used_bytes = _status_bytes(root, name)
-        if soft_bytes != resource.RLIM_INFINITY and used_bytes is not None:
+        if used_bytes is not None:
             found[source] = max(0, soft_bytes - used_bytes)
     return found
 
@@ -131,8 +135,12 @@ def available_detail(*, root: Path = SYSTEM_ROOT) -> dict[str, int]:
         >>> sorted(available_detail())[-1]
         'system'
     """
-    system = {"system": int(psutil.virtual_memory().available)}
-    return system | _control_group_headrooms(root) | _rlimit_headrooms(root)
+    return limits_of(int(psutil.virtual_memory().available), control_groups(root=root), root=root)
+
+
+def limits_of(system_bytes: int, groups: Sequence[ControlGroup], *, root: Path = SYSTEM_ROOT) -> dict[str, int]:
+    """What `available_detail` says, where the system and the groups have been asked already."""
+    return {"system": system_bytes} | _control_group_headrooms(groups) | _rlimit_headrooms(root)
 
 
 def available(*, root: Path = SYSTEM_ROOT) -> int:

@@ -106,7 +106,8 @@ class Growth:
             return None
         if need is None:
             return lasting
-        made = best_known(known, need.total_bytes + 1, lasting)
+        # What ran last may have been a larger one, which gave back while it did.
+        made = best_known(known, min(need.total_bytes, current_bytes) + 1, lasting)
         return lasting if made is None and self._lost_seconds >= need.plan_seconds else made
 
     def seconds(self, now: float) -> float:

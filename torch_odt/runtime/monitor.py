@@ -7,16 +7,16 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 
 import psutil
 
-from torch_odt.memory._control_group import ControlGroupLevel, control_groups
+from torch_odt.memory._control_group import ControlGroup, ControlGroupLevel, control_groups
 from torch_odt.memory._files import SYSTEM_ROOT, read_text
-from torch_odt.memory._process import available_detail, process_bytes
+from torch_odt.memory._process import limits_of, process_bytes
 
 __all__ = ["ControlGroupReading", "Monitor", "Pressure", "Reading", "read_pressure", "read_system"]
 
@@ -95,17 +95,18 @@ def read_system(*, root: Path = SYSTEM_ROOT) -> Reading:
         >>> reading.available_bytes == min(reading.limits.values())
         True
     """
-    limits = available_detail(root=root)
-    swap = psutil.swap_memory()
+    groups = control_groups(root=root)
+    system, swap = psutil.virtual_memory(), psutil.swap_memory()
+    limits = limits_of(int(system.available), groups, root=root)
     return Reading(
         at_seconds=time.monotonic(),
         process_bytes=process_bytes(root=root),
         available_bytes=min(limits.values()),
         limits=limits,
         resident_bytes=psutil.Process().memory_info().rss,
-        total_bytes=psutil.virtual_memory().total,
+        total_bytes=system.total,
         swap_used_bytes=swap.used if swap.total else None,
-        control_group=_tightest_group(root),
+        control_group=_tightest_group(groups),
         pressure=read_pressure(root=root),
     )
 
@@ -127,7 +128,7 @@ class Monitor:
     """Reads the system again and again, in a thread of its own, and remembers the last reading.
 
     Choose it where something is to follow what the system has left: a budget that changes while training runs, a line
-    that is shown. A reading takes one to three milliseconds, so one each second is less than 0.5 % of a core.
+    that is shown. A reading takes about a millisecond, so one each second is less than 0.5 % of a core.
 
     Args:
         interval_seconds: between two readings.
@@ -214,10 +215,10 @@ class Monitor:
             self._on_reading(self._latest)
 
 
-def _tightest_group(root: Path) -> ControlGroupReading | None:
+def _tightest_group(groups: Sequence[ControlGroup]) -> ControlGroupReading | None:
     levels = [
         (level.headroom_bytes, number, group.version, level)
-        for number, group in enumerate(control_groups(root=root))
+        for number, group in enumerate(groups)
         for level in group.levels
         if level.headroom_bytes is not None
     ]
