@@ -200,9 +200,9 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--held-out", type=int, help="samples to choose settings by (2000; 300 of the digits)")
     parser.add_argument("--mentor-samples", type=int, default=30000, help="at most so many others that the mentor had")
     parser.add_argument("--test-samples", type=int, default=10000, help="at most so many of the test set")
-    parser.add_argument("--width", type=int, default=24, help="of the mentor's first stage")
+    parser.add_argument("--width", type=int, default=16, help="of the mentor's first stage")
     parser.add_argument("--mentee-width", type=int, default=8)
-    parser.add_argument("--mentor-steps", type=int, default=900, help="of twice the batch")
+    parser.add_argument("--mentor-steps", type=int, default=700, help="of twice the batch")
     parser.add_argument("--mentor-rate", type=float, default=3e-3, help="of Adam")
     parser.add_argument("--steps", type=int, default=1000, help="of each mentee")
     parser.add_argument("--batch", type=int, default=64)
@@ -211,10 +211,10 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--cache", type=Path, default=default_folder() / "recipes", help="the mentor and its outputs")
     parser.add_argument("--out", type=Path, help="folder for the results")
-    parser.add_argument("--quick", action="store_true", help="few steps, trials and seeds, and a narrow mentor")
+    parser.add_argument("--quick", action="store_true", help="few steps, trials and seeds")
     options = parser.parse_args(arguments)
     if options.quick:
-        quick = {"width": 16, "mentor_steps": 80, "steps": 200, "image_size": 16, "trials": 2, "seeds": 1}
+        quick = {"mentor_steps": 80, "steps": 200, "image_size": 16, "trials": 2, "seeds": 1}
         for name, value in quick.items():
             setattr(options, name, value)
     defaults = {"labelled": (500, 50), "unlabelled": (4500, 350), "held_out": (2000, 300)}

@@ -23,4 +23,4 @@ def weights_digest(model: nn.Module, prefix: str = "") -> str:
 def add_to_digest(digest: hashlib._Hash, name: str, tensor: Tensor) -> None:
     """A tensor's name, shape, type and bits."""
     digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
-    digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+    digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
