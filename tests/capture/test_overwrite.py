@@ -11,8 +11,9 @@ from torch import Tensor, nn
 
 from tests.capture.test_rewrite import capture, check_against_plain, execute
 from torch_odt.capture.costs import Costs
-from torch_odt.capture.graph import Op, TrainingGraph
-from torch_odt.errors import ScheduleError
+from torch_odt.capture.graph import Op, Output, TrainingGraph
+from torch_odt.capture.graph_check import check_graph
+from torch_odt.errors import PlanError, ScheduleError
 from torch_odt.planning.keep_all import keep_all
 from torch_odt.planning.pool import check, pack
 from torch_odt.planning.registry import get_planner
@@ -92,6 +93,12 @@ def test_a_gradient_is_overwritten_behind_views_of_it() -> None:
     assert maker.target == "aten.mm.default" and maker.is_pinned
     (result,) = op.writes
     assert graph.values[result].base == maker.writes[0]
+    check_graph(graph)
+    # Somebody else looks at the product behind the view.
+    graph.outputs.append(Output(view.reads[0], "result", 1))
+    with pytest.raises(PlanError, match="overwrites what leaves the step"):
+        check_graph(graph)
+    graph.outputs.pop()
     schedule = keep_all(graph, NO_COSTS, 1)
     check(graph, NO_COSTS, schedule, pack(graph, NO_COSTS, schedule))
 

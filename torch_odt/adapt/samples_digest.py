@@ -9,7 +9,7 @@ from torch import Tensor
 
 from torch_odt.adapt.weights_digest import add_to_digest
 
-# Of 224 x 224 pixels in float32 this many take a quarter of a second to hash, and decoding them takes longer.
+# Of 3 x 224 x 224 in float32 this many take 0.2 s to hash, and decoding them takes longer.
 SAMPLES_READ = 512
 
 
