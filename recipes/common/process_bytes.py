@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import multiprocessing
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -34,12 +35,14 @@ class TrainingBytes:
         trained_parameters: elements of what the optimizer trains.
         is_sampled: the kernel keeps no mark of a window's own, so that `process_bytes` is the most of looks every 2 ms,
             which what is held for less escapes.
+        cpu_seconds: of the fastest of the measured steps, on its thread; other processes hardly change it.
     """
 
     process_bytes: int
     plan_bytes: int | None
     trained_parameters: int
     is_sampled: bool = False
+    cpu_seconds: float | None = None
 
 
 @dataclass(frozen=True)
@@ -81,9 +84,12 @@ def _measured(make_training: Callable[..., Training], arguments: tuple[Any, ...]
         training()
     gc.collect()
     file_bytes = psutil.Process().memory_info().rss - odt.memory.process_bytes()
+    seconds = []
     with Window([ProcessMemory()], poll_seconds=POLL_SECONDS) as window:
         for _ in range(STEPS):
+            began = time.thread_time()
             training()
+            seconds.append(time.thread_time() - began)
     found = window.quantities["proc"]
     marked, sampled = found["peak_resident_bytes"], found["peak_bytes"]
     is_sampled = isinstance(marked, Absent)
@@ -91,7 +97,8 @@ def _measured(make_training: Callable[..., Training], arguments: tuple[Any, ...]
     assert isinstance(peak_bytes, int)
     trained = {parameter for group in training.optimizer.param_groups for parameter in group["params"]}
     plan_bytes = training.step.plan.peak_bytes if isinstance(training.step, odt.TrainStep) else None
-    return TrainingBytes(peak_bytes - level_bytes, plan_bytes, sum(p.numel() for p in trained), is_sampled)
+    parameters = sum(parameter.numel() for parameter in trained)
+    return TrainingBytes(peak_bytes - level_bytes, plan_bytes, parameters, is_sampled, min(seconds))
 
 
 def _import_what_trains() -> None:

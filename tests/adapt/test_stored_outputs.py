@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import torch_odt as odt
 from torch_odt.adapt import StoredOutputs, store_outputs
+from torch_odt.adapt.samples_digest import SAMPLES_READ, samples_digest
 
 
 class Mentor(nn.Sequential):
@@ -120,6 +122,49 @@ def test_outputs_of_something_else_are_refused_and_left(tmp_path: Path) -> None:
         store_outputs(mentor, images, tmp_path / "mine")
     assert (tmp_path / "mine" / "photo.jpg").exists()
     assert len(StoredOutputs(tmp_path / "s")) == 6
+
+
+def test_other_data_of_the_same_length_are_refused(tmp_path: Path) -> None:
+    mentor, images, labels = _mentor(), torch.randn(6, 3, 4, 4), torch.arange(6)
+    stored = store_outputs(mentor, images, tmp_path / "s")
+    turned = images.flip(0)
+    for other in (images + 1, turned, images.double(), TensorDataset(turned, labels)):
+        with pytest.raises(odt.StoredOutputsError, match=r"inputs is \w+ and not \w+.*at random are never the same"):
+            store_outputs(mentor, other, tmp_path / "s")
+    with pytest.raises(odt.StoredOutputsError, match=r"other inputs \(digest \w+\) than these data have"):
+        stored.beside(TensorDataset(turned, labels))
+    assert len(stored.beside(TensorDataset(images, labels + 1))) == 6
+    assert len(store_outputs(mentor, TensorDataset(images, labels), tmp_path / "s")) == 6
+
+
+def test_of_many_samples_the_first_the_last_and_some_between_are_compared() -> None:
+    class Counted(list[Tensor]):
+        def __init__(self, samples: list[Tensor]) -> None:
+            super().__init__(samples)
+            self.read: list[int] = []
+
+        def __getitem__(self, index: Any) -> Any:
+            self.read.append(index)
+            return super().__getitem__(index)
+
+    data = Counted([torch.full((1,), float(number)) for number in range(2000)])
+    digest = samples_digest(data)
+    assert len(set(data.read)) == len(data.read) == SAMPLES_READ
+    assert (data.read[0], data.read[-1]) == (0, 1999)
+    assert max(b - a for a, b in pairwise(data.read)) == 4
+    for place in (0, 1999):
+        changed = [*data]
+        changed[place] = torch.zeros(1) - 1
+        assert samples_digest(changed) != digest
+
+
+def test_a_partial_folder_of_other_data_is_refused(tmp_path: Path) -> None:
+    mentor, images = _mentor(), torch.randn(6, 3, 4, 4)
+    mentor.fails_at = 2
+    with pytest.raises(KeyboardInterrupt):
+        store_outputs(mentor, images, tmp_path / "s", batch_size=2)
+    with pytest.raises(odt.StoredOutputsError, match=r"s\.partial holds outputs of something else \(inputs is"):
+        store_outputs(mentor, images + 1, tmp_path / "s", batch_size=2)
 
 
 def test_a_partial_folder_of_another_mentor_is_refused(tmp_path: Path) -> None:

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 
 from tests.capture.test_rewrite import capture, check_against_plain, execute
 from torch_odt.capture.costs import Costs
-from torch_odt.capture.graph import Op, TrainingGraph
-from torch_odt.errors import ScheduleError
+from torch_odt.capture.graph import Op, Output, TrainingGraph
+from torch_odt.capture.graph_check import check_graph
+from torch_odt.errors import PlanError, ScheduleError
 from torch_odt.planning.keep_all import keep_all
 from torch_odt.planning.pool import check, pack
 from torch_odt.planning.registry import get_planner
@@ -69,6 +70,59 @@ def test_what_reads_a_gradient_last_writes_in_its_place() -> None:
         assert result is not None and graph.values[result].base == graph.values[op.overwrites].base
         assert not op.may_rerun
     assert any(note.endswith("(overwrite_gradients)") for note in graph.notes)
+
+
+class Tokens(nn.Module):
+    """Linear layers over (samples, tokens, channels), which PyTorch multiplies as matrices: views stand between."""
+
+    def __init__(self, *, trains: bool = True) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, 16), nn.GELU(), nn.Linear(16, 4)).requires_grad_(trains)
+        self.head = nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.layers(x).mean(1))
+
+
+def test_a_gradient_is_overwritten_behind_views_of_it() -> None:
+    graph = check_against_plain(Tokens(), torch.randn(3, 5, 4), torch.randn(3, 2))
+    op = overwriting(graph)["aten.gelu_backward.default"]
+    view = graph.ops[graph.values[op.overwrites].producer]
+    maker = graph.ops[graph.values[view.reads[0]].producer]
+    assert view.is_view and not view.is_pinned
+    assert maker.target == "aten.mm.default" and maker.is_pinned
+    (result,) = op.writes
+    assert graph.values[result].base == maker.writes[0]
+    check_graph(graph)
+    # Somebody else looks at the product behind the view.
+    graph.outputs.append(Output(view.reads[0], "result", 1))
+    with pytest.raises(PlanError, match="overwrites what leaves the step"):
+        check_graph(graph)
+    graph.outputs.pop()
+    schedule = keep_all(graph, NO_COSTS, 1)
+    check(graph, NO_COSTS, schedule, pack(graph, NO_COSTS, schedule))
+
+
+def test_an_activation_is_overwritten_behind_views_of_it() -> None:
+    graph = check_against_plain(Tokens(trains=False), torch.randn(3, 5, 4), torch.randn(3, 2))
+    assert set(overwriting(graph)) == {"aten.gelu.default"}
+
+
+def test_a_view_that_leaves_the_step_is_not_overwritten() -> None:
+    class AlsoReturned(nn.Module):
+        """The first layer's output is a result of the step, as the view that GELU reads."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 2)])
+            self.layers[0].requires_grad_(False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            hidden = self.layers[0](x)
+            return self.layers[1](F.gelu(hidden)) + hidden[..., :2]
+
+    graph = check_against_plain(AlsoReturned(), torch.randn(3, 5, 4), torch.randn(3, 5, 2))
+    assert "aten.gelu.default" not in overwriting(graph)
 
 
 class FrozenStart(nn.Module):

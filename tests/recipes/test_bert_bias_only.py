@@ -33,7 +33,7 @@ def test_ways_to_train_are_compared(
     with torch.random.fork_rng(devices=[]):
         code = bert_bias_only.main(arguments)
     rows = json.loads((tmp_path / "bert_bias_only.json").read_text())["rows"]
-    trained = {method: row["planned"]["trained_parameters"] for method, row in rows.items()}
+    trained = {method: row["roomy"]["trained_parameters"] for method, row in rows.items()}
     assert trained["classifier"] < trained["biases"] < trained["full"]
     # Three intents are new; every layer of 32 has biases besides.
     assert trained["classifier"] == 3 * 32 + 3
@@ -75,7 +75,7 @@ def test_too_few_samples_for_a_batch_are_refused() -> None:
 def test_what_is_missed_is_named() -> None:
     plain, planned = TrainingBytes(150, None, 10), TrainingBytes(100, 90, 10)
     rows = {
-        name: bert_bias_only.Row([accuracy], plain, planned)
+        name: bert_bias_only.Row([accuracy], 1e-3, plain, planned, planned)
         for name, accuracy in (("full", 0.9), ("biases", 0.84), ("classifier", 0.8))
     }
     assert bert_bias_only._missed(rows) == [

@@ -20,6 +20,7 @@ from torch.utils.data import default_collate
 
 from torch_odt.adapt.layer_outputs import Tap, logits_of
 from torch_odt.adapt.layers import evaluating
+from torch_odt.adapt.samples_digest import inputs_of, samples_digest
 from torch_odt.adapt.stored_outputs import DESCRIPTION, DTYPES, Description, Origin, StoredOutputs
 from torch_odt.adapt.weights_digest import weights_digest
 from torch_odt.errors import StoredOutputsError
@@ -48,7 +49,8 @@ def store_outputs(
         mentor: returns a tensor of logits, or something that has `logits`.
         data: with a length and an index: a `Dataset`, or a tensor of inputs. A sample is an input, or a tuple of
             inputs and, last, a label, which the mentor does not see. A sample must be the same whenever it is asked
-            for: without random crops, say.
+            for: without random crops, say. At most 512 of them, evenly spread, are read and compared by their digest
+            with what a folder was made from.
         folder: made by this, for these outputs alone.
         layers: names of layers whose outputs are kept as hints, as `mentor.named_modules()` has them. A sample of them
             may take many times what its logits do.
@@ -60,7 +62,7 @@ def store_outputs(
 
     Raises:
         StoredOutputsError: the folder (or its `.partial`) holds something else: outputs of a mentor of other weights,
-            of data of another length, in another type or of other layers. It is left as it is.
+            of data of another length or with other inputs, in another type or of other layers. It is left as it is.
         FloatingPointError: an output is not finite, or too large for the type.
         TypeError: a sample or an output is none of what it should be.
         ValueError: there are no samples, there is no such layer, or it does not run exactly once in a pass.
@@ -84,7 +86,7 @@ def store_outputs(
     if not samples:
         raise ValueError("the data have no samples")
     folder = Path(folder)
-    origin = Origin(weights_digest(mentor), samples, dtype, tuple(layers))
+    origin = Origin(weights_digest(mentor), samples, samples_digest(data), dtype, tuple(layers))
     if folder.exists() and any(folder.iterdir()):
         Description.read(folder).origin.require(origin, folder)
         return StoredOutputs(folder)
@@ -188,19 +190,8 @@ def _inputs(data: Any, start: int, stop: int) -> list[Tensor]:
     """The inputs of consecutive samples, as a batch."""
     if isinstance(data, Tensor):
         return [data[start:stop]]
-    batch = default_collate([_inputs_of(data[index], index) for index in range(start, stop)])
+    batch = default_collate([inputs_of(data[index], index) for index in range(start, stop)])
     return list(batch)
-
-
-def _inputs_of(sample: Any, index: int) -> tuple[Tensor, ...]:
-    inputs = (sample,) if isinstance(sample, Tensor) else sample
-    if isinstance(inputs, (tuple, list)) and len(inputs) > 1:
-        inputs = inputs[:-1]
-    if not isinstance(inputs, (tuple, list)) or not all(isinstance(each, Tensor) for each in inputs):
-        raise TypeError(
-            f"sample {index} is a {type(sample).__name__}: it must be a tensor, or a tuple of tensors and a label"
-        )
-    return tuple(inputs)
 
 
 def _outputs(mentor: nn.Module, taps: list[Tap], inputs: list[Tensor]) -> list[Tensor]:

@@ -19,12 +19,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
+from torch_odt.adapt.samples_digest import samples_digest
 from torch_odt.adapt.weights_digest import weights_digest
 from torch_odt.errors import StoredOutputsError
 
 DESCRIPTION = "outputs.json"
 DTYPES = {"float16": torch.float16, "float32": torch.float32}
-_FORMAT, _VERSION = "torch_odt.stored_outputs", 1
+_FORMAT, _VERSION = "torch_odt.stored_outputs", 2
+_NEVER_THE_SAME = "Inputs that are cropped or augmented at random are never the same: store those of fixed copies"
 
 
 @dataclass(frozen=True)
@@ -34,12 +36,14 @@ class Origin:
     Attributes:
         mentor: a digest of the mentor's weights.
         samples: length of the data.
+        inputs: a digest of the inputs of samples, evenly spread (see `samples_digest`).
         dtype: "float16" or "float32".
         layers: of the mentor, whose outputs are kept as hints.
     """
 
     mentor: str
     samples: int
+    inputs: str
     dtype: str
     layers: tuple[str, ...]
 
@@ -48,8 +52,10 @@ class Origin:
         found, wanted = asdict(self), asdict(other)
         differing = [f"{name} is {found[name]} and not {wanted[name]}" for name in found if found[name] != wanted[name]]
         if differing:
+            hint = f". {_NEVER_THE_SAME}" if self.inputs != other.inputs and self.samples == other.samples else ""
             raise StoredOutputsError(
-                f"{folder} holds outputs of something else ({'; '.join(differing)}): remove it, or give another folder"
+                f"{folder} holds outputs of something else ({'; '.join(differing)}): remove it, or give another "
+                f"folder{hint}"
             )
 
 
@@ -99,7 +105,9 @@ class Description:
         try:
             data = json.loads(path.read_text(encoding="utf-8"))
             if (data["format"], data["version"]) != (_FORMAT, _VERSION):
-                raise StoredOutputsError(f"{path} is of format {data['format']} {data['version']}, not {_VERSION}")
+                raise StoredOutputsError(
+                    f"{path} is of format {data['format']} {data['version']}, not {_VERSION}: store the outputs anew"
+                )
             origin = Origin(**{**data["origin"], "layers": tuple(data["origin"]["layers"])})
             found = cls(origin, tuple(map(tuple, data["shapes"])), data["done"])
             is_whole = origin.dtype in DTYPES and 0 <= found.done <= origin.samples
@@ -190,6 +198,23 @@ class StoredOutputs:
                 f"({digest}): store them anew in another folder"
             )
 
+    def check_samples(self, data: Any) -> None:
+        """Raises StoredOutputsError where data have another length, or other inputs, than what was stored from.
+
+        It reads at most 512 samples, evenly spread.
+        """
+        if len(data) != len(self):
+            raise StoredOutputsError(
+                f"{self.folder} holds the outputs of {len(self)} samples, and these data have {len(data)}: outputs "
+                "belong to samples by their number"
+            )
+        digest = samples_digest(data)
+        if digest != self.origin.inputs:
+            raise StoredOutputsError(
+                f"{self.folder} holds the outputs of other inputs (digest {self.origin.inputs}) than these data have "
+                f"({digest}), or of the same in another order. {_NEVER_THE_SAME}"
+            )
+
     def beside(self, data: Any) -> BesideStoredOutputs:
         """The data with each target replaced by `(label, logits, *hints)`, as `DistillationLoss` takes it.
 
@@ -198,7 +223,7 @@ class StoredOutputs:
                 and, last, a label.
 
         Raises:
-            StoredOutputsError: it has another length.
+            StoredOutputsError: it has another length or other inputs; see `check_samples`.
         """
         return BesideStoredOutputs(data, self)
 
@@ -207,11 +232,7 @@ class BesideStoredOutputs(Dataset[tuple[Any, ...]]):
     """Samples `(*inputs, (label, logits, *hints))`; see `StoredOutputs.beside`."""
 
     def __init__(self, data: Any, stored: StoredOutputs) -> None:
-        if len(data) != len(stored):
-            raise StoredOutputsError(
-                f"{stored.folder} holds the outputs of {len(stored)} samples, and these data have {len(data)}: outputs "
-                "belong to samples by their number"
-            )
+        stored.check_samples(data)
         self._data = data
         self._stored = stored
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 
 def weights_digest(model: nn.Module, prefix: str = "") -> str:
@@ -16,6 +16,11 @@ def weights_digest(model: nn.Module, prefix: str = "") -> str:
     """
     digest = hashlib.sha256(prefix.encode())
     for name, tensor in model.state_dict().items():
-        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
-        digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+        add_to_digest(digest, name, tensor)
     return digest.hexdigest()[:16]
+
+
+def add_to_digest(digest: hashlib._Hash, name: str, tensor: Tensor) -> None:
+    """A tensor's name, shape, type and bits."""
+    digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
+    digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)

@@ -123,14 +123,21 @@ def _has_own_arguments(op: Op) -> bool:
 
 
 def _check_overwritten(graph: TrainingGraph, op: Op, value: int) -> None:
-    """What is overwritten is a result of the step that nothing else looks at."""
-    readers = [other.index for other in graph.ops if value in other.reads]
-    producer = graph.values[value].producer
-    is_own = graph.values[value].kind == "computed" and producer is not None and not graph.ops[producer].is_view
-    if not is_own or readers != [op.index]:
-        raise _is_not(op, "overwrites what is not its own to overwrite")
-    if value in graph.output_values:
-        raise _is_not(op, "overwrites what leaves the step")
+    """What is overwritten is a result of the step, or a view of one, that nothing else looks at."""
+    reader = op
+    while True:
+        found = graph.values[value]
+        if value in graph.output_values:
+            raise _is_not(op, "overwrites what leaves the step")
+        readers = [other.index for other in graph.ops if value in other.reads]
+        if found.kind != "computed" or found.producer is None or readers != [reader.index]:
+            raise _is_not(op, "overwrites what is not its own to overwrite")
+        reader = graph.ops[found.producer]
+        if not reader.is_view:
+            return
+        if not reader.reads:
+            raise _is_not(reader, "is a view of nothing")
+        value = reader.reads[0]
 
 
 def _check_workspace(graph: TrainingGraph, op: Op) -> None:

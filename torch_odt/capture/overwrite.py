@@ -146,13 +146,8 @@ def overwrite_activations(graph: TrainingGraph) -> str | None:
             if nearby_bytes > _KEPT_SHARE * graph.values[result].nbytes:
                 continue
         for value in _overwritable(graph, op, way, result):
-            maker = makers.get(value)
-            if (
-                maker is not None
-                and maker.target in _MAKERS
-                and graph.values[value].base not in kept
-                and _is_last_read(value, maker, counts)
-            ):
+            maker = _maker(value, makers, counts)
+            if maker is not None and maker.target in _MAKERS and graph.values[value].base not in kept:
                 _overwrite(graph, op, value, result, maker)
                 count += 1
                 break
@@ -197,7 +192,7 @@ def overwrite_gradients(graph: TrainingGraph) -> str | None:
     """Let operators of the backward pass write into gradients that they are the last to read."""
     makers = {value: op for op in graph.ops for value in op.results}
     readers = Counter(value for op in graph.ops for value in op.reads)
-    leaving = graph.output_values
+    leaving = {graph.values[value].base for value in graph.output_values}
     sums = _sums_of_parameter_gradients(graph, makers)
     count = 0
     for op in graph.ops:
@@ -205,13 +200,11 @@ def overwrite_gradients(graph: TrainingGraph) -> str | None:
             continue
         way = _IN_PLACE[op.target][1]
         result = op.writes[way.result]
-        if result is None or result in leaving:
+        if result is None or graph.values[result].base in leaving:
             continue
         for value in _overwritable(graph, op, way, result):
-            maker = makers.get(value)
-            if maker is None or maker.phase == "forward" or value in leaving:
-                continue
-            if _is_last_read(value, maker, readers):
+            maker = _maker(value, makers, readers)
+            if maker is not None and maker.phase == "backward" and graph.values[value].base not in leaving:
                 _overwrite(graph, op, value, result, maker)
                 count += 1
                 break
@@ -229,8 +222,16 @@ def _overwritable(graph: TrainingGraph, op: Op, way: InPlace, result: int) -> li
     ]
 
 
-def _is_last_read(value: int, maker: Op, readers: Mapping[int, int]) -> bool:
-    return not maker.is_view and readers[value] == 1
+def _maker(value: int, makers: Mapping[int, Op], readers: Mapping[int, int]) -> Op | None:
+    """What has computed a value, behind views of it; None where it is read more than once, or belongs to the caller.
+
+    Layers of a transformer compute on (samples, tokens, channels) and multiply (samples x tokens, channels).
+    """
+    maker = makers.get(value)
+    while maker is not None and readers[value] == 1 and maker.is_view:
+        value = maker.reads[0]
+        maker = makers.get(value)
+    return maker if readers[value] == 1 else None
 
 
 def _is_alike(one: Value, other: Value) -> bool:
