@@ -9,7 +9,7 @@ from torch_odt.measure.report.units import Unit
 from torch_odt.pages import svg
 
 # Numbers stand to the right of their bars, and those of the longest bar have to fit, too.
-_HEADROOM = 1.5
+_HEADROOM = 1.7
 _ROW_REM = 1.1
 _THICKNESS = 0.72
 _MOST_TICKS = 4

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from html import escape
 from pathlib import Path
 
 from torch_odt.commands.table import ABSENT, render
@@ -11,7 +12,7 @@ from torch_odt.measure.record import Cell, Machine, Record
 from torch_odt.measure.report.bars import Bar, Group, bars
 from torch_odt.measure.report.figure import Figure, Panel, figure_section
 from torch_odt.measure.report.page import machine_facts, style
-from torch_odt.measure.report.selection import cell_name, grouped, model_of, ratio, series_of
+from torch_odt.measure.report.selection import cell_name, details_of, model_of, ratio, series_of, threads_text
 from torch_odt.measure.report.units import BYTES, COUNT, JOULES, SECONDS, Unit
 from torch_odt.pages.document import document, facts, section
 
@@ -28,10 +29,15 @@ class Pair:
     @property
     def name(self) -> str:
         """What both are; where they used all cores of different machines, both numbers of threads."""
-        if self.first.threads == self.second.threads:
-            return cell_name(self.first)
+        return ", ".join([model_of(self.first), *self.details])
+
+    @property
+    def details(self) -> list[str]:
+        """The same without the network."""
         threads = f"{self.first.threads} against {self.second.threads} threads (all cores)"
-        return f"{cell_name(self.first).replace(_threads_of(self.first), threads)}"
+        same = self.first.threads == self.second.threads
+        mine = threads_text(self.first.threads)
+        return [threads if each == mine and not same else each for each in details_of(self.first)]
 
 
 @dataclass(frozen=True)
@@ -76,7 +82,7 @@ class Comparison:
         """The comparison as the text of an HTML page."""
         first, second = self.names
         machines = "".join(
-            section("Machine", facts([("name", name), *machine_facts(machine)]))
+            section(escape(name), facts(list(machine_facts(machine))))
             for name, machine in zip(self.names, self.machines, strict=True)
         )
         figures = [_figure(self, measure) for measure in _measures(self.pairs)]
@@ -199,9 +205,11 @@ def _figure(comparison: Comparison, measure: _Measure) -> Figure:
     first, second = comparison.names
     pairs = [pair for pair in comparison.pairs if _says(pair, measure)]
     panels = []
-    for model, cells in grouped([pair.first for pair in pairs], model_of).items():
-        same = [pair for pair in pairs if pair.first in cells]
-        groups = [Group(pair.name.removeprefix(f"{model}, "), _bars(pair, measure)) for pair in same]
+    by_panel: dict[str, list[Pair]] = {}
+    for pair in pairs:
+        by_panel.setdefault(_panel(pair), []).append(pair)
+    for model, same in by_panel.items():
+        groups = [Group(_label(pair), _bars(pair, measure)) for pair in same]
         if chart := bars(groups, measure.unit, title=measure.title, rows_title="what was measured"):
             panels.append(Panel(model, chart))
     return Figure(
@@ -214,6 +222,16 @@ def _figure(comparison: Comparison, measure: _Measure) -> Figure:
         [_texts(pair, measure) for pair in pairs],
         () if panels else ("No configuration has this number in both records.",),
     )
+
+
+def _panel(pair: Pair) -> str:
+    """Networks of one kind of layer stand together."""
+    layer = pair.first.factors.get("layer")
+    return model_of(pair.first) if layer is None else f"{layer} layers"
+
+
+def _label(pair: Pair) -> str:
+    return ", ".join(each for each in pair.details if not each.startswith("layer "))
 
 
 def _bars(pair: Pair, measure: _Measure) -> list[Bar]:
@@ -236,7 +254,3 @@ def _only(name: str, cells: Sequence[Cell], key: str) -> Figure:
 
 def _without_threads(cell: Cell) -> str:
     return replace(cell, threads=0).key
-
-
-def _threads_of(cell: Cell) -> str:
-    return f"{cell.threads} thread{'s' if cell.threads != 1 else ''}"

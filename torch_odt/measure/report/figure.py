@@ -35,6 +35,7 @@ class Figure:
         header: of the table with the numbers.
         rows: of that table.
         missing: what could not be drawn, and why.
+        is_dense: whether three charts have room beside each other.
     """
 
     key: str
@@ -45,6 +46,7 @@ class Figure:
     header: Sequence[str] = ()
     rows: Sequence[Sequence[str]] = ()
     missing: Sequence[str] = ()
+    is_dense: bool = False
 
 
 def figure_section(figure: Figure) -> str:
@@ -58,7 +60,7 @@ def figure_section(figure: Figure) -> str:
     )
     legend = "".join(f'<li><i class="swatch {style}"></i>{escape(name)}</li>' for name, style in figure.legend)
     content = f"""<figure id="{figure.key}" class="chart"><figcaption><ul class="legend">{legend}</ul></figcaption>
-<div class="panels">{panels}</div></figure>
+<div class="panels{" dense" if figure.is_dense else ""}">{panels}</div></figure>
 {missing}{_numbers(figure)}"""
     return section(escape(figure.title), content, escape(figure.hint))
 

@@ -29,7 +29,7 @@ def frontier(record: Record) -> Figure:
             Line("torch_odt", _MEASURED, *_points(ours)),
             Line("predicted", _PREDICTED, *_predicted(ours)),
         ]
-        x = Side("bytes above the level before the step was made", BYTES, includes_zero=True)
+        x = Side("peak bytes above the level before", BYTES, includes_zero=True)
         y = Side("seconds of a training step", SECONDS, includes_zero=True)
         name = f"{model}, batch {largest}"
         chart = lines(drawn, x=x, y=y, description=f"seconds over bytes of a training step of {name}")
@@ -46,6 +46,7 @@ def frontier(record: Record) -> Figure:
         ("step", "series", "bytes", "seconds", "predicted bytes", "predicted seconds"),
         rows,
         () if panels else ("torch_odt trained nothing in this record.",),
+        is_dense=True,
     )
 
 

@@ -10,7 +10,9 @@ from torch_odt.measure.report.units import Unit
 from torch_odt.pages import svg
 
 _ROOM = 0.06
-_MOST_TICKS = 5
+# A label at the very edge would stand out of the chart.
+_LAST_LABEL = 0.95
+_MOST_UPWARDS, _MOST_ACROSS = 5, 4
 
 
 @dataclass(frozen=True)
@@ -54,7 +56,7 @@ def lines(drawn: Sequence[Line], *, x: Side, y: Side, description: str) -> str:
     if not points:
         return ""
     across, upwards = _axis(x, [point[0] for point in points]), _axis(y, [point[1] for point in points])
-    y_ticks = _ticks(y, upwards)
+    y_ticks = _ticks(y, upwards, _MOST_UPWARDS)
     shapes = [svg.level(upwards, tick, "grid") for tick, _ in y_ticks]
     texts = [svg.label(text, "tick", bottom=upwards.percent(tick)) for tick, text in y_ticks]
     for line in drawn:
@@ -62,7 +64,8 @@ def lines(drawn: Sequence[Line], *, x: Side, y: Side, description: str) -> str:
             shapes.append(svg.line(svg.polyline(across, upwards, line.xs, line.ys), line.style))
         if line.has_dots or len(line.xs) == 1:
             texts += [_dot(line, x, y, across, upwards, point) for point in zip(line.xs, line.ys, strict=True)]
-    labels = "".join(svg.label(text, "tick", left=across.percent(tick)) for tick, text in _ticks(x, across))
+    x_ticks = [tick for tick in _ticks(x, across, _MOST_ACROSS) if x.places or across.share(tick[0]) < _LAST_LABEL]
+    labels = "".join(svg.label(text, "tick", left=across.percent(tick)) for tick, text in x_ticks)
     return f"""<div class="stack">
 <div class="axis" data-axis="y">{svg.label(y.title, "title")}</div>
 <div class="plot">{svg.drawing(shapes, description)}{"".join(texts)}</div><div class="times">{labels}</div>
@@ -80,12 +83,12 @@ def _axis(side: Side, values: Sequence[float]) -> svg.Axis:
     return svg.Axis(max(0.0, lowest) if low >= 0 else lowest, high + room)
 
 
-def _ticks(side: Side, axis: svg.Axis) -> list[tuple[float, str]]:
+def _ticks(side: Side, axis: svg.Axis, most: int) -> list[tuple[float, str]]:
     if side.places:
         return [(place, side.unit.text(place)) for place in side.places]
     if isinstance(axis, svg.LogAxis):
-        return [(tick, side.unit.text(tick)) for tick in axis.power_ticks(_MOST_TICKS)]
-    return side.unit.ticks(axis, _MOST_TICKS)
+        return [(tick, side.unit.text(tick)) for tick in axis.power_ticks(most)]
+    return side.unit.ticks(axis, most)
 
 
 def _dot(line: Line, x: Side, y: Side, across: svg.Axis, upwards: svg.Axis, point: tuple[float, float]) -> str:

@@ -41,7 +41,7 @@ def long_run(record: Record) -> Figure:
     return Figure(
         "long-run",
         "A long run: temperature, frequency and the time of a step over its seconds",
-        "Where a device becomes hot and slower, the lines part.",
+        "Where heat lowers the frequency, a step takes longer.",
         panels,
         list(labels.items()),
         ("run", "quantity", "of", "at", "reading"),

@@ -56,6 +56,7 @@ def neighbours(record: Record) -> Figure:
         ("network", "way", "what", "training", "reading"),
         rows,
         refusals(cells) or (() if panels else ("Training beside another program was not measured.",)),
+        is_dense=True,
     )
 
 

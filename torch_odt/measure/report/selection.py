@@ -143,12 +143,23 @@ def largest_batches(cells: Iterable[Cell]) -> Iterator[Cell]:
 
 def cell_name(cell: Cell) -> str:
     """All that tells a cell from others, for people."""
+    return ", ".join([model_of(cell), *details_of(cell)])
+
+
+def details_of(cell: Cell) -> list[str]:
+    """All that tells a cell from others of its network."""
     batch = [f"batch {cell.batch_size}"] if cell.batch_size else []
-    threads = [f"{cell.threads} thread{'s' if cell.threads != 1 else ''}"]
+    threads = [threads_text(cell.threads)]
     governor = [f"governor {cell.governor}"] if cell.governor else []
     factors = [f"{name} {value}" for name, value in cell.factors.items()]
     experiment = [cell.experiment] if cell.experiment != "step" else []
-    return ", ".join([model_of(cell), *factors, *batch, series_of(cell).name, *threads, *governor, *experiment])
+    # What the breakdown measures may be a step of another suite, too.
+    suite = ["breakdown"] if cell.suite == "breakdown" else []
+    return [*factors, *batch, series_of(cell).name, *threads, *governor, *experiment, *suite]
+
+
+def threads_text(count: int) -> str:
+    return f"{count} thread{'s' if count != 1 else ''}"
 
 
 def refusals(cells: Iterable[Cell]) -> list[str]:

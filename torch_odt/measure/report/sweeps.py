@@ -77,6 +77,7 @@ def _sweep(record: Record, *, over: str, line_for: str) -> Figure:
         _HEADER,
         rows,
         refusals(swept) or (() if panels else (_NONE,)),
+        is_dense=True,
     )
 
 

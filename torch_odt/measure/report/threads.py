@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch_odt.measure.record import Cell, Record
 from torch_odt.measure.report.figure import Figure, Panel
 from torch_odt.measure.report.lines import Line, Side, lines
-from torch_odt.measure.report.selection import grouped, model_of, refusals, series_of, steps_of
+from torch_odt.measure.report.selection import grouped, model_of, refusals, series_of, steps_of, threads_text
 from torch_odt.measure.report.units import COUNT, JOULES, SECONDS, TIMES
 
 _COLORS = 8
@@ -39,7 +39,7 @@ def threads(record: Record) -> Figure:
         if drawn:
             places = sorted({int(x) for line in drawn for x in line.xs})
             x = Side("threads", COUNT, is_log=True, places=places)
-            y = Side(f"times the speed of {places[0]} thread{'s' if places[0] != 1 else ''}", TIMES, includes_zero=True)
+            y = Side(f"times the speed of {threads_text(places[0])}", TIMES, includes_zero=True)
             title = f"{model}, governor {governor}" if governor else model
             panels.append(Panel(title, lines(drawn, x=x, y=y, description=f"speed over threads, for {title}")))
     legend = [(f"batch {batch}", color) for batch, color in colors.items() if batch in drawn_batches]
@@ -62,6 +62,7 @@ def threads(record: Record) -> Figure:
         ),
         rows,
         [*refused, *(() if panels else ("No network was trained with several numbers of threads.",))],
+        is_dense=True,
     )
 
 

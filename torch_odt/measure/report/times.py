@@ -79,6 +79,7 @@ def sample_times(record: Record) -> Figure:
         ("network", "series", "batch", "seconds per sample"),
         rows,
         () if panels else ("No network was measured with several batch sizes.",),
+        is_dense=True,
     )
 
 
