@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from html_page import Page
-from sample_records import sample_cells, sample_machine, sample_record
+from sample_records import sample_cells, sample_machine, sample_record, write_sample
 
 from torch_odt.measure.record import Cell, Record
 from torch_odt.measure.report import compare
@@ -21,8 +21,11 @@ def record(*cells: Cell, name: str = "board", cores: int = 4) -> Record:
     return Record(replace(sample_machine(name), cores=cores), cells)
 
 
-def test_every_cell_of_both_is_compared() -> None:
-    comparison = compare(sample_record("old"), sample_record("new", faster=2.0))
+def test_every_cell_of_both_is_compared(tmp_path: Path) -> None:
+    comparison = compare(
+        Record.read(write_sample(tmp_path / "old.jsonl", "old")),
+        Record.read(write_sample(tmp_path / "new.jsonl", "new", faster=2.0)),
+    )
     assert comparison.names == ("old", "new")
     assert [pair.first.key for pair in comparison.pairs] == [cell.key for cell in sample_cells()]
     assert not comparison.only_first and not comparison.only_second

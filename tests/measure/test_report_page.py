@@ -11,7 +11,7 @@ import pytest
 from html_page import Page
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sample_records import MIB, sample_cells, sample_machine, sample_record
+from sample_records import MIB, sample_cells, sample_machine, sample_record, write_sample
 
 from torch_odt.measure.record import Cell, LayerMemory, Machine, OperatorTime, Prediction, Record, Trace
 from torch_odt.measure.report import compare, page, table, write_page
@@ -184,11 +184,20 @@ def test_long_traces_keep_their_peak() -> None:
 def test_absent_energy_is_named_with_its_reason() -> None:
     quantities = {"rapl": {"package_energy_joules": {"absent": "no permission to read energy_uj"}}}
     cell = replace(sample_cells()[1], quantities=quantities)
-    machine = replace(sample_machine(), absent={"battery": "there is none"})
+    machine = replace(sample_machine(), absent={"battery battery_energy_joules": "there is none"})
     section = drawn("step-energy", Record(machine, [cell]))
     reason = "no energy was measured (rapl: no permission to read energy_uj; battery: there is none)"
     assert f"lenet: {reason}" in Page(section).texts_in("li")
     assert "<svg" not in section and "0 J" not in section
+
+
+def test_a_long_run_names_the_sensors_it_lacked() -> None:
+    (cell,) = [cell for cell in sample_cells() if cell.experiment == "long run"]
+    steps = [trace for trace in cell.traces if trace.quantity == "step"]
+    machine = replace(sample_machine(), absent={"thermal highest_celsius": "no sensor"})
+    section = drawn("long-run", Record(machine, [replace(cell, traces=steps)]))
+    assert section.count("<svg ") == 1
+    assert "long run: no temperature was read (no sensor)" in section and "no frequency was read<" in section
 
 
 def test_stated_watts_are_not_called_measured() -> None:
@@ -288,7 +297,8 @@ def test_an_accelerator_stands_beside_the_processor() -> None:
     assert section.count("<svg ") == 1
 
 
-def test_it_is_written(tmp_path: Path) -> None:
-    record = sample_record()
+def test_it_is_written_of_what_was_read(tmp_path: Path) -> None:
+    record = Record.read(write_sample(tmp_path / "run.jsonl"))
+    assert page(record) == page(sample_record())
     write_page(record, tmp_path / "page.html", title="t")
     assert (tmp_path / "page.html").read_text("utf-8") == page(record, title="t")

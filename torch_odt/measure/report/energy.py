@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch_odt.measure.record import ENERGY, Cell, Record
 from torch_odt.measure.report.figure import Figure
-from torch_odt.measure.report.selection import usual_steps
+from torch_odt.measure.report.selection import usual_steps, why_absent
 from torch_odt.measure.report.side_by_side import Measure, side_by_side
 from torch_odt.measure.report.units import JOULES
 
@@ -59,8 +59,8 @@ def why_no_energy(record: Record, cell: Cell) -> str:
         reading = cell.quantities.get(source, {}).get(name)
         if reading is not None and not isinstance(reading, int | float):
             reasons.append(f"{source}: {reading['absent']}")
-        elif reading is None and source in record.machine.absent:
-            reasons.append(f"{source}: {record.machine.absent[source]}")
+        elif reading is None and (reason := why_absent(record.machine, source)):
+            reasons.append(f"{source}: {reason}")
     return "no energy was measured" + (f" ({'; '.join(reasons)})" if reasons else "")
 
 

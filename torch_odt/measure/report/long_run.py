@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torch_odt.measure.record import Cell, Record, Trace
 from torch_odt.measure.report.figure import Figure, Panel
 from torch_odt.measure.report.lines import Line, Side, lines
-from torch_odt.measure.report.selection import cell_name, refusals
+from torch_odt.measure.report.selection import cell_name, refusals, why_absent
 from torch_odt.measure.report.units import BYTES, CELSIUS, COUNT, HERTZ, SECONDS, Unit
 
 # In the order in which they stand, each with how its axis is called.
@@ -79,5 +79,5 @@ def _why(cell: Cell, record: Record, quantity: str) -> str:
     source = {"temperature": "thermal", "frequency": "cpufreq"}[quantity]
     readings = cell.quantities.get(source, {}).values()
     said = [str(each["absent"]) for each in readings if not isinstance(each, int | float)]
-    said += [record.machine.absent[source]] if source in record.machine.absent else []
-    return f" ({said[0]})" if said else ""
+    reason = said[0] if said else why_absent(record.machine, source)
+    return f" ({reason})" if reason else ""

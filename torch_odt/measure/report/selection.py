@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from torch_odt.measure.record import Cell, Record
+from torch_odt.measure.record import Cell, Machine, Record
 
 Key = TypeVar("Key")
 Value = TypeVar("Value", int, str)
@@ -169,6 +169,15 @@ def refusals(cells: Iterable[Cell]) -> list[str]:
         for cell in cells
         if cell.outcome != "ok"
     ]
+
+
+def why_absent(machine: Machine, source: str) -> str:
+    """What a machine says of a source of numbers that it lacks; empty where it says nothing.
+
+    It may name the source alone, or with one of its numbers behind it.
+    """
+    found = (reason for name, reason in machine.absent.items() if name.split(" ")[0] == source)
+    return next(found, "")
 
 
 def ratio(value: float | None, other: float | None) -> float | None:

@@ -9,8 +9,8 @@ from torch_odt.measure.record import Cell
 from torch_odt.measure.report.bars import Bar, Group, bars
 from torch_odt.measure.report.figure import Figure, Panel
 from torch_odt.measure.report.selection import (
-    Series,
     Beside,
+    Series,
     legend_of,
     plain,
     ratio,
@@ -29,7 +29,6 @@ class Measure:
         of: the number, or None where the cell has none.
         unit: of the number.
         title: of the axis, unit included.
-        of_inference: "inference", where a number of training is compared with that of inference beside it.
     """
 
     of: Callable[[Cell], float | None]

@@ -62,12 +62,12 @@ def _steps(cells: Sequence[Cell]) -> str:
     """A row for each budget that torch_odt was given; columns in which nothing stands are left out."""
     measures = ("seconds", "memory", "energy")
     header = [*_CIRCUMSTANCES, *(text for name in measures for text in (f"{name}, plain", "torch_odt", ""))]
-    shapes = {model: {cell.input_shape for cell in each} for model, each in grouped(cells, _model).items()}
+    shaped = {model: set(map(model_of, each)) for model, each in grouped(cells, _model).items()}
     rows = []
     ordered = [cell for each in grouped(cells, model_of).values() for cell in each]
     for same in grouped(ordered, _circumstances).values():
         plain = next((cell for cell in same if cell.engine == "torch"), None)
-        name = model_of(same[0]) if len(shapes[same[0].model]) > 1 else same[0].model
+        name = model_of(same[0]) if len(shaped[same[0].model]) > 1 else same[0].model
         ours = [cell for cell in same if cell.engine != "torch"]
         rows += [_row(name, plain, cell) for cell in ours] if ours else [_row(name, plain, None)]
     used = [any(row[column].strip(ABSENT) for row in rows) for column in range(len(header))]

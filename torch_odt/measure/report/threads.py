@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch_odt.measure.record import Cell, Record
 from torch_odt.measure.report.figure import Figure, Panel
 from torch_odt.measure.report.lines import Line, Side, lines
-from torch_odt.measure.report.selection import grouped, model_of, refusals, series_of, steps_of, threads_text
+from torch_odt.measure.report.selection import Way, grouped, model_of, ratio, refusals, steps_of, threads_text, way_of
 from torch_odt.measure.report.units import COUNT, JOULES, SECONDS, TIMES
 
 _COLORS = 8
@@ -19,62 +19,60 @@ def threads(record: Record) -> Figure:
     cells = [cell for cell in steps_of(record) if cell.mode == "training" and cell.median_seconds]
     batches = sorted({cell.batch_size for cell in cells})
     colors = {batch: f"line{i % _COLORS}" for i, batch in enumerate(batches)}
-    panels, rows, drawn_batches, has_dashes = [], [], set(), False
+    panels, rows, shown = [], [], set()
     for (model, governor), each in grouped(cells, lambda cell: (model_of(cell), cell.governor)).items():
         drawn = []
-        by_line = grouped(each, lambda cell: (cell.batch_size, series_of(cell)))
-        for (batch, series), same in sorted(by_line.items(), key=lambda item: item[0][0]):
-            found = {cell.threads: cell for cell in reversed(same)}
-            points = sorted((number, cell.median_seconds or 0.0) for number, cell in found.items())
-            speeds = [points[0][1] / seconds for _, seconds in points]
-            dashed = " dashed" if series.way.engine != "torch" else ""
-            rows += [
-                _row(found[number], speed, points[0][0]) for (number, _), speed in zip(points, speeds, strict=True)
-            ]
+        for (batch, way), same in sorted(grouped(each, _line_of).items(), key=lambda item: item[0][0]):
+            points = sorted(same, key=lambda cell: cell.threads)
+            rows += [_row(cell, points[0]) for cell in points]
             if len(points) > 1:
-                name = f"batch {batch}, {series.way.name}"
-                drawn.append(Line(name, colors[batch] + dashed, [number for number, _ in points], speeds))
-                drawn_batches.add(batch)
-                has_dashes |= bool(dashed)
+                style = colors[batch] + (" dashed" if way.engine != "torch" else "")
+                xs, ys = [cell.threads for cell in points], [_speed(cell, points[0]) for cell in points]
+                drawn.append(Line(f"batch {batch}, {way.name}", style, xs, ys))
+        shown |= {line.style for line in drawn}
         if drawn:
-            places = sorted({int(x) for line in drawn for x in line.xs})
-            x = Side("threads", COUNT, is_log=True, places=places)
-            y = Side(f"times the speed of {threads_text(places[0])}", TIMES, includes_zero=True)
-            title = f"{model}, governor {governor}" if governor else model
-            panels.append(Panel(title, lines(drawn, x=x, y=y, description=f"speed over threads, for {title}")))
-    legend = [(f"batch {batch}", color) for batch, color in colors.items() if batch in drawn_batches]
+            panels.append(Panel(f"{model}, governor {governor}" if governor else model, _chart(drawn, model)))
+    legend = [(f"batch {batch}", color) for batch, color in colors.items() if any(color in style for style in shown)]
+    legend += [("dashed: torch_odt", "dashed")] if any("dashed" in style for style in shown) else []
     refused = refusals(cell for cell in steps_of(record) if cell.governor and cell.mode == "training")
     return Figure(
         "threads",
         "Speed of training over threads: small batches against large ones",
         "Above 1, more threads are faster.",
         panels,
-        [*legend, *([("torch_odt", "dashed")] if has_dashes else [])] if panels else (),
-        (
-            "network",
-            "batch",
-            "series",
-            "governor",
-            "threads",
-            "seconds of a step",
-            "speed",
-            "joules",
-        ),
+        legend,
+        ("network", "batch", "series", "governor", "threads", "seconds of a step", "speed", "joules of a step"),
         rows,
         [*refused, *(() if panels else ("No network was trained with several numbers of threads.",))],
         is_dense=True,
     )
 
 
-def _row(cell: Cell, speed: float, fewest: int) -> tuple[str, ...]:
+def _line_of(cell: Cell) -> tuple[int, Way]:
+    return cell.batch_size, way_of(cell)
+
+
+def _chart(drawn: list[Line], model: str) -> str:
+    places = sorted({int(x) for line in drawn for x in line.xs})
+    x = Side("threads", COUNT, is_log=True, places=places)
+    y = Side(f"times the speed of {threads_text(places[0])}", TIMES, includes_zero=True)
+    return lines(drawn, x=x, y=y, description=f"speed over threads, for {model}")
+
+
+def _speed(cell: Cell, first: Cell) -> float:
+    """How many times faster it is than with the fewest threads."""
+    return ratio(first.median_seconds, cell.median_seconds) or 0.0
+
+
+def _row(cell: Cell, first: Cell) -> tuple[str, ...]:
     joules = cell.joules_per_step()
     return (
         model_of(cell),
         str(cell.batch_size),
-        series_of(cell).name,
+        way_of(cell).name,
         cell.governor or "as it was",
         str(cell.threads),
         SECONDS.text(cell.median_seconds or 0.0),
-        f"{speed:.3g} ({fewest} = 1)",
+        f"{_speed(cell, first):.3g}× {threads_text(first.threads)}",
         JOULES.text(joules[0]) if joules is not None else "absent",
     )
