@@ -147,6 +147,7 @@ def test_what_ran_out_of_memory_says_so() -> None:
 
 
 def test_the_prediction_is_laid_over_every_pass() -> None:
+    # The pass of half a second is stretched to one of a second.
     prediction = Prediction(peak_bytes=6 * MIB, step_seconds=1.0, at_seconds=[0.0, 0.25], resident_bytes=MIB, passes=2,
                             bytes={"kept": [MIB, 3 * MIB], "workspace": [0, MIB]})  # fmt: skip
     traces = [
@@ -158,7 +159,7 @@ def test_the_prediction_is_laid_over_every_pass() -> None:
                 prediction=prediction)  # fmt: skip
     section = drawn("memory-over-time", Record(sample_machine(), [cell]))
     (path,) = re.findall(r'<path class="line predicted" d="([^"]+)"', section)
-    # Weights 2, resident 1, then 1 and 4 in the arena; the pass of half a second is stretched to one of two seconds.
+    # Weights 2, resident 1, then 1 and 4 in the arena.
     highest = 1.14 * 8
     level = {value: f"{400 * (1 - value / highest):.2f}" for value in (4, 7)}
     assert path == f"M0 {level[4]}H250V{level[7]}H500V{level[4]}H750V{level[7]}H1000"

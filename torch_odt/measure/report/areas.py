@@ -10,6 +10,8 @@ from torch_odt.measure.report.units import BYTES, SECONDS
 from torch_odt.pages import svg
 
 _HEADROOM = 1.14
+# A label at the very edge would stand out of the chart.
+_LAST_LABEL = 0.95
 
 
 @dataclass(frozen=True)
@@ -72,7 +74,8 @@ def areas(
     for overlay in overlays:
         path = svg.steps(seconds, memory, [*overlay.start_seconds, end_seconds], overlay.sizes)
         shapes.append(svg.line(path, overlay.style))
-    labels = "".join(svg.label(text, "tick", left=seconds.percent(tick)) for tick, text in SECONDS.ticks(seconds, 4))
+    inside = [(tick, text) for tick, text in SECONDS.ticks(seconds, 4) if seconds.share(tick) < _LAST_LABEL]
+    labels = "".join(svg.label(text, "tick", left=seconds.percent(tick)) for tick, text in inside)
     return f"""<div class="stack">
 <div class="axis" data-axis="y">{svg.label(f"memory in {BYTES.name}", "title")}</div>
 <div class="plot">{svg.drawing(shapes, description)}{"".join(texts)}</div><div class="times">{labels}</div>

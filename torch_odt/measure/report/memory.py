@@ -21,7 +21,7 @@ from torch_odt.measure.report.selection import (
     usual_steps,
 )
 from torch_odt.measure.report.side_by_side import Measure, side_by_side
-from torch_odt.measure.report.units import BYTES, COUNT
+from torch_odt.measure.report.units import BYTES, COUNT, times_text
 
 # From the bottom upwards: what is there all the time first.
 _STYLES = {
@@ -78,7 +78,7 @@ def memory_by_category(record: Record) -> Figure:
                 total = sum(cell.categories.values())
                 inference = plain(side, "inference", series.way.device)
                 times = ratio(total, sum(inference.categories.values()) if inference else None)
-                against = f" · {times:.2g}× inf." if times is not None and cell is not inference else ""
+                against = f" · {times_text(times)} inf." if times is not None and cell is not inference else ""
                 parts = [(cell.categories.get(name, 0), category_style(name)) for name in names]
                 groups.append(Group(f"batch {batch}: {series.name}", [Bar(parts, BYTES.text(total) + against)]))
                 sizes = [BYTES.text(cell.categories.get(name, 0)) for name in names]
@@ -141,7 +141,7 @@ def _batch_bars(cells: list[Cell], styles: Mapping[Series, str]) -> list[Bar]:
             made.append(Bar((), cell.outcome if cell.outcome != "ok" else "absent", is_refused=cell.outcome != "ok"))
             continue
         times = ratio(largest, first) if cell.engine != "torch" else None
-        made.append(Bar([(largest, style)], f"{largest:g}" + (f" · {times:.2g}× plain" if times else "")))
+        made.append(Bar([(largest, style)], f"{largest:g}" + (f" · {times_text(times)} plain" if times else "")))
     return made
 
 

@@ -21,7 +21,7 @@ _MOST_DRAWN, _MOST_LISTED = 1200, 40
 
 def memory_over_time(record: Record) -> Figure:
     """A chart for each network and way of making a step, of the largest batch that was traced."""
-    cells = list(largest_batches(usual_steps(record, lambda cell: bool(_bands(cell)))))
+    cells = list(largest_batches(usual_steps(record, _is_traced)))
     panels, rows = [], []
     for same in grouped(cells, lambda cell: (model_of(cell), cell.batch_size)).values():
         drawn = [_drawn(cell) for cell in same]
@@ -35,14 +35,14 @@ def memory_over_time(record: Record) -> Figure:
     laid_over += [("predicted by the plan", "predicted")] if any(_predicted(cell, 1.0) for cell in cells) else []
     return Figure(
         "memory-over-time",
-        "Memory over a step: by category as measured, against the plan's prediction",
+        "Memory over a training step: by category as measured, against the plan's prediction",
         "Of the largest batch that was traced. What the plan predicts and what the process holds is above the level "
         "before the step: weights and batch are added. The prediction's seconds are stretched to the step's.",
         panels,
         [*((category_name(name), category_style(name)) for name in names), *laid_over] if panels else (),
         ("step", "at", *CATEGORIES, "together", "process", "predicted"),
         rows,
-        () if panels else ("No step's memory was traced.",),
+        () if panels else ("No training step's memory was traced.",),
     )
 
 
@@ -104,6 +104,10 @@ def _rows(drawn: _Drawn) -> Iterator[tuple[str, ...]]:
         yield drawn.name, SECONDS.text(second), *parts, BYTES.text(drawn.totals[i]), *others
 
 
+def _is_traced(cell: Cell) -> bool:
+    return cell.mode == "training" and bool(_bands(cell))
+
+
 def _bands(cell: Cell) -> list[Trace]:
     return [trace for trace in cell.traces if trace.quantity == "memory" and trace.label != _PROCESS and trace.values]
 
@@ -143,8 +147,8 @@ def _predicted(cell: Cell, end_seconds: float) -> Overlay | None:
     if prediction is None or not prediction.at_seconds or not prediction.bytes:
         return None
     arena = [sum(sizes) for sizes in zip(*prediction.bytes.values(), strict=True)]
-    scale = end_seconds / prediction.step_seconds if prediction.step_seconds > 0 else 1.0
-    pass_seconds = prediction.step_seconds / prediction.passes
+    pass_seconds = max(prediction.step_seconds / prediction.passes, prediction.at_seconds[-1])
+    scale = end_seconds / (pass_seconds * prediction.passes) if pass_seconds > 0 else 0.0
     passes = range(prediction.passes)
     starts = [scale * (number * pass_seconds + second) for number in passes for second in prediction.at_seconds]
     base_bytes = _held_before(cell) + prediction.resident_bytes

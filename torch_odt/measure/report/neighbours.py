@@ -5,8 +5,8 @@ from __future__ import annotations
 from torch_odt.measure.record import Cell, Record
 from torch_odt.measure.report.bars import Bar, Group, bars
 from torch_odt.measure.report.figure import Figure, Panel
-from torch_odt.measure.report.selection import grouped, model_of, refusals, way_of
-from torch_odt.measure.report.units import unit_of
+from torch_odt.measure.report.selection import grouped, model_of, ratio, refusals, way_of
+from torch_odt.measure.report.units import times_text, unit_of
 
 _COLORS = 8
 _STEP = "step_seconds"
@@ -72,9 +72,10 @@ def _readings(cell: Cell) -> dict[str, float]:
 
 
 def _against(readings: dict[str, dict[str, float]], name: str, condition: str) -> str:
-    """How many times what it is in the first condition."""
-    first, reading = next(found[name] for found in readings.values() if name in found), readings[condition][name]
-    return f" · {reading / first:.2g}×" if first and reading is not first else ""
+    """How many times what it is in the first condition that has it."""
+    first = next(each for each, found in readings.items() if name in found)
+    times = ratio(readings[condition][name], readings[first][name])
+    return "" if condition == first or times is None else f" · {times_text(times)}"
 
 
 def _title(name: str) -> str:

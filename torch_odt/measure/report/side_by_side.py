@@ -18,7 +18,7 @@ from torch_odt.measure.report.selection import (
     sides_of,
     styles_of,
 )
-from torch_odt.measure.report.units import Unit
+from torch_odt.measure.report.units import Unit, times_text
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ def _text(side: Beside, series: Series, value: float, measure: Measure) -> str:
     to_inference, to_plain = _ratios(side, series, value, measure)
     times = to_plain if to_plain is not None else to_inference
     name = "plain" if to_plain is not None else "inf."
-    return measure.unit.text(value) + (f" · {times:.2g}× {name}" if times is not None else "")
+    return measure.unit.text(value) + (f" · {times_text(times)} {name}" if times is not None else "")
 
 
 def _ratios(side: Beside, series: Series, value: float, measure: Measure) -> tuple[float | None, float | None]:

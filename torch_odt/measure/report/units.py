@@ -51,6 +51,11 @@ PER_SECOND = Unit("number per second", lambda count: f"{count:.4g}/s", COUNT.tic
 BYTES_PER_SECOND = Unit("bytes per second", lambda count: f"{BYTES.text(count)}/s", BYTES.ticks)
 
 
+def times_text(ratio: float) -> str:
+    """How many times: two digits, and all of those before the point."""
+    return f"{ratio:.0f}×" if ratio >= 99.5 else f"{ratio:.2g}×"
+
+
 def unit_of(name: str) -> Unit:
     """The unit that the name of a result ends in."""
     endings = (
