@@ -116,8 +116,8 @@ def compare(first: Record, second: Record, *, names: tuple[str, str] | None = No
         >>> print(compare(record(0.002), record(0.004)))
         B against A; ratios are B / A
         <BLANKLINE>
-          seconds of a step                                         A     B
-          lenet, batch 1, plain PyTorch, training, 1 thread    2 ms  4 ms  2.00×
+          seconds of a step                                     A     B
+          lenet, batch 1, plain PyTorch, training, 1 thread  2 ms  4 ms  2.00×
     """
     if names is None:
         called = (first.machine.name, second.machine.name)

@@ -34,14 +34,9 @@ def _scaled(scale: float, symbol: str) -> Callable[[Axis, int], list[Tick]]:
     return ticks
 
 
-def format_watts(watts: float) -> str:
-    return f"{watts:.2f} W" if watts >= 0.9995 else f"{watts * 1e3:.3g} mW"
-
-
 SECONDS = Unit("seconds", format_seconds, lambda axis, most: axis.decimal_ticks(most, "s"))
 BYTES = Unit("bytes", lambda count: format_bytes(round(count)), lambda axis, most: axis.byte_ticks(most))
 JOULES = Unit("joules", format_joules, lambda axis, most: axis.decimal_ticks(most, "J"))
-WATTS = Unit("watts", format_watts, lambda axis, most: axis.decimal_ticks(most, "W"))
 CELSIUS = Unit("degrees Celsius", lambda celsius: f"{celsius:.1f} °C", _scaled(1.0, " °C"))
 HERTZ = Unit("gigahertz", lambda hertz: f"{hertz / 1e9:.2f} GHz", _scaled(1e9, " GHz"))
 SHARE = Unit("per cent", lambda share: f"{share:.1%}", _scaled(0.01, " %"))
