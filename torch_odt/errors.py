@@ -84,3 +84,12 @@ class InfeasibleBudget(RuntimeError):
 def first_line(error: BaseException) -> str:
     """What an error says, without what follows in further lines; its class where it says nothing."""
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+
+
+def require_number(name: str, value: object, *, whole: bool = False) -> None:
+    """
+    Raises:
+        TypeError: an argument of that name is no number, or no whole one where `whole` asks for that.
+    """
+    if isinstance(value, bool) or not isinstance(value, int if whole else (int, float)):
+        raise TypeError(f"{name} is a {'whole ' if whole else ''}number, not {value!r}")

@@ -142,6 +142,12 @@ def test_bad_options(options: dict[str, Any], text: str) -> None:
         Background(**options)
 
 
+@pytest.mark.parametrize("name", ["nice", "duty", "threads", "pause_above_celsius", "pause_below_battery_percent"])
+def test_a_number_is_no_text(name: str) -> None:
+    with pytest.raises(TypeError, match=f"{name} is a (whole )?number, not '5'"):
+        Background(**{name: "5"})  # type: ignore[arg-type]
+
+
 @pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="cores are not bound here")
 def test_cores_that_are_not_there() -> None:
     with (

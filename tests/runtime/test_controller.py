@@ -188,6 +188,8 @@ def test_it_must_begin() -> None:
         Controller("80%", read=reading).before_step(LEVEL, None)
     with pytest.raises(ValueError, match="must not be negative"):
         Controller("80%", grow_after_seconds=-1)
+    with pytest.raises(TypeError, match="grow_after_seconds is a number, not '5'"):
+        Controller("80%", grow_after_seconds="5")  # type: ignore[arg-type]
 
 
 def test_a_log_that_cannot_be_written_is_refused(tmp_path: Path) -> None:

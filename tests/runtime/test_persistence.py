@@ -229,6 +229,13 @@ def test_bad_options_are_named(tmp_path: Path) -> None:
     ):
         with pytest.raises(ValueError, match=text):
             training.checkpointer(tmp_path, **options)
+    for options, text in (
+        ({"keep": "3"}, "keep is a whole number, not '3'"),
+        ({"every_steps": 2.5}, "every_steps is a whole number"),
+        ({"others": {"epoch": 7}}, "epoch has no state_dict"),
+    ):
+        with pytest.raises(TypeError, match=text):
+            training.checkpointer(tmp_path, **options)
 
 
 def test_a_full_disk_leaves_what_there_was(tmp_path: Path) -> None:

@@ -76,3 +76,8 @@ def test_shares_out_of_range() -> None:
             ShareOfAvailable(share)
     with pytest.raises(ValueError, match="not a number of bytes"):
         ShareOfAvailable(reserve="much")
+
+
+def test_a_share_is_a_number() -> None:
+    with pytest.raises(TypeError, match="share is a number, not '80%'"):
+        ShareOfAvailable("80%")  # type: ignore[arg-type]

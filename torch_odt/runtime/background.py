@@ -17,7 +17,7 @@ from typing import Literal, Protocol
 import torch
 
 from torch_odt.capture.power import find_sensors
-from torch_odt.errors import OdtWarning
+from torch_odt.errors import OdtWarning, require_number
 from torch_odt.runtime.choice import Chooser, Setting, settings_to_try
 from torch_odt.runtime.cores import Core, read_cores
 from torch_odt.runtime.duty import Duty
@@ -90,6 +90,13 @@ class Background:
     pause_below_battery_percent: float | None = None
 
     def __post_init__(self) -> None:
+        require_number("nice", self.nice, whole=True)
+        require_number("duty", self.duty)
+        if self.threads is not None:
+            require_number("threads", self.threads, whole=True)
+        for name in ("pause_above_celsius", "pause_below_battery_percent"):
+            if (limit := getattr(self, name)) is not None:
+                require_number(name, limit)
         if not 0 <= self.nice <= 19:
             raise ValueError(f"nice is from 0 to 19, not {self.nice}")
         if self.scheduling not in ("normal", "batch", "idle"):

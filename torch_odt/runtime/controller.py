@@ -18,7 +18,7 @@ from json import dumps
 from pathlib import Path
 from typing import Any, Literal
 
-from torch_odt.errors import OdtWarning
+from torch_odt.errors import OdtWarning, require_number
 from torch_odt.runtime.budget import Allotment, Budget
 from torch_odt.runtime.growth import Growth, Need, best_known
 from torch_odt.runtime.monitor import Reading, read_system
@@ -117,6 +117,7 @@ class Controller:
         read: Callable[[], Reading] = read_system,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        require_number("grow_after_seconds", grow_after_seconds)
         if not grow_after_seconds >= 0:
             raise ValueError(f"grow_after_seconds must not be negative: {grow_after_seconds}")
         self.policy: Policy = policy_of(policy)

@@ -23,7 +23,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from torch_odt.errors import CheckpointError, OdtWarning, first_line
+from torch_odt.errors import CheckpointError, OdtWarning, first_line, require_number
 from torch_odt.runtime.state_file import read_state, write_state
 
 if TYPE_CHECKING:
@@ -121,12 +121,18 @@ class Checkpointer:
         keep: int = 3,
         signals: Iterable[signal.Signals] = (signal.SIGTERM,),
     ) -> None:
+        require_number("keep", keep, whole=True)
+        if every_steps is not None:
+            require_number("every_steps", every_steps, whole=True)
         if keep < 1:
             raise ValueError(f"keep must be at least 1, not {keep}")
         if every_steps is not None and every_steps < 1:
             raise ValueError(f"every_steps must be at least 1, not {every_steps}")
         own: dict[str, Stateful | None] = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
         parts = {name: part for name, part in own.items() if part is not None}
+        for name, part in {**parts, **(others or {})}.items():
+            if not (callable(getattr(part, "state_dict", None)) and callable(getattr(part, "load_state_dict", None))):
+                raise TypeError(f"{name} has no state_dict and load_state_dict: {type(part).__name__} cannot be saved")
         if taken := sorted({*parts, *_OWN} & {*(others or {})}):
             raise ValueError(f"{', '.join(taken)} in others: give it another name")
         if not parts and not others:

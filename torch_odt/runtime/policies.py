@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
+from torch_odt.errors import require_number
 from torch_odt.memory._units import parse_bytes
 from torch_odt.runtime.budget import AUTO_SHARE, Budget
 from torch_odt.runtime.monitor import Reading
@@ -87,6 +88,7 @@ class ShareOfAvailable:
     floor: int | str = 0
 
     def __post_init__(self) -> None:
+        require_number("share", self.share)
         if not 0 < self.share <= 1:
             raise ValueError(f"share must be above 0 and at most 1, not {self.share}")
         _bytes(self.reserve)
