@@ -33,7 +33,6 @@ def test_a_scheme_is_found_and_compared(tmp_path: Path, monkeypatch: pytest.Monk
     assert len(runs) - first == len(rows) * (rates + 1) + 3, "contributions are remembered"
 
 
-
 def _counted(call, runs):  # type: ignore[no-untyped-def]
     def counted(self, model, adaptation):  # type: ignore[no-untyped-def]
         runs.append(adaptation.method)
