@@ -8,10 +8,10 @@ A network as MCUNet's search makes them (or another one, `--network`) is pretrai
 adapted to the other half. What its parts are worth is measured on samples held out of the training set (contribution
 analysis); the scheme that gains most in the bytes of updating the last layers is searched for, and both train from the
 same start, beside the classifier alone and everything. Each way takes the learning rate that is best on the held-out
-samples with another seed. The recipe ends with code 1 where a scheme that was found is less accurate than the last
-layers in whose bytes it trains, as the mean over seeds, or where the task says nothing: everything has to be five
-points better than the classifier alone. It reports, too, how well the sum of gains ranks random schemes: Spearman's
-correlation with the accuracy that they reach.
+samples with another seed (of `--rates`; a single one is taken as it is). The recipe ends with code 1 where a scheme
+that was found is less accurate than the last layers in whose bytes it trains, as the mean over seeds, or where the task
+says nothing: everything has to be five points better than the classifier alone. It reports, too, how well the sum of
+gains ranks random schemes: Spearman's correlation with the accuracy that they reach.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ Samples = tuple[Tensor, Tensor]
 Adapt = Callable[[nn.Module], Adaptation]
 RATIOS = (1 / 8, 1 / 4, 1 / 2, 1.0)
 MOMENTUM = 0.9
-# Contributions are measured at the second.
-LEARNING_RATES = (0.02, 0.05, 0.1)
+# Of contributions.
+LEARNING_RATE = 0.05
 EVALUATION_BATCH = 100
 LEAST_POINTS = 0.05
 
@@ -135,21 +135,28 @@ def main(arguments: list[str] | None = None) -> int:
     memory = SchemeMemory(
         task.model, nn.functional.cross_entropy, _sample(task), classes=task.classes, optimizer=_optimizer
     )
-    rows = {
-        "classifier": _scheme_row(task, Scheme(), memory, options.seeds),
-        "everything": _row(task, _train_everything(task), _bytes_of_everything(task), "everything", options.seeds),
-    }
+    rows: dict[str, Row] = {}
     found: dict[str, str] = {}
+
+    def add(name: str, adapt: Adapt, nbytes: int, what: str) -> None:
+        rows[name] = _row(task, adapt, nbytes, what, options)
+        print(f"{name}: {rows[name].mean:.1%}", flush=True)
+
+    def add_scheme(name: str, scheme: Scheme) -> None:
+        add(name, task.updating(scheme), memory.simulated(scheme), str(scheme))
+
+    add_scheme("classifier", Scheme())
     for count in options.last:
         last = _last_layers(task.model, count)
         best = odt.adapt.search_scheme(contributions, memory, budget=memory.simulated(last))
         name = f"last {count} layers"
         found[name] = f"found, in the bytes of {count}"
-        rows[name] = _scheme_row(task, last, memory, options.seeds)
-        rows[found[name]] = _scheme_row(task, best.scheme, memory, options.seeds)
+        add_scheme(name, last)
+        add_scheme(found[name], best.scheme)
         if options.out is not None:
             options.out.mkdir(parents=True, exist_ok=True)
             best.scheme.save(options.out / f"tte_scheme_{options.network}_{count}.json")
+    add("everything", _train_everything(task), _bytes_of_everything(task), "everything")
     ranked = _ranked(task, contributions, options.ranked)
     correlation = _rank_correlation(ranked)
     _print(rows, correlation)
@@ -181,6 +188,9 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--held-out", type=int, default=2000, help="at most so many to choose by, and as many to test")
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--epochs", type=int, default=6, help="of each fine-tuning")
+    parser.add_argument(
+        "--rates", type=float, nargs="+", default=[0.02, 0.05, 0.1], help="learning rates to choose from"
+    )
     parser.add_argument("--layers", type=int, default=24, help="measure so many of the last convolutions")
     parser.add_argument(
         "--ratios", type=int, default=2, choices=range(1, 5), help="measure so many ratios, from 1 down"
@@ -255,7 +265,7 @@ def _sample(task: Task) -> Samples:
 
 def _optimizer(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
     """As `FineTuning` trains: its momentum takes bytes."""
-    return torch.optim.SGD(parameters, lr=LEARNING_RATES[1], momentum=MOMENTUM)
+    return torch.optim.SGD(parameters, lr=LEARNING_RATE, momentum=MOMENTUM)
 
 
 def _mobilenet_v2(classes: int) -> nn.Module:
@@ -306,7 +316,7 @@ def _contributions(task: Task, options: argparse.Namespace) -> Contributions:
     layers = _convolutions(task.model)[-options.layers :]
     return odt.adapt.measure_contributions(
         task.model,
-        task.fine_tuning(LEARNING_RATES[1]),
+        task.fine_tuning(LEARNING_RATE),
         classes=task.classes,
         layers=layers,
         ratios=RATIOS[-options.ratios :],
@@ -344,14 +354,12 @@ def _bytes_of_everything(task: Task) -> int:
     return step_bytes(model, nn.functional.cross_entropy, _sample(task), optimizer=optimizer)
 
 
-def _scheme_row(task: Task, scheme: Scheme, memory: SchemeMemory, seeds: int) -> Row:
-    return _row(task, task.updating(scheme), memory.simulated(scheme), str(scheme), seeds)
-
-
-def _row(task: Task, adapt: Adapt, nbytes: int, what: str, seeds: int) -> Row:
-    lr = max(LEARNING_RATES, key=lambda lr: task.accuracy(adapt, task.fine_tuning(lr), 0))
+def _row(task: Task, adapt: Adapt, nbytes: int, what: str, options: argparse.Namespace) -> Row:
+    lr = options.rates[0]
+    if len(options.rates) > 1:
+        lr = max(options.rates, key=lambda lr: task.accuracy(adapt, task.fine_tuning(lr), 0))
     run = task.fine_tuning(lr, on_test=True)
-    accuracies = [task.accuracy(adapt, run, seed) for seed in range(1, seeds + 1)]
+    accuracies = [task.accuracy(adapt, run, seed) for seed in range(1, options.seeds + 1)]
     return Row(nbytes, lr, accuracies, statistics.mean(accuracies), what)
 
 
@@ -366,7 +374,7 @@ def _ranked(task: Task, contributions: Contributions, count: int) -> list[tuple[
         # Few layers, and many: how many is drawn, too.
         chosen = set(draw.sample(layers, draw.randint(0, len(layers) // 2)))
         scheme = Scheme(draw.choice(biases), {name: draw.choice(ratios) for name in layers if name in chosen})
-        reached = task.accuracy(task.updating(scheme), task.fine_tuning(LEARNING_RATES[1]), 1)
+        reached = task.accuracy(task.updating(scheme), task.fine_tuning(LEARNING_RATE), 1)
         ranked.append((contributions.gain(scheme), reached, str(scheme)))
     return ranked
 
