@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -132,6 +134,49 @@ def test_a_scheme_that_does_not_fit_leaves_the_model_as_it_was() -> None:
         sparse_update_(circular, Scheme(0, {"0": 1 / 2}), classes=9)
     assert isinstance(model[1], nn.BatchNorm2d)
     assert circular[2].out_features == 2
+
+
+def test_frozen_weights_in_8_bits_train_alike() -> None:
+    model = MOBILENET_V2.model()
+    adaptation = sparse_update_(model, SCHEMES["mobilenet_v2"], classes=5, weight_bits=8)
+    assert any("frozen weights are stored in 8 bits" in note for note in adaptation.notes)
+    assert adaptation.after.weight_bytes < adaptation.before.weight_bytes / 2
+    assert_trained_alike(train_both(model, _batches(MOBILENET_V2, classes=5)))
+
+
+def test_weights_in_8_bits_are_made_once_at_a_time() -> None:
+    batch = (torch.randn(1, 3, 16, 16), torch.randint(4, (1,)))
+    peaks = {}
+    for bits in (8, 32):
+        model = nn.Sequential(
+            nn.Conv2d(3, 512, 1, bias=False), nn.BatchNorm2d(512), nn.ReLU6(), nn.AdaptiveAvgPool2d(1),
+            nn.Conv2d(512, 512, 1, bias=False), nn.BatchNorm2d(512), nn.ReLU6(),
+            nn.Conv2d(512, 512, 1, bias=False), nn.BatchNorm2d(512), nn.ReLU6(), nn.Flatten(), nn.Linear(512, 4),
+        )  # fmt: skip
+        sparse_update_(model, Scheme(2), weight_bits=bits)  # type: ignore[arg-type]
+        peaks[bits] = _bytes(model, batch)
+    whole = 4 * 512 * 512
+    assert peaks[8] < peaks[32] + whole / 2
+
+
+def test_weights_have_8_bits_or_32() -> None:
+    with pytest.raises(ValueError, match="weight_bits=4"):
+        sparse_update_(_small_network(), Scheme(1), weight_bits=4)  # type: ignore[arg-type]
+
+
+def test_a_plan_travels_where_an_activation_is_kept_for_a_mean(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    pooled = nn.Sequential(nn.ReLU6(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 4))
+    model = nn.Sequential(nn.Conv2d(3, 8, 3, bias=False), nn.BatchNorm2d(8), *pooled)
+    model.to(memory_format=torch.channels_last)
+    adaptation = sparse_update_(model, Scheme(1))
+    batch = (torch.randn(1, 3, 16, 16).to(memory_format=torch.channels_last), torch.randint(4, (1,)))
+    assert "aten.hardtanh_backward.default" in _backward_targets(model, batch)
+    optimizer = torch.optim.SGD(adaptation.parameters(), lr=0.0)
+    step = odt.TrainStep(model, F.cross_entropy, optimizer, budget=odt.Budget("1GiB", of="training"), cache=False)
+    loss = step(*batch)
+    step.plan.save(tmp_path / "plan")
+    assert torch.equal(odt.TrainStep(model, F.cross_entropy, optimizer, plan=tmp_path / "plan")(*batch), loss)
 
 
 def _small_network() -> nn.Sequential:

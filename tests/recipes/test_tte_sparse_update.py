@@ -16,18 +16,20 @@ def test_a_scheme_is_found_and_compared(tmp_path: Path, monkeypatch: pytest.Monk
     pytest.importorskip("sklearn")
     runs = []
     monkeypatch.setattr(FineTuning, "__call__", _counted(FineTuning.__call__, runs))
-    small = {"samples": 60, "image-size": 32, "pretrain-epochs": 1, "epochs": 1, "layers": 2, "ratios": 1, "ranked": 3}
-    arguments = [f"--{name}={value}" for name, value in (small | {"seeds": 1}).items()]
-    arguments += ["--cache", str(tmp_path / "cache"), "--out", str(tmp_path)]
+    small = {"pretrain": 60, "pretrain-epochs": 1, "train": 48, "held-out": 12, "epochs": 1, "layers": 2, "ratios": 1}
+    arguments = [f"--{name}={value}" for name, value in (small | {"ranked": 3, "seeds": 1, "last": 6}).items()]
+    arguments += ["--rates", "0.02", "0.05", "--cache", str(tmp_path / "cache"), "--out", str(tmp_path)]
     ended = tte_sparse_update.main(arguments)
-    report = json.loads((tmp_path / "tte_sparse_update.json").read_text())
+    report = json.loads((tmp_path / "tte_sparse_update_mcunet.json").read_text())
     rows = report["rows"]
-    assert rows["found scheme"]["bytes"] <= report["budget_bytes"] == rows["last 6 layers"]["bytes"]
-    assert str(Scheme.load(tmp_path / "tte_scheme.json")) == rows["found scheme"]["scheme"]
-    assert ended == (rows["found scheme"]["mean"] < rows["last 6 layers"]["mean"])
+    found, last = rows["found, in the bytes of 6"], rows["last 6 layers"]
+    assert rows["classifier"]["bytes"] <= found["bytes"] <= last["bytes"] <= rows["everything"]["bytes"]
+    assert str(Scheme.load(tmp_path / "tte_scheme_mcunet_6.json")) == found["what"]
+    assert ended == bool(report["missed"])
+    assert any("found, in" in text for text in report["missed"]) == (found["mean"] < last["mean"])
     first = len(runs)
     assert tte_sparse_update.main(arguments) == ended
-    assert len(runs) - first == 3 + 3
+    assert len(runs) - first == len(rows) * (2 + 1) + 3, "contributions are remembered"
 
 
 def _counted(call, runs):  # type: ignore[no-untyped-def]

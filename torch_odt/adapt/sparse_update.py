@@ -5,6 +5,8 @@ J. Lin et al., "On-Device Training Under 256KB Memory", NeurIPS 2022, section 3.
 
 from __future__ import annotations
 
+from typing import Literal
+
 from torch import nn
 
 from torch_odt.adapt.adaptation import Adaptation, Adapting
@@ -13,6 +15,7 @@ from torch_odt.adapt.frozen_batch_norm import freeze_batch_norms
 from torch_odt.adapt.head import find_head, replace_head
 from torch_odt.adapt.scheme import Scheme, body_biases
 from torch_odt.adapt.sparse_layers import SparseConv, SparseLinear
+from torch_odt.adapt.stored_weights import store_frozen_weights
 
 
 def sparse_update_(
@@ -22,6 +25,7 @@ def sparse_update_(
     classes: int | None = None,
     head: str | None = None,
     channels: ChannelChoice = "largest",
+    weight_bits: Literal[8, 32] = 32,
     seed: int = 0,
 ) -> Adaptation:
     """Let a scheme's selection train: the last biases, some input channels of chosen weights, and the classifier.
@@ -38,14 +42,18 @@ def sparse_update_(
         head: the classifier's name; by default it is the last linear layer.
         channels: which input channels train where not all do: those whose weights have the "largest" norm, the
             "smallest", or "random" ones. They are chosen here, once.
+        weight_bits: 8 stores the weights that are frozen as a whole in 8 bits, which rounds them (`StoredConv2d`). Of a
+            layer that trains in part the whole weight stays in 32.
         seed: of random channels.
 
     Returns:
         What trains and what that saves. Its `unload()` writes the trained slices into the ordinary weights, bit for
-        bit, and takes the model's structure back to what it was; `merge()` keeps the new classifier.
+        bit, and takes the model's structure back to what it was; `merge()` keeps the new classifier. Weights that were
+        stored in 8 bits come back rounded.
 
     Raises:
-        ValueError: the scheme does not fit the model, or the model has no classifier that can be found.
+        ValueError: the scheme does not fit the model, the model has no classifier that can be found, or `weight_bits`
+            is neither 8 nor 32.
 
     Example:
         >>> from torchvision.models import mobilenet_v2
@@ -58,6 +66,8 @@ def sparse_update_(
         >>> _ = adaptation.unload()
     """
     layers = scheme.check(model, head=head)
+    if weight_bits not in (8, 32):
+        raise ValueError(f"weight_bits={weight_bits}: it is 8 or 32")
     with Adapting(model) as adapting:
         name = find_head(model, head) if classes is None else replace_head(adapting, classes, head=head)
         biases = body_biases(model, head=name)
@@ -68,6 +78,9 @@ def sparse_update_(
         adapting.train_only(dict.fromkeys([*selected, *head_parameters]))
         freeze_batch_norms(adapting)
         adapting.notes.append(str(scheme))
+        if weight_bits == 8:
+            # The last change, because what it frees comes back rounded.
+            adapting.notes.append(f"{store_frozen_weights(adapting)} frozen weights are stored in 8 bits")
         return adapting.finish("sparse_update")
 
 

@@ -33,7 +33,7 @@ _ATEN_NAMES = """
     native_group_norm native_group_norm_backward native_layer_norm native_layer_norm_backward _log_softmax
     _log_softmax_backward_data _safe_softmax _softmax _softmax_backward_data _prelu_kernel
     _prelu_kernel_backward elu_backward hardsigmoid_backward hardswish hardswish_backward leaky_relu_backward
-    hardshrink_backward log_sigmoid_backward log_sigmoid_forward mish_backward softplus_backward
+    hardtanh_backward hardshrink_backward log_sigmoid_backward log_sigmoid_forward mish_backward softplus_backward
     softshrink_backward _scaled_dot_product_flash_attention_for_cpu
     _scaled_dot_product_flash_attention_for_cpu_backward mkldnn_rnn_layer mkldnn_rnn_layer_backward
     binary_cross_entropy binary_cross_entropy_backward huber_loss huber_loss_backward mse_loss mse_loss_backward

@@ -205,8 +205,12 @@ def _same(a: Any, b: Any) -> bool:
     return all(np.array_equal(x, y) for x, y in zip(a, b, strict=True))
 
 
-def hook_identities(model: nn.Module) -> tuple[int, ...]:
-    """The hooks on a model's modules, so that a new one is noticed."""
+def hook_identities(modules: Iterable[nn.Module]) -> tuple[int, ...]:
+    """The hooks on modules, so that a new one is noticed."""
     return tuple(
-        id(hook) for m in model.modules() for hooks in _HOOKS for hook in (getattr(m, hooks, None) or {}).values()
+        id(hook)
+        for module in modules
+        for name in _HOOKS
+        if (hooks := getattr(module, name, None))
+        for hook in hooks.values()
     )

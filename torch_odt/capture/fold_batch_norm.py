@@ -48,13 +48,15 @@ def fold_batch_norm(graph: TrainingGraph) -> str | None:
     folded: dict[int, list[Op]] = {}
     numbers = count(1 + max((op.index for op in graph.ops), default=0))
     for match in matches:
-        scaled_weight, folded[match.affine.index] = _fold(graph, match, numbers)
+        scaled_weight, folded[match.affine.index] = _fold(graph, uses, match, numbers)
         folded[match.convolution.index] = []
         if match.backward is not None:
             op, gradient = match.backward
             args = (gradient, op.args[1], Ref(scaled_weight), *op.args[3:])
             folded[op.index] = [replace(op, args=args, reads=_reads(args, but=op.shape_reads))]
     graph.ops = [new for op in graph.ops for new in folded.get(op.index, [op])]
+    for match in matches:
+        _make_late(graph, match.convolution.args[1].value)
     return f"{len(matches)} frozen BatchNorms are a part of the convolutions in front of them" if matches else None
 
 
@@ -114,17 +116,24 @@ def _unscaled(uses: Uses, factor: Any) -> Iterator[int]:
             yield producer.reads[0]
 
 
-def _fold(graph: TrainingGraph, match: _Match, numbers: Iterator[int]) -> tuple[int, list[Op]]:
-    """The scaled weight, and the ops that take the place of the affine map."""
+def _fold(graph: TrainingGraph, uses: Uses, match: _Match, numbers: Iterator[int]) -> tuple[int, list[Op]]:
+    """The scaled weight, and the ops that take the place of the affine map.
+
+    Where the weight is made of codes and a scale of its own (`torch_odt.adapt.StoredConv2d`), the scales are multiplied
+    with each other first, so that there is one weight and not two.
+    """
     weight = graph.values[match.convolution.args[1].value]
     scale = graph.values[match.scale]
     ones = (1,) * (len(weight.shape) - 1)
     column = _add_value(graph, replace(scale, shape=(*scale.shape, *ones), stride=(1,) * len(weight.shape)), scale.base)
     scaled = _add_value(graph, weight)
-    new = [
-        _op(next(numbers), _VIEW, (Ref(scale.index), [-1, *ones]), column, is_view=True),
-        _op(next(numbers), _TIMES, (Ref(weight.index), Ref(column)), scaled),
-    ]
+    new = [_op(next(numbers), _VIEW, (Ref(scale.index), [-1, *ones]), column, is_view=True)]
+    unscaled, factor = Ref(weight.index), Ref(column)
+    if (stored := _stored(graph, uses, weight.index, graph.values[column])) is not None:
+        unscaled, own_scale = stored
+        factor = Ref(_add_value(graph, graph.values[own_scale.value]))
+        new.append(_op(next(numbers), _TIMES, (own_scale, Ref(column)), factor.value))
+    new.append(_op(next(numbers), _TIMES, (unscaled, factor), scaled))
     bias, shift = match.convolution.args[2], match.shift
     if bias is not None:
         shift = _add_value(graph, graph.values[shift])
@@ -135,6 +144,36 @@ def _fold(graph: TrainingGraph, match: _Match, numbers: Iterator[int]) -> tuple[
         for value in op.results:
             graph.values[value].producer = op.index
     return scaled, new
+
+
+def _make_late(graph: TrainingGraph, weight: int) -> None:
+    """A weight that is made of codes, and that the backward pass alone needs by now, is made there."""
+    uses = Uses(graph)
+    maker, readers = uses.producer(weight), uses.readers(weight)
+    is_late = readers and all(op.phase == "backward" for op in readers) and uses.is_for(weight, readers)
+    if maker is None or maker.phase == "backward" or not is_late or _codes(graph, maker) is None:
+        return
+    ops = [op for op in graph.ops if op is not maker]
+    ops.insert(next(i for i, op in enumerate(ops) if op is readers[0]), replace(maker, phase="backward"))
+    graph.ops = ops
+
+
+def _stored(graph: TrainingGraph, uses: Uses, weight: int, column: Value) -> tuple[Ref, Ref] | None:
+    """The codes and the scales of each channel that a weight is the product of."""
+    maker = uses.producer(weight)
+    made_of = None if maker is None else _codes(graph, maker)
+    if made_of is None:
+        return None
+    own = graph.values[made_of[1].value]
+    return made_of if (own.shape, own.dtype) == (column.shape, column.dtype) else None
+
+
+def _codes(graph: TrainingGraph, maker: Op) -> tuple[Ref, Ref] | None:
+    """The codes in 8 bits and the scales that an op multiplies with each other, if it does."""
+    if maker.target != _TIMES or maker.kwargs or not all(isinstance(argument, Ref) for argument in maker.args):
+        return None
+    codes, scale = maker.args
+    return (codes, scale) if graph.values[codes.value].dtype == "int8" else None
 
 
 def _add_value(graph: TrainingGraph, like: Value, base: int | None = None) -> int:

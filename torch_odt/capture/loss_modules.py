@@ -12,6 +12,8 @@ from typing import Any
 
 from torch import nn
 
+from torch_odt.capture.module_walk import modules_of
+
 
 def loss_module(model: nn.Module, loss_fn: Any) -> nn.Module | None:
     """All modules of a loss as one; None when it has none, or none that `model` does not have already.
@@ -25,11 +27,12 @@ def loss_module(model: nn.Module, loss_fn: Any) -> nn.Module | None:
         return loss_fn
     if loss_fn is None:
         return None
+    modules = {name: module for name, module in reached(loss_fn) if isinstance(module, nn.Module)}
+    if not modules:
+        return None
     known = {id(tensor) for tensor in _tensors(model)}
     found = {
-        name: module
-        for name, module in reached(loss_fn)
-        if isinstance(module, nn.Module) and any(id(tensor) not in known for tensor in _tensors(module))
+        name: module for name, module in modules.items() if any(id(tensor) not in known for tensor in _tensors(module))
     }
     if not found:
         return None
@@ -47,8 +50,9 @@ def all_modules(model: nn.Module, loss_fn: Any) -> nn.Module:
 
 
 def _tensors(module: nn.Module) -> Iterator[Any]:
-    yield from module.parameters()
-    yield from module.buffers()
+    for member in modules_of(module):
+        yield from (tensor for tensor in member._parameters.values() if tensor is not None)
+        yield from (tensor for tensor in member._buffers.values() if tensor is not None)
 
 
 def reached(function: Any) -> Iterator[tuple[str, Any]]:

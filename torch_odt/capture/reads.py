@@ -10,7 +10,7 @@ import dis
 import functools
 import sys
 import types
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,12 +58,18 @@ class Reach:
     attributes: frozenset[str]
 
 
-def reach_of_step(modules: Iterable[nn.Module], loss_fn: Any) -> Reach:
-    """What a step's code can get at: that of the modules' classes, of what they hold, and of the loss."""
+def reach_of_step(modules: Iterable[nn.Module], loss_fn: Any, *, plain: Container[int] = ()) -> Reach:
+    """What a step's code can get at: that of the modules' classes, of what they hold, and of the loss.
+
+    Args:
+        plain: identities of modules that are known to hold no code.
+    """
     found = list(modules)
     one_of_each_class = {type(module): module for module in found}.values()
     roots = [function for module in one_of_each_class for function in functions_of(module)]
     for module in found:
+        if id(module) in plain:
+            continue
         held = {name: value for name, value in vars(module).items() if name not in MODULE_OWN}
         roots += _functions_held(held, 2)
     return _reach([*roots, *functions_in(loss_fn)])

@@ -17,6 +17,7 @@ from torch_odt.capture.graph import Op, Output, Ref, TrainingGraph, map_refs, re
 from torch_odt.capture.operators import resolve
 from torch_odt.capture.overwrite import function_of
 from torch_odt.execute.paging import PageCode, Pager
+from torch_odt.memory._tracking import tagger
 from torch_odt.planning.schedule import Deliver, Free, PageIn, PageOut, Run, Schedule
 
 Table = list[Any]
@@ -172,42 +173,48 @@ def compile_op(graph: TrainingGraph, op: Op, function: Callable[..., Any]) -> Ca
     """A function that calls `op`'s function on the values of a table and puts its results there."""
     shape_only = {v: memory.phantom_tensor(*_layout(graph, v)) for v in op.shape_reads}
     gather = _compile_arguments(op, shape_only)
-    kwargs = op.kwargs
-    has_kwarg_refs = any(True for _ in refs(kwargs))
+    call = _with_kwargs(function, op.kwargs)
     writes = op.writes
-
-    def call_kwargs(table: Table) -> dict[str, Any]:
-        return map_refs(kwargs, lambda v: table[v]) if has_kwarg_refs else kwargs
-
     if _returns_one(op):
         (target,) = writes
         assert target is not None
 
         def run_single(table: Table) -> None:
-            table[target] = function(*gather(table), **call_kwargs(table))
+            table[target] = call(table, gather(table))
 
         return run_single
 
     kept = [(position, value) for position, value in enumerate(writes) if value is not None]
 
     def run_several(table: Table) -> None:
-        results = function(*gather(table), **call_kwargs(table))
+        results = call(table, gather(table))
         for position, value in kept:
             table[value] = results[position]
 
     return run_several
 
 
+def _with_kwargs(function: Callable[..., Any], kwargs: dict[str, Any]) -> Callable[[Table, Sequence[Any]], Any]:
+    """Calls a function with arguments, and with keyword arguments of which some may stand in a table."""
+    # What torch puts around an operator, only to call it, takes as long as a small operator does.
+    function = getattr(function, "_op", function) if isinstance(function, torch._ops.OpOverload) else function
+    if any(True for _ in refs(kwargs)):
+        return lambda table, args: function(*args, **map_refs(kwargs, lambda v: table[v]))
+    if kwargs:
+        return lambda table, args: function(*args, **kwargs)
+    return lambda table, args: function(*args)
+
+
 def _counted(call: Callable[[Table], None], op: Op) -> Callable[[Table], None]:
     """Everything that an op allocates is workspace, until what is kept of it is known."""
     if op.is_view or not memory.is_tracking():
         return call
-    kept = op.results
+    kept, tag = op.results, tagger("activation")
 
     def run_and_tag(table: Table) -> None:
         call(table)
         for value in kept:
-            memory.tag(_present(table[value]), "activation")
+            tag(_present(table[value]))
 
     return run_and_tag
 

@@ -23,6 +23,7 @@ from torch_odt.runtime.budget import Allotment, Budget, format_bytes
 if TYPE_CHECKING:
     from torch_odt.capture.trace import TracedStep
     from torch_odt.execute.kept_plans import KeptPlans
+    from torch_odt.execute.plain_modules import PlainModules
     from torch_odt.execute.retries import Lowered
 
 # Batches of so many kinds keep their plans.
@@ -65,6 +66,7 @@ class PreparedSteps:
         # Of steps that were not captured: the values that their code could read then, and at the last call.
         self._refused: dict[Hashable, Hashable] = {}
         self._last_values: Hashable = None
+        self._plain_modules: PlainModules | None = None
 
     def __len__(self) -> int:
         return len(self._prepared)
@@ -108,6 +110,7 @@ class PreparedSteps:
         if self._given is not None:
             return self._find_given(self._given, args, kwargs, optimizer, want_results, needs_all)
         # What traces, measures and plans; a start from a plan does without.
+        from torch_odt.execute.plain_modules import PlainModules
         from torch_odt.execute.prepare import prepare
         from torch_odt.execute.signature import step_outline, step_values
 
@@ -115,7 +118,8 @@ class PreparedSteps:
         updates = self._updates(optimizer, needs_all)
         signature = None if updates is None else updates.signature
         outline = (want_results, signature, step_outline(model, loss_fn, args, kwargs))
-        values = step_values(model, loss_fn)
+        self._plain_modules = self._plain_modules or PlainModules()
+        values = step_values(model, loss_fn, self._plain_modules)
         budget = self._request.budget
         captured: Hashable = (outline, values)
         key, refused = _Key(captured, budget), _Key(outline, budget)

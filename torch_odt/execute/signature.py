@@ -25,7 +25,9 @@ from torch_odt.capture.describe_step import MODULE_STRUCTURE
 from torch_odt.capture.effects import hook_identities
 from torch_odt.capture.loss_modules import loss_module
 from torch_odt.capture.machine import settings_name
+from torch_odt.capture.module_walk import modules_of, parameters_of
 from torch_odt.capture.reads import Read, has_contents, is_own_class, reach_of_step
+from torch_odt.execute.plain_modules import PlainModules
 
 _PLAIN = (bool, int, float, str, bytes, type(None))
 _DEEPEST = 4
@@ -51,14 +53,19 @@ def step_outline(model: nn.Module, loss_fn: Any, args: tuple[Any, ...], kwargs: 
     )
 
 
-def step_values(model: nn.Module, loss_fn: Any) -> Hashable:
-    """The plain Python values that a step's code can read: attributes, closures, what it names."""
+def step_values(model: nn.Module, loss_fn: Any, remembered: PlainModules | None = None) -> Hashable:
+    """The plain Python values that a step's code can read: attributes, closures, what it names.
+
+    Args:
+        remembered: what earlier calls have read; None reads everything.
+    """
     own = loss_module(model, loss_fn)
-    modules = [*model.modules(), *(own.modules() if own is not None else ())]
-    reach = reach_of_step(modules, loss_fn)
+    modules = [*modules_of(model), *(modules_of(own) if own is not None else ())]
+    plain = (PlainModules() if remembered is None else remembered).read(modules)
+    reach = reach_of_step(modules, loss_fn, plain=plain)
     reader = _Reader(reach.attributes, frozenset(map(id, modules)))
     return (
-        tuple(reader.items(vars(module), MODULE_STRUCTURE, 0) for module in modules),
+        tuple(plain.get(id(module)) or reader.items(vars(module), MODULE_STRUCTURE, 0) for module in modules),
         tuple(reader.value(value, 0) for value in _class_values(modules)),
         None if isinstance(loss_fn, nn.Module) else reader.value(loss_fn, 0),
         tuple((read.label, reader.value(read.value, 1)) for read in reach.reads if _is_looked_at(read)),
@@ -67,14 +74,15 @@ def step_values(model: nn.Module, loss_fn: Any) -> Hashable:
 
 
 def _structure(root: nn.Module) -> Hashable:
-    modules = tuple((type(m), m.training) for m in root.modules())
-    parameters = tuple((p.requires_grad, p.dtype, p.shape, p.stride()) for p in root.parameters())
+    found = modules_of(root)
+    modules = tuple((type(m), m.training) for m in found)
+    parameters = tuple((p.requires_grad, p.dtype, p.shape, p.stride()) for p in parameters_of(root))
     buffers = tuple(
         (name, None if buffer is None else (buffer.dtype, buffer.shape, buffer.stride()))
-        for module in root.modules()
+        for module in found
         for name, buffer in module._buffers.items()
     )
-    return modules, parameters, buffers, hook_identities(root)
+    return modules, parameters, buffers, hook_identities(found)
 
 
 def _class_values(modules: Iterable[nn.Module]) -> Iterable[Any]:

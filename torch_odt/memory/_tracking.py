@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -241,9 +241,23 @@ def tag(tensor: torch.Tensor, name: CategoryName) -> bool:
     Raises:
         ValueError: there is no such category.
     """
+    return tagger(name)(tensor)
+
+
+def tagger(name: CategoryName) -> Callable[[torch.Tensor], bool]:
+    """A function that does to any tensor what `tag` does.
+
+    When to choose it: where tensors are tagged by the hundred in each step.
+
+    Raises:
+        ValueError: there is no such category.
+    """
     number = _number_of(name)
     module = _extensions.memory_module
-    return module is not None and bool(module.tag(tensor.untyped_storage().data_ptr(), number))
+    if module is None:
+        return lambda tensor: False
+    move = module.tag
+    return lambda tensor: bool(move(tensor.untyped_storage().data_ptr(), number))
 
 
 def tune_malloc() -> bool:
