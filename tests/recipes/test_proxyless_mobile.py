@@ -10,7 +10,7 @@ from recipes.common.proxyless_mobile import ProxylessMobile, scaled
 
 
 def test_the_published_size() -> None:
-    """4.08 M are in its published weights; 320 M multiplications are named by its authors in "Once-for-All", ICLR 2020."""
+    """Its published weights have 4.08 M; its authors count 320 M multiplications ("Once-for-All", ICLR 2020)."""
     model = ProxylessMobile()
     assert sum(p.numel() for p in model.parameters()) == 4_080_512
     assert _multiplications(model, 224) == pytest.approx(320e6, rel=0.005)
