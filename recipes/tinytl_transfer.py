@@ -9,8 +9,8 @@ norms and it, the biases and it, lite residual modules and it, or modules and bi
 learning rate (`--rates`) that is best on samples held out of the training set, with a seed of its own.
 
 Memory: each way trains in a process of its own, the network in full width, batch 8, 224x224, Adam; bytes are what the
-process holds above its level before there was a model, with everything counted. In the second table one sample runs at
-a time on both sides: plain PyTorch accumulates gradients.
+process holds above its level before there was a model, with everything counted. `--micro-batches 8 1` adds a table
+with one sample at a time on both sides, for which plain PyTorch accumulates gradients.
 
 The recipe ends with code 1 where the task does not count, because full fine-tuning is not 5 points better than the
 classifier alone, or where a target is missed: TinyTL-L+B takes at least 6 times less than full fine-tuning in plain
@@ -133,11 +133,11 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--epochs", type=int, default=8, help="of each way to adapt")
     parser.add_argument("--rates", type=float, nargs="+", default=RATES, help="learning rates to choose from")
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--networks", nargs="+", choices=NETWORKS, default=NETWORKS, help="whose memory is measured")
+    parser.add_argument("--networks", nargs="*", choices=NETWORKS, default=NETWORKS, help="whose memory is measured")
     parser.add_argument(
         "--measured-size", type=int, default=MEASURED_SIZE, help="of the images that memory is measured with"
     )
-    parser.add_argument("--micro-batches", type=int, nargs="+", default=(BATCH, 1), help="samples that run at once")
+    parser.add_argument("--micro-batches", type=int, nargs="+", default=(BATCH,), help="samples that run at once")
     parser.add_argument("--memory-only", action="store_true", help="train nothing, and judge memory alone")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--cache", type=Path, default=default_folder() / "recipes", help="pretrained weights")
