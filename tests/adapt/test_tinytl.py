@@ -239,6 +239,16 @@ def test_blocks_of_ones_own() -> None:
         odt.adapt.tinytl_(own_model(), blocks={OwnBlock: "stem"}, input_size=16)
 
 
+def test_blocks_are_left_out_by_name() -> None:
+    two = nn.Sequential(
+        nn.Conv2d(3, 4, 1), OwnBlock(), OwnBlock(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 2)
+    )
+    with pytest.raises(ValueError, match=r"without=3: the blocks are 1, 2"):
+        odt.adapt.tinytl_(two, blocks={OwnBlock: "branch"}, without=["3"], input_size=16)
+    odt.adapt.tinytl_(two, blocks={OwnBlock: "branch"}, without=["1"], input_size=16)
+    assert not lites(two[1]) and len(lites(two[2])) == 1
+
+
 def test_wrong_arguments_are_named() -> None:
     model = MOBILENET_V2.model()
     for options, text in (

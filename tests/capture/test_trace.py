@@ -217,3 +217,40 @@ def test_tracing_changes_neither_model_nor_random_state() -> None:
     assert all(torch.equal(before[k], v) for k, v in model.state_dict().items())
     assert torch.equal(torch.get_rng_state(), random_state)
     assert all(p.grad is None for p in model.parameters())
+
+
+class Enlarged(nn.Module):
+    """Its input, filtered, then enlarged."""
+
+    def __init__(self, dimensions: int, **options: Any) -> None:
+        super().__init__()
+        self.filter = (nn.Conv1d, nn.Conv2d, nn.Conv3d)[dimensions - 1](2, 3, 3, padding=1)
+        self.options = options
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.interpolate(self.filter(x), **self.options)
+
+
+@pytest.mark.parametrize(
+    ("dimensions", "options"),
+    [
+        (1, {"scale_factor": 2, "mode": "linear"}),
+        (2, {"scale_factor": 2, "mode": "nearest"}),
+        (2, {"size": (7, 9), "mode": "bilinear", "align_corners": False}),
+        (2, {"scale_factor": 1.5, "mode": "bicubic", "align_corners": True}),
+        (2, {"size": (3, 2), "mode": "bilinear", "antialias": True}),
+        (3, {"scale_factor": 2, "mode": "trilinear"}),
+    ],
+)
+def test_upsampling_stays_one_operator(dimensions: int, options: dict[str, Any]) -> None:
+    x = torch.randn(2, 2, *(4,) * dimensions)
+    graph = trace(Enlarged(dimensions, **options), x, torch.zeros(()), loss_fn=lambda y, _: y.square().mean()).graph
+    assert [op.target.count("backward") for op in graph.program if "upsample" in op.target] == [0, 1]
+
+
+def test_after_a_trace_torch_decomposes_again() -> None:
+    bilinear = torch.ops.aten.upsample_bilinear2d.vec
+    before = dict(bilinear.py_kernels)
+    assert before
+    trace_net()
+    assert bilinear.py_kernels == before

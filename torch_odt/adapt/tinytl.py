@@ -5,7 +5,7 @@ H. Cai et al., "TinyTL: Reduce Memory, Not Parameters for Efficient On-Device Le
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, Literal
 
 import torch
@@ -19,7 +19,7 @@ from torch_odt.adapt.group_norm import group_batch_norms
 from torch_odt.adapt.head import find_head, replace_head
 from torch_odt.adapt.lite_residual import LiteBranch, LiteResidual
 from torch_odt.adapt.residual_blocks import Block, find_blocks
-from torch_odt.adapt.stored_weights import store_frozen_weights
+from torch_odt.adapt.stored_weights import WEIGHT_CODES, WeightCode, store_frozen_weights
 from torch_odt.adapt.weight_standardization import standardize_convolutions
 
 Mode = Literal["full", "last", "norm+last", "bias", "lite", "lite+bias"]
@@ -36,7 +36,9 @@ def tinytl_(
     norm: Literal["frozen", "group"] = "frozen",
     weight_standardization: bool = False,
     weight_bits: Literal[32, 8] = 32,
+    weight_code: WeightCode = "affine",
     blocks: Mapping[type[nn.Module], str] | None = None,
+    without: Collection[str] = (),
     kernel_size: int = 5,
     expand: float = 1.0,
     input_size: int | tuple[int, int] = 224,
@@ -61,9 +63,13 @@ def tinytl_(
         norm: "frozen" keeps BatchNorm's statistics (`FrozenBatchNorm`); "group" puts GroupNorm in its place, for models
             that were pretrained with it. GroupNorm keeps its input for the backward pass.
         weight_standardization: standardise convolutions without a bias; only with norm="group".
-        weight_bits: 8 stores frozen weights as integers with a scale for each output channel, and computes with those.
+        weight_bits: 8 stores frozen weights as integers, and computes with what these stand for.
+        weight_code: what they stand for: "affine", a multiple of the output channel's scale, or "codebook", one of 256
+            values that k-means has found for the layer (`StoredLinear` says which to choose).
         blocks: further types of blocks: each with the attribute to whose result a lite module's is added, before the
             block's own shortcut; "" for a block without an activation at its end.
+        without: names of blocks that get no lite module. The first block's input is the largest by far; the paper's own
+            networks have none beside it.
         kernel_size, expand: of lite residual modules: the convolution's k, odd, and its channels as a multiple of the
             block's input.
         input_size: height and width of images, in pixels; it decides where kernels must be smaller. An int is both.
@@ -85,11 +91,12 @@ def tinytl_(
         >>> adaptation.trained[:2]
         ('features.0.1.bias', 'features.1.conv.0.1.bias')
     """
-    _check(mode, norm, weight_standardization, weight_bits, kernel_size)
+    _check(mode, norm, weight_standardization, weight_bits, weight_code, kernel_size)
     with Adapting(model) as adapting:
         found: list[Block] = []
         if mode.startswith("lite"):
             found = find_blocks(model, _example(model, input_size) if example is None else example, blocks=blocks)
+            found = _leave_out(found, without)
         head_name = find_head(model, head) if classes is None else replace_head(adapting, classes, head=head)
         of_head = [f"{head_name}.{local}" for local, _ in model.get_submodule(head_name).named_parameters()]
         of_model = [name for name in _selected(model, mode) if name not in of_head]
@@ -113,12 +120,14 @@ def tinytl_(
             adapting.notes.append(f"{len(found)} lite residual modules, {found[0].name} to {found[-1].name}")
         if weight_bits == 8:
             # The last change, because what it frees comes back rounded.
-            stored = store_frozen_weights(adapting)
-            adapting.notes.append(f"{stored} frozen weights are stored in 8 bits")
+            stored = store_frozen_weights(adapting, weight_code)
+            adapting.notes.append(f"{stored} frozen weights are stored in 8 bits ({weight_code})")
         return adapting.finish(f"tinytl ({mode})")
 
 
-def _check(mode: str, norm: str, weight_standardization: bool, weight_bits: int, kernel_size: int) -> None:
+def _check(
+    mode: str, norm: str, weight_standardization: bool, weight_bits: int, weight_code: str, kernel_size: int
+) -> None:
     if mode not in MODES:
         raise ValueError(f"mode={mode!r}: it is one of {', '.join(MODES)}")
     if norm not in ("frozen", "group"):
@@ -127,6 +136,10 @@ def _check(mode: str, norm: str, weight_standardization: bool, weight_bits: int,
         raise ValueError("weight_standardization changes what a frozen norm's statistics are of; use norm='group'")
     if weight_bits not in (8, 32):
         raise ValueError(f"weight_bits={weight_bits}: it is 8 or 32")
+    if weight_code not in WEIGHT_CODES:
+        raise ValueError(f"weight_code={weight_code!r}: it is one of {', '.join(WEIGHT_CODES)}")
+    if weight_code != "affine" and weight_bits != 8:
+        raise ValueError(f"weight_code={weight_code!r} is of weights in 8 bits: give weight_bits=8 as well")
     if kernel_size < 1 or kernel_size % 2 == 0:
         raise ValueError(f"kernel_size={kernel_size}: it is odd")
 
@@ -137,6 +150,14 @@ def _example(model: nn.Module, input_size: int | tuple[int, int]) -> torch.Tenso
         raise ValueError(f"{type(model).__name__} has no 2-D convolution: lite residual modules are for CNNs")
     size = (input_size, input_size) if isinstance(input_size, int) else input_size
     return first.weight.new_zeros(1, first.in_channels, *size)
+
+
+def _leave_out(found: list[Block], without: Collection[str]) -> list[Block]:
+    names = [block.name for block in found]
+    unknown = [name for name in without if name not in names]
+    if unknown:
+        raise ValueError(f"without={', '.join(unknown)}: the blocks are {', '.join(names)}")
+    return [block for block in found if block.name not in without]
 
 
 def _selected(model: nn.Module, mode: Mode) -> list[str]:

@@ -131,26 +131,48 @@ def _tracing() -> Iterator[None]:
     # Tensors that are no parameters, buffers or inputs (a mask made once, the classes' weights) become constants.
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     try:
-        with warnings.catch_warnings(), eager_recurrent_layers(), fake:
+        with warnings.catch_warnings(), eager_operators(), fake:
             warnings.simplefilter("ignore")
             yield
     finally:
         torch.compiler._is_compiling_flag = before
 
 
-@contextmanager
-def eager_recurrent_layers() -> Iterator[None]:
-    """Trace recurrent layers through the same C++ code as eager.
+_RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu")
+_UPSAMPLING = (
+    "upsample_linear1d",
+    "upsample_bilinear2d",
+    "upsample_trilinear3d",
+    "upsample_bicubic2d",
+    "upsample_nearest1d",
+    "upsample_nearest2d",
+    "upsample_nearest3d",
+    "_upsample_nearest_exact1d",
+    "_upsample_nearest_exact2d",
+    "_upsample_nearest_exact3d",
+    "_upsample_bilinear2d_aa",
+    "_upsample_bicubic2d_aa",
+)
 
-    The Python decompositions that torch takes in traces never apply the dropout between layers (they compare the
-    layer's number the wrong way round), so a captured LSTM would not be the model.
+
+@contextmanager
+def eager_operators() -> Iterator[None]:
+    """Trace recurrent layers and upsampling through the same C++ code as eager.
+
+    The Python decompositions that torch takes in traces never apply the dropout between recurrent layers (they compare
+    the layer's number the wrong way round), so a captured LSTM would not be the model. Bilinear upsampling becomes some
+    fifty operators by them, and four tensors of its result's size instead of one.
     """
+    from torch._C import DispatchKey
+
     removed: list[tuple[torch._ops.OpOverload, dict[Any, Any]]] = []
-    for name in ("lstm", "gru", "rnn_tanh", "rnn_relu"):
+    for name in (*_RECURRENT, *_UPSAMPLING):
         packet = getattr(torch.ops.aten, name)
-        for overload in (packet.input, packet.data):
+        for overload in (getattr(packet, each) for each in packet.overloads()):
             removed.append((overload, dict(overload.py_kernels)))
-            overload.py_kernels.clear()
+            # How a shape is found out stays as it is.
+            for key in (DispatchKey.Autograd, DispatchKey.CompositeImplicitAutograd):
+                overload.py_kernels.pop(key, None)
             overload._dispatch_cache.clear()
     try:
         yield

@@ -14,7 +14,7 @@ from torch import fx, nn
 from torch_odt.cache import Cache, CacheOption
 from torch_odt.capture.partition import GraphPiece, inference_piece, partition
 from torch_odt.capture.rewrite import switched_off
-from torch_odt.capture.trace import eager_recurrent_layers
+from torch_odt.capture.trace import eager_operators
 from torch_odt.errors import CaptureError, InfeasibleBudget, OdtWarning, first_line
 from torch_odt.execute.accounting import make_room
 from torch_odt.execute.allotted import PLAN_FOR_ONE_BUDGET, controller_of
@@ -342,7 +342,7 @@ class _Compilation:
             inference_compiler=self._inference,
             partition_fn=self._partition,
         )
-        with eager_recurrent_layers():
+        with eager_operators():
             return compiler(module, inputs)
 
     def _partition(

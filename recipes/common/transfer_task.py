@@ -1,0 +1,138 @@
+"""Transfer between classes of one data set: a network that knows some of them learns the others from a few samples."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.utils.data import Dataset
+
+from torch_odt.commands.data import ImageData
+
+
+@dataclass(frozen=True)
+class Samples:
+    """Images of some classes.
+
+    Attributes:
+        images: `(n, 3, size, size)`, float32.
+        labels: `(n,)`, counted from 0.
+    """
+
+    images: Tensor
+    labels: Tensor
+
+    def batches(self, size: int, draw: torch.Generator) -> Iterator[tuple[Tensor, Tensor]]:
+        """One epoch in random order, each image mirrored or not; what does not fill a batch is left out."""
+        for rows in torch.randperm(len(self.labels), generator=draw).split(size):
+            if len(rows) == size:
+                mirrored = torch.rand(size, 1, 1, 1, generator=draw) < 0.5
+                images = self.images[rows]
+                images = torch.where(mirrored, images.flip(3), images)
+                yield images.contiguous(memory_format=torch.channels_last), self.labels[rows]
+
+    def part(self, start: int, stop: int) -> Samples:
+        """Those of some rows."""
+        return Samples(self.images[start:stop], self.labels[start:stop])
+
+
+@dataclass(frozen=True)
+class TransferTask:
+    """What a network is pretrained on, and what it is adapted to.
+
+    Attributes:
+        source: of the classes that it is pretrained on.
+        train: of the others, to adapt to.
+        held_out: more of these, from the training set: learning rates are chosen by them.
+        test: of these, by which nothing was chosen.
+    """
+
+    source: Samples
+    train: Samples
+    held_out: Samples
+    test: Samples
+
+    @property
+    def classes(self) -> int:
+        """How many there are to adapt to."""
+        return int(self.test.labels.max()) + 1
+
+
+def make_task(
+    data: ImageData, source_classes: Sequence[int], *, source: int, train: int, held_out: int, test: int
+) -> TransferTask:
+    """A task from a data set: at most so many samples of each part.
+
+    Args:
+        source_classes: those to pretrain on; all others are adapted to.
+    """
+    others = [each for each in range(len(data.classes)) if each not in source_classes]
+    adapted = _samples(data.train, others, train + held_out)
+    # A fifth at least is held out where there are fewer.
+    cut = min(train, len(adapted.labels) * 4 // 5)
+    return TransferTask(
+        _samples(data.train, source_classes, source),
+        adapted.part(0, cut),
+        adapted.part(cut, len(adapted.labels)),
+        _samples(data.validation, others, test),
+    )
+
+
+def pretrained(make_model: Callable[[], nn.Module], samples: Samples, epochs: int, cache: Path) -> nn.Module:
+    """A network after training on the source classes, whose weights are remembered in a file.
+
+    Args:
+        make_model: makes it; its weights are drawn with seed 0.
+        cache: the file. Its name must tell all that the weights depend on.
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = make_model().to(memory_format=torch.channels_last)
+    if cache.exists():
+        model.load_state_dict(torch.load(cache, weights_only=True))
+        return model
+    draw = torch.Generator().manual_seed(0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-4, nesterov=True)
+    steps = epochs * (len(samples.labels) // 64)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, steps, pct_start=0.1, cycle_momentum=False)
+    for _ in range(epochs):
+        for x, y in samples.batches(64, draw):
+            optimizer.zero_grad()
+            cross_entropy(model(x), y, label_smoothing=0.1).backward()
+            optimizer.step()
+            schedule.step()
+    partial = cache.with_suffix(".partial")
+    torch.save(model.state_dict(), partial)
+    partial.replace(cache)
+    return model
+
+
+def accuracy(model: nn.Module, samples: Samples) -> float:
+    """The share that is recognised, in evaluation mode; the mode is then as before."""
+    was_training = model.training
+    model.eval()
+    right = 0
+    with torch.no_grad():
+        for images, labels in zip(samples.images.split(256), samples.labels.split(256), strict=True):
+            scores = model(images.contiguous(memory_format=torch.channels_last))
+            right += int((scores.argmax(1) == labels).sum())
+    model.train(was_training)
+    return right / len(samples.labels)
+
+
+def _samples(data: Dataset[tuple[Tensor, int]], classes: Sequence[int], most: int) -> Samples:
+    order = torch.randperm(len(data), generator=torch.Generator().manual_seed(0)).tolist()  # type: ignore[arg-type]
+    images: list[Tensor] = []
+    labels: list[int] = []
+    for index in order:
+        if len(images) == most:
+            break
+        image, label = data[index]
+        if label in classes:
+            images.append(image)
+            labels.append(classes.index(label))
+    return Samples(torch.stack(images), torch.tensor(labels))

@@ -1,0 +1,120 @@
+"""Ways to adapt a CNN to other classes: what trains, and by whom; and steps of each, to measure what they take."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+import torch_odt as odt
+from recipes.common.mcunet import InvertedResidual
+from recipes.common.process_bytes import ROOMY, Training
+from recipes.common.proxyless_mobile import ProxylessMobile
+from torch_odt.adapt.head import find_head
+from torch_odt.adapt.tinytl import Mode
+
+NETWORKS = ("proxyless_mobile", "mobilenet_v2")
+CLASSES = 10
+
+
+@dataclass(frozen=True)
+class Way:
+    """How a network is adapted.
+
+    Attributes:
+        trains: what does, beside the classifier.
+        engine: "plain" is PyTorch as it is, in which BatchNorm follows the batch where something of it may train.
+        weight_code: how frozen weights are stored: in float32, or in 8 bits.
+    """
+
+    trains: Mode
+    engine: Literal["plain", "torch_odt"] = "torch_odt"
+    weight_code: Literal["float32", "affine", "codebook"] = "float32"
+
+    def __str__(self) -> str:
+        bits = "" if self.weight_code == "float32" else f", 8 bits ({self.weight_code})"
+        return f"{self.engine} {self.trains}{bits}"
+
+
+def make_network(name: str, classes: int, width: float = 1.0) -> nn.Module:
+    """A network of random weights."""
+    if name == "proxyless_mobile":
+        return ProxylessMobile(classes, width=width)
+    from torchvision.models import mobilenet_v2
+
+    return mobilenet_v2(weights=None, num_classes=classes, width_mult=width)
+
+
+def adapt(model: nn.Module, way: Way, classes: int, input_size: int) -> list[nn.Parameter]:
+    """Change a network in place so that it learns so many classes in that way.
+
+    Returns:
+        What trains, for the optimizer.
+    """
+    model.train()
+    if way.engine == "torch_odt":
+        options = {} if way.weight_code == "float32" else {"weight_bits": 8, "weight_code": way.weight_code}
+        adaptation = odt.adapt.tinytl_(
+            model,
+            mode=way.trains,
+            classes=classes,
+            input_size=input_size,
+            blocks={InvertedResidual: "conv"},
+            without=[_first_block(model)] if "lite" in way.trains else (),
+            **options,
+        )
+        return adaptation.parameters()
+    head = find_head(model, None)
+    parent, _, attribute = head.rpartition(".")
+    setattr(model.get_submodule(parent), attribute, nn.Linear(model.get_submodule(head).in_features, classes))
+    norms = {p for module in model.modules() if isinstance(module, nn.BatchNorm2d) for p in module.parameters()}
+    for name, parameter in model.named_parameters():
+        is_trained = (
+            name.startswith(f"{head}.") or way.trains == "full" or (way.trains == "norm+last" and parameter in norms)
+        )
+        parameter.requires_grad_(is_trained)
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+
+def _first_block(model: nn.Module) -> str:
+    """The block whose input is the largest by far: no lite module runs beside it, as in TinyTL's networks."""
+    return "blocks.0" if isinstance(model, ProxylessMobile) else "features.1"
+
+
+def make_step(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    way: Way,
+    micro_batch: int,
+    *,
+    cache: Path | Literal[False] = False,
+) -> Callable[[Tensor, Tensor], object]:
+    """A step of that way.
+
+    Args:
+        micro_batch: samples that run at once; plain PyTorch accumulates their gradients.
+        cache: where torch_odt remembers what it has measured.
+    """
+    if way.engine == "torch_odt":
+        return odt.TrainStep(model, cross_entropy, optimizer, budget=ROOMY, cache=cache, micro_batch=micro_batch)
+
+    def step(x: Tensor, y: Tensor) -> None:
+        optimizer.zero_grad()
+        for part, labels in zip(x.split(micro_batch), y.split(micro_batch), strict=True):
+            (cross_entropy(model(part), labels) * (len(part) / len(x))).backward()
+        optimizer.step()
+
+    return step
+
+
+def training(network: str, way: Way, size: int, batch: int, micro_batch: int) -> Training:
+    """Steps of Adam on random images, for `training_bytes`."""
+    model = make_network(network, 1000).to(memory_format=torch.channels_last)
+    optimizer = torch.optim.Adam(adapt(model, way, CLASSES, size), lr=1e-4)
+    x = torch.randn(batch, 3, size, size).contiguous(memory_format=torch.channels_last)
+    return Training(make_step(model, optimizer, way, micro_batch), optimizer, (x, torch.randint(CLASSES, (batch,))))

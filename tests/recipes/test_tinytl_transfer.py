@@ -1,0 +1,123 @@
+"""The recipe from end to end on a few digits; what is missed is named; and its parts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from recipes import tinytl_transfer
+from recipes.common.process_bytes import Training, TrainingBytes
+from recipes.common.transfer_task import Samples, accuracy, make_task, pretrained
+from recipes.common.transfer_ways import Way, adapt, make_network, make_step
+from torch_odt.adapt.lite_residual import LiteResidual
+from torch_odt.commands.data import ImageData
+
+
+@pytest.mark.slow
+def test_ways_to_adapt_are_compared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("sklearn")
+    monkeypatch.setattr(tinytl_transfer, "training_bytes", _counted)
+    small = {"image-size": 32, "width": 0.1, "source-samples": 64, "samples": 16, "test-samples": 16}
+    small |= {"pretrain-epochs": 1, "epochs": 1, "rates": 0.01, "seeds": 1, "networks": "proxyless_mobile"}
+    arguments = [f"--{name}={value}" for name, value in (small | {"measured-size": 32, "micro-batches": 8}).items()]
+    arguments += ["--cache", str(tmp_path / "cache"), "--out", str(tmp_path)]
+    code = tinytl_transfer.main(arguments)
+    report = json.loads((tmp_path / "tinytl_transfer.json").read_text())
+    assert len(report["accuracies"]) == len(tinytl_transfer.TRAINED)
+    [rows] = report["bytes"].values()
+    trained = {name: row["trained_parameters"] for name, row in rows.items()}
+    assert trained["torch_odt last"] < trained["plain norm+last"] == trained["torch_odt norm+last"]
+    assert trained["torch_odt lite+bias"] < trained["plain full"] == trained["torch_odt full"]
+    assert code == (1 if report["missed"] else 0)
+    assert ("missed:" in capsys.readouterr().out) == bool(report["missed"])
+
+
+def test_what_is_missed_is_named() -> None:
+    def reached(value: float) -> tinytl_transfer.Accuracies:
+        return tinytl_transfer.Accuracies({}, 0.01, [value])
+
+    rows = {str(way): reached(0.8) for way in tinytl_transfer.TRAINED}
+    rows["plain full"] = reached(0.84)
+    assert tinytl_transfer._missed_accuracies(rows) == [
+        "the task does not count: full fine-tuning reaches 84.0%, the classifier alone 80.0%",
+        "TinyTL-L+B reaches 80.0%, full fine-tuning 84.0%",
+    ]
+    rows["torch_odt last"] = reached(0.7)
+    rows[str(tinytl_transfer.TINYTL)] = reached(0.836)
+    assert tinytl_transfer._missed_accuracies(rows) == []
+    taken = dict.fromkeys(map(str, tinytl_transfer.JUDGED), TrainingBytes(100, None, 1))
+    taken["plain full"], taken["plain norm+last"] = TrainingBytes(799, None, 1), TrainingBytes(500, None, 1)
+    assert tinytl_transfer._missed_bytes("net", taken) == [
+        "net: torch_odt bias, 8 bits (affine) takes 7.99 times less than plain full, not 8"
+    ]
+
+
+def test_plain_and_torch_odt_train_the_same_selection() -> None:
+    for trains in ("full", "norm+last", "last"):
+        names = []
+        for engine in ("plain", "torch_odt"):
+            model = make_network("proxyless_mobile", 5, 0.1)
+            chosen = {id(p) for p in adapt(model, Way(trains, engine), 3, 32)}  # type: ignore[arg-type]
+            names.append({name for name, parameter in model.named_parameters() if id(parameter) in chosen})
+            assert model.classifier.out_features == 3
+        assert names[0] == names[1]
+
+
+def test_no_lite_module_runs_beside_the_first_block() -> None:
+    model = make_network("proxyless_mobile", 5, 0.1)
+    adapt(model, Way("lite+bias"), 3, 32)
+    lites = [name for name, module in model.named_modules() if isinstance(module, LiteResidual)]
+    assert len(lites) == 19 and not any(name.startswith("blocks.0.") for name in lites)
+
+
+def test_plain_micro_batches_add_up_to_the_batch() -> None:
+    gradients = []
+    for micro_batch in (8, 1):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Flatten(), nn.Linear(12, 3))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        x, y = torch.randn(8, 3, 2, 2), torch.arange(8) % 3
+        make_step(model, optimizer, Way("full", "plain"), micro_batch)(x, y)
+        gradients.append(model[1].weight.grad)
+    torch.testing.assert_close(*gradients)
+
+
+def test_a_task_has_other_classes_than_its_source_and_no_sample_twice() -> None:
+    pictures = [(torch.full((3, 4, 4), float(n)), n % 4) for n in range(40)]
+    data = ImageData("few", pictures[:30], pictures[30:], list("abcd"), 4)  # type: ignore[arg-type]
+    task = make_task(data, [1, 3], source=10, train=6, held_out=6, test=5)
+    assert task.classes == 2
+    assert all(int(image[0, 0, 0]) % 2 for image in task.source.images)
+    parts = [{int(image[0, 0, 0]) for image in part.images} for part in (task.train, task.held_out, task.test)]
+    assert [len(part) for part in parts] == [6, 6, 5]
+    assert len(set.union(*parts)) == 17 and all(number % 2 == 0 for part in parts for number in part)
+    assert [int(label) * 2 for label in task.test.labels] == [int(image[0, 0, 0]) % 4 for image in task.test.images]
+
+
+def test_pretraining_is_remembered(tmp_path: Path) -> None:
+    draw = torch.Generator().manual_seed(0)
+    labels = torch.arange(128) % 2
+    images = torch.randn(128, 3, 4, 4, generator=draw) * 0.1 + labels[:, None, None, None]
+    samples, cache = Samples(images, labels), tmp_path / "weights.pt"
+
+    def make() -> nn.Module:
+        return nn.Sequential(nn.Flatten(), nn.Linear(48, 2))
+
+    first = pretrained(make, samples, 3, cache)
+    assert accuracy(first, samples) > 0.9
+    again = pretrained(make, samples, 0, cache)
+    assert all(map(torch.equal, first.state_dict().values(), again.state_dict().values()))
+
+
+def _counted(make_training: Callable[..., Training], *arguments: Any) -> TrainingBytes:
+    """In the place of a process that trains and is measured, which takes long: what would train in it."""
+    trained = make_training(*arguments).optimizer.param_groups[0]["params"]
+    return TrainingBytes(100, None, sum(parameter.numel() for parameter in trained))
