@@ -78,7 +78,7 @@ def _bare(model: str, batch: int, **more: Any) -> Cell:
 def _step(name: str, seconds: float, batch: int, threads: int, mode: Any, engine: Any) -> Cell:
     per_step = seconds * (0.3 + 0.7 * batch / 16) / (1 + 0.4 * (threads > 1)) * (3 if mode == "training" else 1)
     tensors = {"weights": 14 * MIB, "gradients": 14 * MIB, "optimizer": 14 * MIB,
-               "activations": 22 * MIB * batch, "workspace": 3 * MIB}  # fmt: skip
+               "activations": 22 * MIB * batch, "workspace": 3 * MIB, "other": batch * MIB}  # fmt: skip
     if mode == "inference":
         tensors |= {"gradients": 0, "optimizer": 0, "activations": 0}
     if engine == "torch_odt":
@@ -138,6 +138,7 @@ def _memory_traces(seconds: float, tensors: dict[str, int]) -> list[Trace]:
         "optimizer": [tensors["optimizer"]] * 11,
         "activations": [int(tensors["activations"] * share) for share in rise],
         "workspace": [tensors["workspace"] * (point % 2) for point in range(11)],
+        "other": [tensors["other"]] * 11,
     }
     return [Trace(quantity="memory", label=name, unit="bytes", at_seconds=times, values=values)
             for name, values in levels.items()]  # fmt: skip
@@ -194,7 +195,7 @@ def _breakdown() -> Cell:
                           gradients_bytes=index * MIB, optimizer_bytes=index * MIB,
                           activations_bytes=(9 - index) * 3 * MIB) for index in range(1, 9)]  # fmt: skip
     tensors = {"weights": 36 * MIB, "gradients": 36 * MIB, "optimizer": 36 * MIB, "activations": 108 * MIB,
-               "workspace": 9 * MIB}  # fmt: skip
+               "workspace": 9 * MIB, "other": 9 * MIB}  # fmt: skip
     return Cell(
         suite="breakdown", model="alexnet", batch_size=16, input_shape=(3, 224, 224), mode="training", engine="torch",
         threads=4, step_seconds=[0.5] * 3, categories=tensors, layers=layers, traces=_memory_traces(0.5, tensors),

@@ -25,7 +25,8 @@ Mode = Literal["inference", "training"]
 Engine = Literal["torch", "torch_odt"]
 Outcome = Literal["ok", "out of memory", "failed", "skipped"]
 Direction = Literal["forward", "backward", "optimizer", "outside"]
-CATEGORIES = ("weights", "gradients", "optimizer", "activations", "workspace")
+CATEGORIES = ("weights", "gradients", "optimizer", "activations", "workspace", "other")
+"""Of tensors' bytes: "workspace" is gradients of activations and what operators hold until they end, "other" the batch."""
 
 ENERGY = (
     ("nvml", "gpu_energy_joules"),
@@ -120,7 +121,7 @@ class Trace:
 
     Attributes:
         quantity: "memory", "temperature", "frequency" or "step".
-        label: which one of them: a category of memory, "process", a sensor, a core.
+        label: which one of them: one of `CATEGORIES`, "process" (what it held above `base_bytes`), a sensor, a core.
         unit: "bytes", "celsius", "hertz" or "seconds".
         at_seconds: when it was read, from the start of the step or of the run.
         values: what was read then; what lies between holds until the next reading.
@@ -142,7 +143,7 @@ class Prediction:
         step_seconds: that it predicts.
         at_seconds: from the start of one pass through the schedule (one micro-batch).
         bytes: what is in the arena from then on, by "kept", "recomputed", "returned", "moving", "workspace".
-        resident_bytes: what the plan holds all the time besides: gradients, optimizer state, constants.
+        resident_bytes: what the plan counts beside the arena: optimizer state, gradients, reserves.
         passes: through the schedule in a step.
         planner: who made it.
         recomputed_seconds: of a pass.
