@@ -26,7 +26,7 @@ Engine = Literal["torch", "torch_odt"]
 Outcome = Literal["ok", "out of memory", "failed", "skipped"]
 Direction = Literal["forward", "backward", "optimizer", "outside"]
 CATEGORIES = ("weights", "gradients", "optimizer", "activations", "workspace", "other")
-"""Of tensors' bytes: "workspace" is gradients of activations and what operators hold until they end, "other" the batch."""
+"""Of tensors: "workspace" are gradients of activations and what operators hold until they end, "other" the batch."""
 
 ENERGY = (
     ("nvml", "gpu_energy_joules"),
