@@ -2,7 +2,7 @@
 
 LeNet is of paper 001 (Cai et al., "Towards Ubiquitous Learning", EMDL 2021). The others are of paper 003 (Chen et al.,
 "Exploring the Capabilities of Mobile Devices in Supporting Deep Learning", SEC 2019): its Table 2 and the sweeps of its
-section 4.3. Where a table leaves open a layer's stride or where something is pooled, the docstring says what was chosen.
+section 4.3. Where a table leaves open a layer's stride or pooling, the docstring says what was chosen.
 """
 
 from __future__ import annotations

@@ -133,4 +133,4 @@ def sample(step: Callable[[], Any]) -> StepMemory | None:
 
 def _counts(stats: memory.MemoryStats) -> dict[str, int]:
     by_category = stats.by_category or {}
-    return {name: by_category[ours].allocated_bytes for ours, name in _NAMES.items()}  # type: ignore[index]
+    return {name: by_category[ours].allocated_bytes for ours, name in _NAMES.items()}
