@@ -103,7 +103,7 @@ def architectures(choices: Choices) -> Iterator[Job]:
                 continue
             yield from _sides(
                 choices, "architectures", f"{layer}_{width}x{depth}", batch, threads, planned=not choices.quick,
-                factors={"layer": layer, "width": width, "depth": depth},
+                factors={"layer": layer.replace("_", " "), "width": width, "depth": depth},
             )  # fmt: skip
     for training in ("none", "foreground", "background"):
         yield _job(
