@@ -16,7 +16,7 @@ from drawn_plans import MB, make_frontiers, make_plan
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torch_odt.planning.page import svg
+from torch_odt.pages import svg
 from torch_odt.planning.page.document import NOT_COMPUTED, page, write_page
 from torch_odt.planning.page.timeline_chart import bands_of
 from torch_odt.planning.plan import Plan, PlanLine

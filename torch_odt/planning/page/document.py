@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from html import escape
-from importlib import resources
 from pathlib import Path
 
+from torch_odt.pages.document import asset, document, section
 from torch_odt.planning.page import tables
 from torch_odt.planning.page.frontier_chart import frontier_chart
 from torch_odt.planning.page.timeline_chart import timeline_chart, timeline_data
@@ -22,8 +21,7 @@ _FRONTIER_HINT = (
 )
 NOT_COMPUTED = "The frontiers of planners were not computed for this page."
 
-# A browser that obeys it loads nothing, even if a text found its way around the escaping.
-_POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
+_PACKAGE = "torch_odt.planning.page"
 
 
 def write_page(
@@ -57,28 +55,13 @@ def page(plan: Plan, *, frontiers: Mapping[str, Sequence[Plan]] | None = None, t
         >>> page(plan, title="a linear model")[:15]
         '<!DOCTYPE html>'
     """
-    heading = escape(title or f"Plan by {plan.planner}")
-    return f"""<!DOCTYPE html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta http-equiv="Content-Security-Policy" content="{_POLICY}">
-<meta name="generator" content="torch_odt">
-<title>{heading}</title>
-<style>
-{_asset("page.css")}</style>
-</head>
-<body>
-<main>
-<header><h1>{heading}</h1><p>{escape(_subtitle(plan))}</p></header>
-{tables.facts(plan)}
-{"".join(_sections(plan, frontiers or {}))}
-</main>
-{_script(plan)}
-</body>
-</html>
-"""
+    return document(
+        title or f"Plan by {plan.planner}",
+        tables.facts(plan) + "\n" + "".join(_sections(plan, frontiers or {})),
+        subtitle=_subtitle(plan),
+        style=asset(_PACKAGE, "page.css"),
+        script=_script(plan),
+    )
 
 
 def _subtitle(plan: Plan) -> str:
@@ -91,24 +74,19 @@ def _subtitle(plan: Plan) -> str:
 def _sections(plan: Plan, frontiers: Mapping[str, Sequence[Plan]]) -> Iterator[str]:
     if plan.timeline is not None and plan.timeline.start_seconds:
         passes = f", of each of {plan.passes} micro-batches" if plan.passes > 1 else ""
-        yield _section(f"Memory over the step{passes}", timeline_chart(plan, plan.timeline), _TIMELINE_HINT)
+        yield section(f"Memory over the step{passes}", timeline_chart(plan, plan.timeline), _TIMELINE_HINT)
     else:
-        yield _section("Memory over the step", '<p class="absent">The step was not captured: nothing to draw.</p>')
+        yield section("Memory over the step", '<p class="absent">The step was not captured: nothing to draw.</p>')
     if frontiers:
         table = f"<details><summary>As a table</summary>{tables.frontiers(frontiers)}</details>"
-        yield _section("What other budgets would cost", frontier_chart(plan, frontiers) + table, _FRONTIER_HINT)
+        yield section("What other budgets would cost", frontier_chart(plan, frontiers) + table, _FRONTIER_HINT)
     else:
-        yield _section("What other budgets would cost", f'<p class="absent">{NOT_COMPUTED}</p>')
-    yield _section("What the peak is made of", tables.footprint(plan))
+        yield section("What other budgets would cost", f'<p class="absent">{NOT_COMPUTED}</p>')
+    yield section("What the peak is made of", tables.footprint(plan))
     if plan.recomputed:
-        yield _section("Recomputed in a step", tables.recomputed(plan))
+        yield section("Recomputed in a step", tables.recomputed(plan))
     if plan.notes:
-        yield _section("Rewrites and notes", tables.notes(plan))
-
-
-def _section(title: str, content: str, hint: str = "") -> str:
-    text = f'<p class="hint">{hint}</p>' if hint else ""
-    return f"<section><h2>{title}</h2>{text}\n{content}\n</section>\n"
+        yield section("Rewrites and notes", tables.notes(plan))
 
 
 def _script(plan: Plan) -> str:
@@ -117,8 +95,4 @@ def _script(plan: Plan) -> str:
     else:
         # Nothing in it may end the element that it stands in.
         data = json.dumps(timeline_data(plan, plan.timeline), separators=(",", ":")).replace("<", "\\u003c")
-    return f'<script type="application/json" id="data">{data}</script>\n<script>\n{_asset("page.js")}</script>'
-
-
-def _asset(name: str) -> str:
-    return (resources.files("torch_odt.planning.page") / name).read_text(encoding="utf-8")
+    return f'<script type="application/json" id="data">{data}</script>\n<script>\n{asset(_PACKAGE, "page.js")}</script>'

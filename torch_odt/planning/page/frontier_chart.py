@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 
+from torch_odt.pages import svg
 from torch_odt.planning.frontier import non_dominated
-from torch_odt.planning.page import svg
 from torch_odt.planning.plan import Plan
 from torch_odt.planning.plan_text import format_joules, format_seconds
 from torch_odt.runtime.budget import format_bytes

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 
+from torch_odt.pages import document
 from torch_odt.planning.plan import Plan
 from torch_odt.planning.plan_text import format_joules, format_seconds
 from torch_odt.runtime.budget import format_bytes
@@ -14,8 +15,7 @@ _MOST_RECOMPUTED = 12
 
 def facts(plan: Plan) -> str:
     """The few numbers to look at first."""
-    cells = "".join(f"<div><dt>{escape(name)}</dt><dd>{escape(text)}</dd></div>" for name, text in _facts(plan))
-    return f'<dl class="facts">{cells}</dl>'
+    return document.facts(list(_facts(plan)))
 
 
 def _facts(plan: Plan) -> Iterator[tuple[str, str]]:
@@ -71,7 +71,7 @@ def recomputed(plan: Plan) -> str:
     if rest:
         seconds = format_seconds(sum(entry.seconds for entry in rest))
         rows.append((f"{len(rest)} others", str(sum(entry.calls for entry in rest)), seconds))
-    return _table(("operator", "calls", "together"), rows)
+    return document.table(("operator", "calls", "together"), rows)
 
 
 def frontiers(plans: Mapping[str, Sequence[Plan]]) -> str:
@@ -85,15 +85,9 @@ def frontiers(plans: Mapping[str, Sequence[Plan]]) -> str:
             size = "whole" if plan.micro_batch is None else str(plan.micro_batch)
             cells = (format_bytes(plan.peak_bytes), format_seconds(plan.step_seconds), *energy, size)
             rows.append((name, *cells, str(plan.recomputed_ops)))
-    return _table(header, rows)
+    return document.table(header, rows)
 
 
 def notes(plan: Plan) -> str:
     """Which rewrites are on, and what was not possible and why."""
     return "<ul>" + "".join(f"<li>{escape(note)}</li>" for note in plan.notes) + "</ul>"
-
-
-def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    head = "".join(f"<th>{escape(name)}</th>" for name in header)
-    body = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
-    return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from torch_odt.planning.page import svg
+from torch_odt.pages import svg
 from torch_odt.planning.plan import Plan
 from torch_odt.planning.plan_text import format_seconds
 from torch_odt.planning.timeline import WAIT, Timeline

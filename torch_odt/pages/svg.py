@@ -50,6 +50,25 @@ class Axis:
         return [(tick, f"{tick / unit:.6g} {prefix}{symbol}" if tick else "0") for tick in self.ticks(most, unit)]
 
 
+@dataclass(frozen=True)
+class LogAxis(Axis):
+    """A range of positive numbers of which equal ratios are equally far apart."""
+
+    def share(self, value: float) -> float:
+        return math.log(value / self.low) / math.log(self.high / self.low) if self.high > self.low else 0.0
+
+    def power_ticks(self, most: int) -> list[float]:
+        """Powers of ten inside the range, no more than so many; where they are few, their doubles and halves, too."""
+        first, last = math.floor(math.log10(self.low)), math.ceil(math.log10(self.high))
+        for factors, stride in (((1, 2, 5), 1), ((1,), 1), ((1,), 2), ((1,), 3)):
+            powers = range(stride * math.ceil(first / stride), last + 1, stride)
+            found = [factor * 10.0**power for power in powers for factor in factors]
+            inside = [tick for tick in found if self.low * (1 - 1e-9) <= tick <= self.high * (1 + 1e-9)]
+            if len(inside) <= most:
+                break
+        return inside
+
+
 def drawing(shapes: Iterable[str], description: str) -> str:
     """An SVG that fills the box around it."""
     return (
@@ -67,6 +86,18 @@ def steps(horizontal: Axis, vertical: Axis, edges: Sequence[float], values: Sequ
             path.append(f"H{_x(horizontal, edge)}V{_y(vertical, value)}")
         previous = value
     return "".join([*path, f"H{_x(horizontal, edges[-1])}"])
+
+
+def polyline(horizontal: Axis, vertical: Axis, xs: Sequence[float], ys: Sequence[float]) -> str:
+    """The path of a line from point to point."""
+    return "M" + "L".join(f"{_x(horizontal, x)} {_y(vertical, y)}" for x, y in zip(xs, ys, strict=True))
+
+
+def block(horizontal: Axis, vertical: Axis, across: tuple[float, float], upwards: tuple[float, float]) -> str:
+    """The path of a rectangle."""
+    left, right = (_x(horizontal, value) for value in across)
+    bottom, top = (_y(vertical, value) for value in upwards)
+    return f"M{left} {bottom}H{right}V{top}H{left}Z"
 
 
 def area(horizontal: Axis, vertical: Axis, edges: Sequence[float], values: Sequence[float], style: str) -> str:

@@ -1,0 +1,118 @@
+"""Where the seconds of a step go: phases against each other, and operators of the forward and the backward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch_odt.measure.record import Cell, OperatorTime, Record
+from torch_odt.measure.report.bars import Bar, Group, bars
+from torch_odt.measure.report.figure import Figure, Panel
+from torch_odt.measure.report.selection import grouped, largest_batches, model_of, ratio, series_of, usual_steps
+from torch_odt.measure.report.units import SECONDS, SHARE
+
+_DIRECTIONS = {"forward": "line0", "backward": "line1", "optimizer": "line2", "outside": "line7"}
+_NAMES = {"outside": "outside operators (Python, autograd, allocator)"}
+_MOST = 10
+
+
+def phases(record: Record) -> Figure:
+    """The passes of a step."""
+    cells = _profiled(record)
+    panels, rows = [], []
+    for model, each in grouped(cells, model_of).items():
+        groups = []
+        for cell in each:
+            seconds = {name: _seconds(cell.operators, name) for name in _DIRECTIONS}
+            total = sum(seconds.values())
+            parts = [(seconds[name], style) for name, style in _DIRECTIONS.items()]
+            groups.append(Group(f"batch {cell.batch_size}: {series_of(cell).name}", [Bar(parts, SECONDS.text(total))]))
+            share = convolution_gradient_share(cell)
+            texts = [SECONDS.text(value) for value in seconds.values()]
+            gradients = "" if share is None else SHARE.text(share)
+            name = series_of(cell).name
+            rows.append((model, str(cell.batch_size), name, *texts, SECONDS.text(total), _of_step(cell), gradients))
+        chart = bars(groups, SECONDS, title="seconds of a step", rows_title="batch and way of making a step")
+        if chart:
+            panels.append(Panel(model, chart))
+    return Figure(
+        "phases",
+        "Forward against backward: where the seconds of a step go",
+        "Of the largest batch whose operators were counted. Steps whose operators are counted take longer than others.",
+        panels,
+        [(_NAMES.get(name, name), style) for name, style in _DIRECTIONS.items()] if panels else (),
+        (
+            "network",
+            "batch",
+            "series",
+            *_DIRECTIONS,
+            "together",
+            "of the profiled step",
+            "convolution gradients' share of backward",
+        ),
+        rows,
+        () if panels else ("No cell's operators were counted.",),
+    )
+
+
+def operators(record: Record) -> Figure:
+    """The operators of training steps (paper 001, Figure 4; paper 003, Figure 11)."""
+    cells = [cell for cell in _profiled(record) if cell.mode == "training"]
+    panels, rows = [], []
+    for cell in cells:
+        name = f"{model_of(cell)}, batch {cell.batch_size}: {series_of(cell).way.name}"
+        total = sum(each.seconds for each in cell.operators)
+        ordered = sorted(cell.operators, key=lambda each: -each.seconds)
+        groups = [
+            Group(each.op, [Bar([(each.seconds, _DIRECTIONS[each.direction])], _text(each.seconds, total))])
+            for each in ordered[:_MOST]
+        ]
+        if rest := ordered[_MOST:]:
+            seconds = [(_seconds(rest, direction), style) for direction, style in _DIRECTIONS.items()]
+            together = sum(each.seconds for each in rest)
+            groups.append(Group(f"{len(rest)} others", [Bar(seconds, _text(together, total))]))
+        rows += [
+            (name, each.op, each.direction, f"{each.calls:g}", SECONDS.text(each.seconds), _share(each.seconds, total))
+            for each in ordered
+        ]
+        chart = bars(groups, SECONDS, title="seconds of all calls in a step", rows_title="operator")
+        if chart:
+            panels.append(Panel(name, chart))
+    return Figure(
+        "operators",
+        "Operators of a training step: forward against backward",
+        f"The {_MOST} that take longest, and their share of the step. What is computed again counts as backward.",
+        panels,
+        [(_NAMES.get(name, name), style) for name, style in _DIRECTIONS.items()] if panels else (),
+        ("step", "operator", "direction", "calls", "together", "share"),
+        rows,
+        () if panels else ("No training step's operators were counted.",),
+    )
+
+
+def convolution_gradient_share(cell: Cell) -> float | None:
+    """The share of the backward pass that convolutions' gradients take; None where there is no backward pass."""
+    backward = [each for each in cell.operators if each.direction == "backward"]
+    gradients = [each for each in backward if "conv" in each.op and "backward" in each.op]
+    return ratio(sum(each.seconds for each in gradients), sum(each.seconds for each in backward))
+
+
+def _profiled(record: Record) -> list[Cell]:
+    return list(largest_batches(usual_steps(record, lambda cell: bool(cell.operators) and cell.outcome == "ok")))
+
+
+def _seconds(operators: Sequence[OperatorTime], direction: str) -> float:
+    return sum(each.seconds for each in operators if each.direction == direction)
+
+
+def _of_step(cell: Cell) -> str:
+    """The share of the step that the counted seconds are."""
+    share = ratio(sum(each.seconds for each in cell.operators), cell.profiled_seconds)
+    return "" if share is None else SHARE.text(share)
+
+
+def _text(seconds: float, total: float) -> str:
+    return f"{SECONDS.text(seconds)} · {_share(seconds, total)}"
+
+
+def _share(seconds: float, total: float) -> str:
+    return SHARE.text(ratio(seconds, total) or 0.0)

@@ -1,0 +1,176 @@
+"""Which cells of a record belong beside each other, and what they are called."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from torch_odt.measure.record import Cell, Record
+
+Key = TypeVar("Key")
+Value = TypeVar("Value", int, str)
+
+_ENGINES = {"torch": "plain PyTorch", "torch_odt": "torch_odt"}
+# Colours of `pages/base.css`: plain PyTorch always has the first one.
+_COLORS = 8
+
+
+@dataclass(frozen=True)
+class Way:
+    """How steps are made: what is drawn in one colour, and inference in a pale one."""
+
+    engine: str
+    budget: str
+    device: str
+
+    @property
+    def name(self) -> str:
+        given = [part for part in (self.budget, "" if self.device == "cpu" else self.device) if part]
+        name = _ENGINES.get(self.engine, self.engine)
+        return f"{name} ({', '.join(given)})" if given else name
+
+
+@dataclass(frozen=True)
+class Series:
+    """A way of making steps of training, or of inference."""
+
+    way: Way
+    mode: str
+
+    @property
+    def name(self) -> str:
+        return f"{self.way.name}, {self.mode}"
+
+
+Side = Mapping[Series, Cell]
+"""The cells that stand beside each other."""
+
+
+def way_of(cell: Cell) -> Way:
+    return Way(cell.engine, cell.budget, cell.device)
+
+
+def series_of(cell: Cell) -> Series:
+    return Series(way_of(cell), cell.mode)
+
+
+def styles_of(cells: Iterable[Cell]) -> dict[Series, str]:
+    """A class for each series, in the order in which bars stand: inference before training, plain before torch_odt."""
+    ways = sorted(dict.fromkeys(map(way_of, cells)), key=lambda way: way.engine != "torch")
+    colors = {way: f"line{i % _COLORS}" for i, way in enumerate(ways)}
+    return {
+        Series(way, mode): color + (" pale" if mode == "inference" else "")
+        for way, color in colors.items()
+        for mode in ("inference", "training")
+    }
+
+
+def legend_of(styles: Mapping[Series, str], cells: Iterable[Cell]) -> list[tuple[str, str]]:
+    """Of the series that there are cells of."""
+    used = set(map(series_of, cells))
+    return [(series.name, style) for series, style in styles.items() if series in used]
+
+
+def steps_of(record: Record, where: Callable[[Cell], bool] = lambda cell: True) -> list[Cell]:
+    """Steps of whole networks that fulfil a condition, each configuration once."""
+    cells = [cell for cell in record.cells if cell.experiment == "step" and not cell.factors and where(cell)]
+    # What the breakdown measures again is not the first choice.
+    cells.sort(key=lambda cell: cell.suite == "breakdown")
+    once: dict[tuple[object, ...], Cell] = {}
+    for cell in cells:
+        once.setdefault((model_of(cell), series_of(cell), cell.batch_size, cell.threads, cell.governor), cell)
+    return list(once.values())
+
+
+def usual_steps(record: Record, where: Callable[[Cell], bool] = lambda cell: True) -> list[Cell]:
+    """Of those of each network the ones with the number of threads and the governor that most of them have."""
+    cells: list[Cell] = []
+    for each in grouped(steps_of(record, where), model_of).values():
+        threads = usual([cell.threads for cell in each])
+        governor = usual([cell.governor for cell in each if cell.threads == threads])
+        cells += [cell for cell in each if cell.threads == threads and cell.governor == governor]
+    return cells
+
+
+def usual(values: Sequence[Value]) -> Value:
+    """The most frequent one, of equally frequent ones the highest."""
+    counts = Counter(values)
+    return max(counts, key=lambda value: (counts[value], value))
+
+
+def model_of(cell: Cell) -> str:
+    """The network, with the shape of a sample."""
+    shape = "x".join(map(str, cell.input_shape))
+    return f"{cell.model}, {shape}" if shape else cell.model
+
+
+def sides_of(cells: Iterable[Cell]) -> dict[str, dict[int, Side]]:
+    """For each network, and each size of a batch of it, the cells by series."""
+    return {
+        model: {batch: by_series(same) for batch, same in sorted(grouped(each, lambda cell: cell.batch_size).items())}
+        for model, each in grouped(cells, model_of).items()
+    }
+
+
+def by_series(cells: Iterable[Cell]) -> Side:
+    """The first cell of each series."""
+    found: dict[Series, Cell] = {}
+    for cell in cells:
+        found.setdefault(series_of(cell), cell)
+    return found
+
+
+def plain(side: Side, mode: str, device: str = "cpu") -> Cell | None:
+    """Plain PyTorch's cell among those beside each other."""
+    return side.get(Series(Way("torch", "", device), mode))
+
+
+def grouped(cells: Iterable[Cell], key: Callable[[Cell], Key]) -> dict[Key, list[Cell]]:
+    """Cells that have something in common, in the order in which they come."""
+    found: dict[Key, list[Cell]] = {}
+    for cell in cells:
+        found.setdefault(key(cell), []).append(cell)
+    return found
+
+
+def largest_batches(cells: Iterable[Cell]) -> Iterator[Cell]:
+    """Of each network and series the cell with the largest batch."""
+    for each in grouped(cells, lambda cell: (model_of(cell), series_of(cell))).values():
+        yield max(each, key=lambda cell: cell.batch_size)
+
+
+def cell_name(cell: Cell) -> str:
+    """All that tells a cell from others, for people."""
+    return ", ".join([model_of(cell), *details_of(cell)])
+
+
+def details_of(cell: Cell) -> list[str]:
+    """All that tells a cell from others of its network."""
+    batch = [f"batch {cell.batch_size}"] if cell.batch_size else []
+    threads = [threads_text(cell.threads)]
+    governor = [f"governor {cell.governor}"] if cell.governor else []
+    factors = [f"{name} {value}" for name, value in cell.factors.items()]
+    experiment = [cell.experiment] if cell.experiment != "step" else []
+    # What the breakdown measures may be a step of another suite, too.
+    suite = ["breakdown"] if cell.suite == "breakdown" else []
+    return [*factors, *batch, series_of(cell).name, *threads, *governor, *experiment, *suite]
+
+
+def threads_text(count: int) -> str:
+    return f"{count} thread{'s' if count != 1 else ''}"
+
+
+def refusals(cells: Iterable[Cell]) -> list[str]:
+    """Of each cell that was not measured what became of it, and why."""
+    return [
+        f"{cell_name(cell)}: {cell.outcome}{f' ({cell.reason})' if cell.reason else ''}"
+        for cell in cells
+        if cell.outcome != "ok"
+    ]
+
+
+def ratio(value: float | None, other: float | None) -> float | None:
+    """How many times the other a value is; None where one is not known."""
+    return value / other if value is not None and other else None

@@ -1,0 +1,123 @@
+"""A record as text for a terminal: plain PyTorch beside torch_odt."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+from torch_odt.commands.table import ABSENT, bytes_text, render, seconds_text
+from torch_odt.measure.record import Cell, Record
+from torch_odt.measure.report.selection import cell_name, grouped, model_of, ratio, refusals
+from torch_odt.planning.plan_text import format_joules
+
+_CIRCUMSTANCES = ("network", "factors", "batch", "threads", "governor", "device", "step", "budget")
+
+
+def table(record: Record) -> str:
+    """A record as tables for a terminal; ratios are torch_odt's numbers in plain PyTorch's.
+
+    Choose it for a first look, or where there is no browser; `write_page` shows much more.
+
+    Args:
+        record: what was measured.
+
+    Returns:
+        Lines without colours: the machine; steps, plain PyTorch's numbers beside torch_odt's; results of the other
+        experiments; what could not be measured, and why. What ran out of memory says so in the place of its seconds.
+
+    Example:
+        >>> from torch_odt.measure.record import Cell, Machine, Record
+        >>> cells = [Cell(suite="ubiquitous", model="lenet", batch_size=1, mode="training", engine=engine, threads=1,
+        ...               step_seconds=[seconds]) for engine, seconds in (("torch", 0.004), ("torch_odt", 0.003))]
+        >>> print(table(Record(Machine(name="a board", processor="Cortex-A72", cores=4), cells)))
+        a board: Cortex-A72, 4 cores
+        <BLANKLINE>
+        Steps
+          network  batch  threads      step  seconds, plain  torch_odt
+          lenet        1        1  training            4 ms       3 ms  0.75×
+    """
+    machine = record.machine
+    cores = f", {machine.cores} cores" if machine.cores else ""
+    return "\n\n".join([f"{machine.name}: {machine.processor}{cores}", *_blocks(record)])
+
+
+def _blocks(record: Record) -> Iterator[str]:
+    steps = [cell for cell in record.cells if cell.experiment == "step"]
+    for title, cells in (
+        ("Steps", [cell for cell in steps if not cell.factors]),
+        ("Steps of networks that were varied", [cell for cell in steps if cell.factors]),
+    ):
+        if cells:
+            yield f"{title}\n{_steps(cells)}"
+    others = [cell for cell in record.cells if cell.experiment != "step" and cell.results]
+    for experiment, cells in grouped(others, lambda cell: cell.experiment).items():
+        yield f"{experiment.capitalize()}\n" + render([_result_row(cell) for cell in cells])
+    if refused := refusals(record.cells):
+        yield "\n".join(["Not measured", *(f"  {text}" for text in refused)])
+    if record.machine.absent:
+        yield "\n".join(["This machine cannot measure", *(f"  {k}: {v}" for k, v in record.machine.absent.items())])
+
+
+def _steps(cells: Sequence[Cell]) -> str:
+    """A row for each budget that torch_odt was given; columns in which nothing stands are left out."""
+    measures = ("seconds", "memory", "energy")
+    header = [*_CIRCUMSTANCES, *(text for name in measures for text in (f"{name}, plain", "torch_odt", ""))]
+    shapes = {model: {cell.input_shape for cell in each} for model, each in grouped(cells, _model).items()}
+    rows = []
+    ordered = [cell for each in grouped(cells, model_of).values() for cell in each]
+    for same in grouped(ordered, _circumstances).values():
+        plain = next((cell for cell in same if cell.engine == "torch"), None)
+        name = model_of(same[0]) if len(shapes[same[0].model]) > 1 else same[0].model
+        ours = [cell for cell in same if cell.engine != "torch"]
+        rows += [_row(name, plain, cell) for cell in ours] if ours else [_row(name, plain, None)]
+    used = [any(row[column].strip(ABSENT) for row in rows) for column in range(len(header))]
+    return render([_only(row, used) for row in rows], _only(header, used))
+
+
+def _row(name: str, plain: Cell | None, ours: Cell | None) -> list[str]:
+    cell = ours or plain
+    assert cell is not None
+    factors = ", ".join(f"{key} {value}" for key, value in cell.factors.items())
+    device = "" if cell.device == "cpu" else cell.device
+    batch = str(cell.batch_size) if cell.batch_size else ""
+    found = [name, factors, batch, str(cell.threads), cell.governor, device, cell.mode, cell.budget]
+    pair = (plain, ours)
+    found += _beside(pair, lambda each: each.median_seconds, seconds_text, says_outcome=True)
+    found += _beside(pair, lambda each: each.training_bytes, lambda count: bytes_text(round(count)))
+    return found + _beside(pair, lambda each: joules[0] if (joules := each.joules_per_step()) else None, format_joules)
+
+
+def _beside(
+    pair: tuple[Cell | None, Cell | None],
+    of: Callable[[Cell], float | None],
+    text: Callable[[float], str],
+    *,
+    says_outcome: bool = False,
+) -> list[str]:
+    """Both numbers and their ratio."""
+    values = [of(cell) if cell is not None and cell.outcome == "ok" else None for cell in pair]
+    texts = [
+        cell.outcome
+        if says_outcome and cell is not None and cell.outcome != "ok"
+        else (ABSENT if value is None else text(value))
+        for cell, value in zip(pair, values, strict=True)
+    ]
+    times = ratio(values[1], values[0])
+    return [*texts, "" if times is None else f"{times:.2f}×"]
+
+
+def _only(row: Sequence[str], used: Sequence[bool]) -> list[str]:
+    return [text for text, is_used in zip(row, used, strict=True) if is_used]
+
+
+def _model(cell: Cell) -> str:
+    return cell.model
+
+
+def _circumstances(cell: Cell) -> tuple[object, ...]:
+    """What cells have in common that are compared."""
+    factors = tuple(sorted(cell.factors.items()))
+    return cell.suite, model_of(cell), factors, cell.batch_size, cell.threads, cell.governor, cell.mode, cell.device
+
+
+def _result_row(cell: Cell) -> list[str]:
+    return [cell_name(cell), ", ".join(f"{name} {value:.4g}" for name, value in cell.results.items())]

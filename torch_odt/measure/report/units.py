@@ -1,0 +1,49 @@
+"""What numbers are called: on axes, at bars and in tables."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch_odt.memory._units import format_bytes
+from torch_odt.pages.svg import Axis
+from torch_odt.planning.plan_text import format_joules, format_seconds
+
+Tick = tuple[float, str]
+
+
+@dataclass(frozen=True)
+class Unit:
+    """How a kind of number is written.
+
+    Attributes:
+        name: for the title of an axis.
+        text: a number for people.
+        ticks: round numbers of an axis with their labels, no more than so many steps of them.
+    """
+
+    name: str
+    text: Callable[[float], str]
+    ticks: Callable[[Axis, int], list[Tick]]
+
+
+def _scaled(scale: float, symbol: str) -> Callable[[Axis, int], list[Tick]]:
+    def ticks(axis: Axis, most: int) -> list[Tick]:
+        return [(tick, f"{tick / scale:.6g}{symbol}") for tick in axis.ticks(most, scale)]
+
+    return ticks
+
+
+def format_watts(watts: float) -> str:
+    return f"{watts:.2f} W" if watts >= 0.9995 else f"{watts * 1e3:.3g} mW"
+
+
+SECONDS = Unit("seconds", format_seconds, lambda axis, most: axis.decimal_ticks(most, "s"))
+BYTES = Unit("bytes", lambda count: format_bytes(round(count)), lambda axis, most: axis.byte_ticks(most))
+JOULES = Unit("joules", format_joules, lambda axis, most: axis.decimal_ticks(most, "J"))
+WATTS = Unit("watts", format_watts, lambda axis, most: axis.decimal_ticks(most, "W"))
+CELSIUS = Unit("degrees Celsius", lambda celsius: f"{celsius:.1f} °C", _scaled(1.0, " °C"))
+HERTZ = Unit("gigahertz", lambda hertz: f"{hertz / 1e9:.2f} GHz", _scaled(1e9, " GHz"))
+SHARE = Unit("per cent", lambda share: f"{share:.1%}", _scaled(0.01, " %"))
+COUNT = Unit("number", lambda count: f"{count:.6g}", _scaled(1.0, ""))
+TIMES = Unit("times", lambda ratio: f"{ratio:.3g}×", _scaled(1.0, "×"))
