@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import threading
+import time
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -110,8 +115,6 @@ def test_a_share_of_what_is_not_known_is_skipped(tmp_path: Path) -> None:
 
 
 def test_a_governor_that_cannot_be_set_skips_its_cells(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from contextlib import nullcontext
-
     monkeypatch.setattr(run_module, "governor", lambda name: nullcontext(Absent("no permission") if name else None))
     jobs = [make_job("a", governor="powersave"), make_job("a")]
     measurer = Measurer()
@@ -121,13 +124,18 @@ def test_a_governor_that_cannot_be_set_skips_its_cells(tmp_path: Path, monkeypat
 
 
 WORKER = """
-import os, signal, sys
+import os, pathlib, signal, sys, time
 from torch_odt.measure.job import Job
 text = sys.stdin.read()
 job = Job.from_json(text)
 match job.cell.model:
     case "killed":
         os.kill(os.getpid(), signal.SIGKILL)
+    case "slow":
+        pid = pathlib.Path(__file__).with_name("pid")
+        pid.with_suffix(".new").write_text(str(os.getpid()))
+        pid.with_suffix(".new").rename(pid)
+        time.sleep(600)
     case "wrong":
         raise RuntimeError("it cannot be")
 print("a line of a library's")
@@ -138,7 +146,7 @@ print(job.to_json())
 @pytest.fixture
 def worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     (tmp_path / "a_worker_of_the_tests.py").write_text(WORKER)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
     return "a_worker_of_the_tests"
 
 
@@ -148,3 +156,18 @@ def test_processes_that_are_killed_or_fail_are_recorded(worker: str) -> None:
     killed, wrong = measure(make_job("killed")), measure(make_job("wrong"))
     assert (killed.outcome, killed.limit_bytes) == ("out of memory", 1000)
     assert (wrong.outcome, wrong.reason) == ("failed", "RuntimeError: it cannot be")
+
+
+def test_an_interrupt_ends_the_cells_process(tmp_path: Path, worker: str) -> None:
+    def interrupt() -> None:
+        while not (tmp_path / "pid").exists():
+            time.sleep(0.01)
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt):
+        in_process(worker)(make_job("slow"))
+    thread.join()
+    with pytest.raises(ProcessLookupError):
+        os.kill(int((tmp_path / "pid").read_text()), 0)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import importlib
 import math
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +66,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     results.add_argument("--chrome-trace", type=Path, metavar="FILE.json", help="write traces for Perfetto")
     results.add_argument("--tensorboard", type=Path, metavar="FOLDER", help="write scalars for TensorBoard")
     results.add_argument(
-        "--compare", nargs="+", type=Path, metavar="FILE.jsonl", help="measure nothing: compare records with each other"
+        "--compare",
+        nargs=2,
+        type=Path,
+        metavar="FILE.jsonl",
+        help="measure nothing: set two records side by side",
     )
     options.add_output(parser)
 
@@ -80,13 +84,15 @@ def run(arguments: argparse.Namespace) -> int:
     ):
         options.check_folder(option, path)
     if arguments.compare:
-        return _compare(arguments, [_read(path) for path in arguments.compare])
+        return _compare(arguments)
     record = _measured(arguments)
     _write(arguments, record)
     if arguments.json:
         options.print_json({"machine": record.machine.to_dict(), "cells": [cell.to_dict() for cell in record.cells]})
     else:
-        print(_report("table")(record))
+        from torch_odt.measure.report import table
+
+        print(table(record))
     return 1 if any(cell.outcome == "failed" for cell in record.cells) else 0
 
 
@@ -156,25 +162,44 @@ def _duration(seconds: float) -> str:
 
 
 def _write(arguments: argparse.Namespace, record: Record) -> None:
-    for option, function, path in (
-        ("--html", "write_page", arguments.html),
-        ("--chrome-trace", "write_chrome_trace", arguments.chrome_trace),
-        ("--tensorboard", "write_tensorboard", arguments.tensorboard),
+    from torch_odt.measure.report import write_chrome_trace, write_page
+
+    for option, write, path in (
+        ("--html", write_page, arguments.html),
+        ("--chrome-trace", write_chrome_trace, arguments.chrome_trace),
+        ("--tensorboard", _log, arguments.tensorboard),
     ):
-        if path is None:
-            continue
-        try:
-            _report(function)(record, path)
-        except OSError as error:
-            raise UserError(f"{option} {path}: {error.strerror or error}") from error
-        if not arguments.json:
-            print(f"Written to {path}")
+        if path is not None:
+            _write_file(arguments, option, path, partial(write, record, path))
 
 
-def _compare(arguments: argparse.Namespace, records: Sequence[Record]) -> int:
-    if len(records) < 2:
-        raise UserError("--compare takes two records or more")
-    print(_report("compare")(*records))
+def _write_file(arguments: argparse.Namespace, option: str, path: Path, write: Callable[[], None]) -> None:
+    try:
+        write()
+    except OSError as error:
+        raise UserError(f"{option} {path}: {error.strerror or error}") from error
+    if not arguments.json:
+        print(f"Written to {path}")
+
+
+def _log(record: Record, folder: Path) -> None:
+    from torch_odt.integrations.tensorboard import log_record
+
+    with as_user_errors(ImportError):
+        log_record(record, folder)
+
+
+def _compare(arguments: argparse.Namespace) -> int:
+    from torch_odt.measure.report import compare
+
+    first, second = (_read(path) for path in arguments.compare)
+    comparison = compare(first, second)
+    if arguments.html is not None:
+        _write_file(arguments, "--html", arguments.html, partial(comparison.write_page, arguments.html))
+    if arguments.json:
+        options.print_json({"machines": [each.machine.to_dict() for each in (first, second)], "text": str(comparison)})
+    else:
+        print(comparison)
     return 0
 
 
@@ -184,12 +209,6 @@ def _read(path: Path) -> Record:
             return Record.read(path)
         except OSError as error:
             raise UserError(f"{path}: {error.strerror or error}") from error
-
-
-def _report(name: str) -> Callable[..., Any]:
-    """A function of the reports, which are imported when one is wanted."""
-    found: Callable[..., Any] = getattr(importlib.import_module("torch_odt.measure.report"), name)
-    return found
 
 
 def _check_budget(text: str) -> None:
