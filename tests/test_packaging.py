@@ -58,7 +58,7 @@ def test_without_extensions_the_wheel_is_pure(source: Path) -> None:
     assert "torch_odt/memory/__init__.py" in names
     assert "torch_odt/py.typed" in names
     assert {f"torch_odt/planning/page/page.{kind}" for kind in ("css", "js")} <= set(names)
-    assert "torch_odt/pages/base.css" in names
+    assert {"torch_odt/pages/base.css", "torch_odt/measure/report/report.css"} <= set(names)
     assert not [name for name in names if name.endswith(".so") or name.startswith(("tests", "csrc", "_build"))]
 
 

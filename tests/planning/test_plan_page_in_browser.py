@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
-import subprocess
 from bisect import bisect_right
-from dataclasses import dataclass
-from html import escape, unescape
 from pathlib import Path
-from typing import Any
 
 import pytest
+from browser import framed, visit
 from drawn_plans import make_frontiers, make_plan
 
 from torch_odt.planning.page.document import page
@@ -21,9 +17,6 @@ from torch_odt.runtime.budget import format_bytes
 
 pytestmark = pytest.mark.slow
 
-BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
-# What the script of a test finds out, it leaves in the title.
-REPORT = "<script>addEventListener('load', () => {{{}; document.title = JSON.stringify(report)}})</script>"
 HOVER = """
 const stack = document.querySelector("#timeline .stack");
 function pointAt(share) {
@@ -57,10 +50,6 @@ dot.closest(".plot").dispatchEvent(new PointerEvent("pointermove", place));
 const readout = document.querySelector("[data-of=point]").textContent;
 const report = {before, without, joules, readout, wanted: dot.dataset.text};
 """
-# A window is never narrower than 500 pixels here, but a frame is.
-FRAME = (
-    '<!DOCTYPE html><title></title><body><iframe style="width:{}px;height:900px;border:0" srcdoc="{}"></iframe></body>'
-)
 WIDTHS = """
 const view = document.querySelector("iframe").contentWindow, inside = view.document;
 const report = {
@@ -70,47 +59,6 @@ const report = {
   background: view.getComputedStyle(inside.body).backgroundColor,
 };
 """
-
-
-@dataclass(frozen=True)
-class Visit:
-    """What a browser has made of a page."""
-
-    dom: str
-    console: list[str]
-
-    @property
-    def report(self) -> Any:
-        (title,) = re.findall(r"<title>(.*?)</title>", self.dom, re.DOTALL)
-        return json.loads(unescape(title))
-
-
-def visit(folder: Path, text: str, script: str = "", *, dark: bool = False) -> Visit:
-    """Open a page with a script at its end; no name resolves and no connection leads anywhere."""
-    browser = next(filter(None, map(shutil.which, BROWSERS)), None)
-    assert browser is not None, f"this test needs a browser: one of {', '.join(BROWSERS)}"
-    path = folder / "plan.html"
-    path.write_text(text.replace("</body>", f"{REPORT.format(script) if script else ''}</body>"), encoding="utf-8")
-    command = [
-        browser,
-        "--headless",
-        "--no-sandbox",
-        "--disable-gpu",
-        "--hide-scrollbars",
-        "--disable-dev-shm-usage",
-        f"--user-data-dir={folder / 'profile'}",
-        "--host-resolver-rules=MAP * ~NOTFOUND",
-        "--proxy-server=127.0.0.1:9",
-        "--enable-logging=stderr",
-        f"--blink-settings=preferredColorScheme={0 if dark else 1}",
-        "--window-size=1200,900",
-        "--virtual-time-budget=2000",
-        "--dump-dom",
-        path.as_uri(),
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    return Visit(done.stdout, [line for line in done.stderr.splitlines() if "CONSOLE" in line])
 
 
 @pytest.fixture(scope="module")
@@ -173,7 +121,7 @@ def test_planners_and_joules_are_switched(tmp_path: Path, text: str) -> None:
 @pytest.mark.parametrize("width", [320, 390, 1100])
 @pytest.mark.parametrize("dark", [False, True])
 def test_it_fits_narrow_screens_in_light_and_dark(tmp_path: Path, text: str, width: int, dark: bool) -> None:
-    report = visit(tmp_path, FRAME.format(width, escape(text)), WIDTHS, dark=dark).report
+    report = visit(tmp_path, framed(text, width), WIDTHS, dark=dark).report
     assert report["page"] == report["window"] == width
     assert all(width / 2 < chart[0] < width and chart[1] > 150 for chart in report["charts"][:1])
     levels = [int(level) for level in re.findall(r"\d+", report["background"])]

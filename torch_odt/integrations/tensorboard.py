@@ -1,10 +1,11 @@
-"""TensorBoard: what a controller decides, and what steps take, as scalars over steps."""
+"""TensorBoard: what a controller decides, what steps take, and what was measured, as scalars."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Protocol
 
+from torch_odt.measure.record import Cell, Record
 from torch_odt.runtime.controller import Decision
 
 
@@ -60,6 +61,54 @@ class TensorBoardLog:
     def close(self) -> None:
         """Everything is written."""
         self._writer.close()
+
+
+def log_record(record: Record, writer: Writer | str | Path) -> None:
+    """Write a record of measurements where TensorBoard finds it.
+
+    Choose it to set runs against each other in TensorBoard, a folder for each; `torch_odt.measure.report.compare` does
+    so with ratios and needs nothing. Numbers of steps are scalars over the size of the batch, traces over microseconds;
+    what was not measured is a text.
+
+    Args:
+        record: what was measured.
+        writer: a `SummaryWriter`, which stays the caller's to close; or a folder, for which one is made.
+
+    Raises:
+        ImportError: a folder is given, and TensorBoard is not installed.
+
+    Example:
+        >>> from pathlib import Path
+        >>> log_record(Record.read(Path("run.jsonl")), "runs/board")  # doctest: +SKIP
+    """
+    target = _open(writer) if isinstance(writer, str | Path) else writer
+    for cell in record.cells:
+        _log_cell(cell, target)
+    if target is not writer:
+        target.close()
+
+
+def _log_cell(cell: Cell, writer: Writer) -> None:
+    details = [cell.experiment.replace(" ", "_"), cell.mode, f"{cell.threads}_threads"]
+    given = [part for part in (cell.budget, cell.governor, "" if cell.device == "cpu" else cell.device) if part]
+    factors = [f"{name}_{value}" for name, value in cell.factors.items()]
+    tag = "/".join(["measure", cell.suite, cell.model, *factors, *details, "_".join([cell.engine, *given])])
+    if cell.outcome != "ok":
+        writer.add_text(tag, f"{cell.outcome}: {cell.reason}", cell.batch_size)
+        return
+    joules = cell.joules_per_step()
+    numbers = {
+        "step_seconds": cell.median_seconds,
+        "training_bytes": cell.training_bytes,
+        "step_joules": None if joules is None else joules[0],
+        **cell.results,
+    }
+    for name, value in numbers.items():
+        if value is not None:
+            writer.add_scalar(f"{tag}/{name}", value, cell.batch_size)
+    for trace in cell.traces:
+        for second, value in zip(trace.at_seconds, trace.values, strict=True):
+            writer.add_scalar(f"{tag}/{trace.quantity}/{trace.label}_{trace.unit}", value, round(1e6 * second))
 
 
 def _open(folder: str | Path) -> Writer:

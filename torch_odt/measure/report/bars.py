@@ -52,9 +52,10 @@ def bars(groups: Sequence[Group], unit: Unit, *, title: str, rows_title: str) ->
         title: of the axis along the bars, unit included.
         rows_title: of the axis across them: what the groups differ in.
     """
-    longest = max((bar.length for group in groups for bar in group.bars), default=0.0)
-    if longest <= 0:
+    drawn = [bar.length for group in groups for bar in group.bars if bar.parts]
+    if not drawn:
         return ""
+    longest = max(drawn) or 1.0
     # A label above each group, and half a row between them.
     heights = [len(group.bars) + (1.4 if group.label else 0.4) for group in groups]
     along, across = svg.Axis(0.0, longest * _HEADROOM), svg.Axis(0.0, sum(heights))

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from torch_odt.measure.record import Cell, Record
 from torch_odt.measure.report.figure import Figure
 from torch_odt.measure.report.selection import cell_name
-from torch_odt.measure.report.units import BYTES, JOULES, SECONDS
+from torch_odt.measure.report.units import BYTES, JOULES, SECONDS, result_text
 
 
 def all_cells(record: Record) -> Figure:
@@ -39,7 +39,7 @@ def _row(cell: Cell) -> tuple[str, ...]:
 
 
 def _results(cell: Cell) -> list[str]:
-    return [f"{name} {value:.4g}" for name, value in cell.results.items()]
+    return [result_text(name, value) for name, value in cell.results.items()]
 
 
 def _text(text: Callable[[float], str], value: float | None) -> str:

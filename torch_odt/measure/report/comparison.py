@@ -13,7 +13,7 @@ from torch_odt.measure.report.bars import Bar, Group, bars
 from torch_odt.measure.report.figure import Figure, Panel, figure_section
 from torch_odt.measure.report.page import machine_facts, style
 from torch_odt.measure.report.selection import cell_name, details_of, model_of, ratio, series_of, threads_text
-from torch_odt.measure.report.units import BYTES, COUNT, JOULES, SECONDS, Unit
+from torch_odt.measure.report.units import BYTES, JOULES, SECONDS, Unit, unit_of
 from torch_odt.pages.document import document, facts, section
 
 _STYLES = ("line0", "line1")
@@ -171,13 +171,7 @@ def _measures(pairs: Sequence[Pair]) -> list[_Measure]:
 
 
 def _result(name: str) -> _Measure:
-    return _Measure(name.replace("_", "-"), name.replace("_", " "), _unit(name), lambda cell: cell.results.get(name))
-
-
-def _unit(name: str) -> Unit:
-    if name.endswith("_seconds"):
-        return SECONDS
-    return BYTES if name.endswith("_bytes") else COUNT
+    return _Measure(name.replace("_", "-"), name.replace("_", " "), unit_of(name), lambda cell: cell.results.get(name))
 
 
 def _says(pair: Pair, measure: _Measure) -> bool:

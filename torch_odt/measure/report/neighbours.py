@@ -6,7 +6,7 @@ from torch_odt.measure.record import Cell, Record
 from torch_odt.measure.report.bars import Bar, Group, bars
 from torch_odt.measure.report.figure import Figure, Panel
 from torch_odt.measure.report.selection import grouped, model_of, refusals, way_of
-from torch_odt.measure.report.units import BYTES, COUNT, SECONDS, Unit
+from torch_odt.measure.report.units import unit_of
 
 _COLORS = 8
 _STEP = "step_seconds"
@@ -33,17 +33,17 @@ def neighbours(record: Record) -> Figure:
             made = [
                 Bar(
                     [(found[name], colors[condition])],
-                    _unit(name).text(found[name]) + _against(readings, name, condition),
+                    unit_of(name).text(found[name]) + _against(readings, name, condition),
                 )
                 for condition, found in readings.items()
                 if name in found
             ]
-            title = f"{_title(name)} in {_unit(name).name}"
-            chart = bars([Group("", made)], _unit(name), title=title, rows_title="training beside it")
+            title = f"{_title(name)} in {unit_of(name).name}"
+            chart = bars([Group("", made)], unit_of(name), title=title, rows_title="training beside it")
             if chart:
                 panels.append(Panel(f"{_title(name)}, beside {model}, {way.name}", chart))
             rows += [
-                (model, way.name, _title(name), condition, _unit(name).text(found[name]))
+                (model, way.name, _title(name), condition, unit_of(name).text(found[name]))
                 for condition, found in readings.items()
                 if name in found
             ]
@@ -79,15 +79,3 @@ def _against(readings: dict[str, dict[str, float]], name: str, condition: str) -
 
 def _title(name: str) -> str:
     return _NAMES.get(name, name.replace("_", " "))
-
-
-_PER_SECOND = Unit("number per second", lambda count: f"{count:.4g}/s", COUNT.ticks)
-_BYTES_PER_SECOND = Unit("bytes per second", lambda count: f"{BYTES.text(count)}/s", BYTES.ticks)
-
-
-def _unit(name: str) -> Unit:
-    if name.endswith("bytes_per_second"):
-        return _BYTES_PER_SECOND
-    if name.endswith("_per_second"):
-        return _PER_SECOND
-    return SECONDS if name.endswith("_seconds") else BYTES if name.endswith("_bytes") else COUNT

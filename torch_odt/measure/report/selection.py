@@ -44,7 +44,7 @@ class Series:
         return f"{self.way.name}, {self.mode}"
 
 
-Side = Mapping[Series, Cell]
+Beside = Mapping[Series, Cell]
 """The cells that stand beside each other."""
 
 
@@ -106,7 +106,7 @@ def model_of(cell: Cell) -> str:
     return f"{cell.model}, {shape}" if shape else cell.model
 
 
-def sides_of(cells: Iterable[Cell]) -> dict[str, dict[int, Side]]:
+def sides_of(cells: Iterable[Cell]) -> dict[str, dict[int, Beside]]:
     """For each network, and each size of a batch of it, the cells by series."""
     return {
         model: {batch: by_series(same) for batch, same in sorted(grouped(each, lambda cell: cell.batch_size).items())}
@@ -114,7 +114,7 @@ def sides_of(cells: Iterable[Cell]) -> dict[str, dict[int, Side]]:
     }
 
 
-def by_series(cells: Iterable[Cell]) -> Side:
+def by_series(cells: Iterable[Cell]) -> Beside:
     """The first cell of each series."""
     found: dict[Series, Cell] = {}
     for cell in cells:
@@ -122,7 +122,7 @@ def by_series(cells: Iterable[Cell]) -> Side:
     return found
 
 
-def plain(side: Side, mode: str, device: str = "cpu") -> Cell | None:
+def plain(side: Beside, mode: str, device: str = "cpu") -> Cell | None:
     """Plain PyTorch's cell among those beside each other."""
     return side.get(Series(Way("torch", "", device), mode))
 

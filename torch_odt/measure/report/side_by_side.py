@@ -10,7 +10,7 @@ from torch_odt.measure.report.bars import Bar, Group, bars
 from torch_odt.measure.report.figure import Figure, Panel
 from torch_odt.measure.report.selection import (
     Series,
-    Side,
+    Beside,
     legend_of,
     plain,
     ratio,
@@ -69,7 +69,7 @@ def _nothing(cells: Sequence[Cell]) -> list[str]:
     return [] if cells else ["The record has no steps of networks."]
 
 
-def _bars(side: Side, styles: Mapping[Series, str], measure: Measure) -> Iterator[Bar]:
+def _bars(side: Beside, styles: Mapping[Series, str], measure: Measure) -> Iterator[Bar]:
     for series, style in styles.items():
         if (cell := side.get(series)) is None:
             continue
@@ -82,7 +82,7 @@ def _bars(side: Side, styles: Mapping[Series, str], measure: Measure) -> Iterato
             yield Bar([(max(0.0, value), style)], _text(side, series, value, measure))
 
 
-def _text(side: Side, series: Series, value: float, measure: Measure) -> str:
+def _text(side: Beside, series: Series, value: float, measure: Measure) -> str:
     """The number with the ratio that says most."""
     to_inference, to_plain = _ratios(side, series, value, measure)
     times = to_plain if to_plain is not None else to_inference
@@ -90,7 +90,7 @@ def _text(side: Side, series: Series, value: float, measure: Measure) -> str:
     return measure.unit.text(value) + (f" · {times:.2g}× {name}" if times is not None else "")
 
 
-def _ratios(side: Side, series: Series, value: float, measure: Measure) -> tuple[float | None, float | None]:
+def _ratios(side: Beside, series: Series, value: float, measure: Measure) -> tuple[float | None, float | None]:
     """To inference done the same way, and to plain PyTorch's of the same kind on the same device."""
     inference = side.get(Series(series.way, "inference")) if series.mode == "training" else None
     other = plain(side, series.mode, series.way.device) if series.way.engine != "torch" else None
@@ -99,7 +99,7 @@ def _ratios(side: Side, series: Series, value: float, measure: Measure) -> tuple
 
 
 def _rows(
-    model: str, batch: int, side: Side, styles: Mapping[Series, str], measure: Measure
+    model: str, batch: int, side: Beside, styles: Mapping[Series, str], measure: Measure
 ) -> Iterator[tuple[str, ...]]:
     for series in styles:
         if (cell := side.get(series)) is None:

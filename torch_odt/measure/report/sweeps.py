@@ -86,7 +86,11 @@ def _dashes_hint(cells: Sequence[Cell]) -> str:
 
 
 def _swept(record: Record) -> list[Cell]:
-    return [cell for cell in record.cells if {"width", "depth"} <= cell.factors.keys()]
+    return [cell for cell in record.cells if all(_is_size(cell.factors.get(name)) for name in ("width", "depth"))]
+
+
+def _is_size(value: object) -> bool:
+    return isinstance(value, int | float) and value > 0
 
 
 def _kind(cell: Cell) -> str:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from torch_odt.commands.table import ABSENT, bytes_text, render, seconds_text
 from torch_odt.measure.record import Cell, Record
 from torch_odt.measure.report.selection import cell_name, grouped, model_of, ratio, refusals
+from torch_odt.measure.report.units import result_text
 from torch_odt.planning.plan_text import format_joules
 
 _CIRCUMSTANCES = ("network", "factors", "batch", "threads", "governor", "device", "step", "budget")
@@ -120,4 +121,4 @@ def _circumstances(cell: Cell) -> tuple[object, ...]:
 
 
 def _result_row(cell: Cell) -> list[str]:
-    return [cell_name(cell), ", ".join(f"{name} {value:.4g}" for name, value in cell.results.items())]
+    return [cell_name(cell), ", ".join(result_text(name, value) for name, value in cell.results.items())]

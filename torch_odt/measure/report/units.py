@@ -47,3 +47,23 @@ HERTZ = Unit("gigahertz", lambda hertz: f"{hertz / 1e9:.2f} GHz", _scaled(1e9, "
 SHARE = Unit("per cent", lambda share: f"{share:.1%}", _scaled(0.01, " %"))
 COUNT = Unit("number", lambda count: f"{count:.6g}", _scaled(1.0, ""))
 TIMES = Unit("times", lambda ratio: f"{ratio:.3g}×", _scaled(1.0, "×"))
+PER_SECOND = Unit("number per second", lambda count: f"{count:.4g}/s", COUNT.ticks)
+BYTES_PER_SECOND = Unit("bytes per second", lambda count: f"{BYTES.text(count)}/s", BYTES.ticks)
+
+
+def unit_of(name: str) -> Unit:
+    """The unit that the name of a result ends in."""
+    endings = (
+        ("bytes_per_second", BYTES_PER_SECOND),
+        ("_per_second", PER_SECOND),
+        ("_seconds", SECONDS),
+        ("_bytes", BYTES),
+        ("_joules", JOULES),
+        ("_share", SHARE),
+    )
+    return next((unit for ending, unit in endings if name.endswith(ending)), COUNT)
+
+
+def result_text(name: str, value: float) -> str:
+    """A result of an experiment with its name."""
+    return f"{name.replace('_', ' ')} {unit_of(name).text(value)}"

@@ -1,0 +1,74 @@
+"""Pages of records in a real browser that reaches no network: wide and narrow, light and dark, every table open."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from browser import framed, visit
+from sample_records import sample_record
+
+from torch_odt.measure.report import compare, page
+
+pytestmark = pytest.mark.slow
+
+LOOK = """
+const view = document.querySelector("iframe").contentWindow, inside = view.document;
+const all = (names) => [...inside.querySelectorAll(names)];
+const size = (each) => parseFloat(view.getComputedStyle(each).fontSize);
+const charts = all("figure .plot");
+all("details").forEach((each) => (each.open = true));
+const outside = all(".value, .tick, .title, h2, h3, .legend li, .absent li").filter((each) => {
+  const box = each.getBoundingClientRect();
+  return box.right > view.innerWidth + 0.5 || box.left < -0.5;
+});
+const meets = (a, b) => a.left < b.right - 1 && b.left < a.right - 1 && a.top < b.bottom - 2 && b.top < a.bottom - 2;
+const overlapping = charts.flatMap((chart) => {
+  const names = ".value, .group, .tick";
+  const texts = [...chart.querySelectorAll(names), ...(chart.nextElementSibling?.querySelectorAll(names) ?? [])];
+  const boxes = texts.map((each) => [each.textContent, each.getBoundingClientRect()]);
+  const isHigher = (a, b) => boxes.indexOf(a) < boxes.indexOf(b);
+  return boxes.flatMap((a) => boxes.filter((b) => isHigher(a, b) && meets(a[1], b[1])).map((b) => [a[0], b[0]]));
+});
+const painted = all(".block, path.line").map((each) => view.getComputedStyle(each));
+const report = {
+  page: inside.documentElement.scrollWidth,
+  window: view.innerWidth,
+  charts: charts.map((each) => [each.clientWidth, each.clientHeight]),
+  outside: outside.map((each) => each.textContent),
+  overlapping,
+  smallest: Math.min(...all(".value, .tick, .title, .group, td, li").map((each) => size(each))),
+  unpainted: painted.filter((each) => each.fill === "none" && each.stroke === "none").length,
+  background: view.getComputedStyle(inside.body).backgroundColor,
+};
+"""
+
+
+@pytest.fixture(scope="module")
+def texts() -> dict[str, str]:
+    first, second = sample_record("<i>a board</i> & more"), sample_record("another", faster=1.3)
+    return {"page": page(first), "comparison": compare(first, second).page()}
+
+
+@pytest.mark.parametrize("width", [390, 1100])
+@pytest.mark.parametrize("dark", [False, True])
+@pytest.mark.parametrize("name", ["page", "comparison"])
+def test_it_fits_in_light_and_dark(tmp_path: Path, texts: dict[str, str], name: str, width: int, dark: bool) -> None:
+    found = visit(tmp_path, framed(texts[name], width), LOOK, dark=dark)
+    report = found.report
+    assert found.console == []
+    assert report["page"] == report["window"] == width
+    assert report["outside"] == [] and report["overlapping"] == []
+    assert report["smallest"] >= 11 and report["unpainted"] == 0
+    assert len(report["charts"]) > 20
+    assert all(150 < chart[0] < width and chart[1] > 30 for chart in report["charts"])
+    levels = [int(level) for level in re.findall(r"\d+", report["background"])]
+    assert max(levels) < 60 if dark else min(levels) > 200
+
+
+def test_what_does_not_fit_would_be_seen(tmp_path: Path, texts: dict[str, str]) -> None:
+    wide = texts["page"].replace('<span class="value"', '<span class="value" data-x="', 1)
+    wide = wide.replace('data-x=" style="', 'style="width:900px;', 1)
+    report = visit(tmp_path, framed(wide, 390), LOOK).report
+    assert report["outside"] != [] and report["page"] > 390

@@ -1,0 +1,112 @@
+"""A record as text for a terminal, as a Chrome trace and for TensorBoard."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sample_records import sample_cells, sample_machine, sample_record
+from tensorboard_writer import Written
+
+from torch_odt.integrations.tensorboard import log_record
+from torch_odt.measure.record import Cell, Machine, Record
+from torch_odt.measure.report import table, write_chrome_trace
+
+
+def lines_of(*cells: Cell) -> list[str]:
+    return table(Record(sample_machine(), cells)).splitlines()
+
+
+def make(engine: Any, **more: Any) -> Cell:
+    return Cell(suite="s", model="net", batch_size=8, mode="training", engine=engine, threads=2, **more)
+
+
+def test_plain_pytorch_stands_beside_torch_odt() -> None:
+    plain = make("torch", step_seconds=[0.2], base_bytes=0, peak_bytes=4 << 20)
+    ours = [
+        make("torch_odt", budget=budget, step_seconds=[seconds], base_bytes=0, peak_bytes=nbytes << 20)
+        for budget, seconds, nbytes in (("50%", 0.1, 2), ("25%", 0.3, 1))
+    ]
+    lines = lines_of(plain, *ours)
+    header = "network batch threads step budget seconds, plain torch_odt memory, plain torch_odt"
+    assert lines[3].split() == header.split()
+    assert " ".join(lines[4].split()) == "net 8 2 training 50% 200 ms 100 ms 0.50× 4.0 MiB 2.0 MiB 0.50×"
+    assert " ".join(lines[5].split()) == "net 8 2 training 25% 200 ms 300 ms 1.50× 4.0 MiB 1.0 MiB 0.25×"
+
+
+def test_what_was_not_measured_says_why() -> None:
+    refused = make("torch", outcome="out of memory", reason="more than 1 GiB")
+    lines = lines_of(refused, make("torch_odt", step_seconds=[0.1]))
+    assert " ".join(lines[4].split()) == "net 8 2 training out of memory 100 ms"
+    assert "  net, batch 8, plain PyTorch, training, 2 threads: out of memory (more than 1 GiB)" in lines
+    assert "  rapl: no counter of packages in /sys/class/powercap" in lines
+
+
+def test_shapes_are_told_where_a_network_has_several() -> None:
+    small, large = (make("torch", step_seconds=[0.1], input_shape=(1, size)) for size in (8, 16))
+    assert [line.split()[0] for line in lines_of(small)[4:5]] == ["net"]
+    assert [line.split()[1] for line in lines_of(small, large)[4:6]] == ["1x8", "1x16"]
+
+
+def test_a_breakdown_is_not_compared_with_another_suite() -> None:
+    cells = [make("torch", step_seconds=[0.2]), replace(make("torch_odt", step_seconds=[0.1]), suite="breakdown")]
+    assert not any("×" in line for line in lines_of(*cells))
+
+
+def test_every_experiment_is_there() -> None:
+    text = table(sample_record())
+    for part in ("Largest batch\n", "largest batch 31", "Neighbour\n", "p99 seconds 38 ms", "Not measured\n"):
+        assert part in text
+    assert table(Record(Machine(name="a", processor="b"), [])) == "a: b"
+
+
+def events_of(folder: Path, record: Record) -> list[dict[str, Any]]:
+    write_chrome_trace(record, folder / "trace.json")
+    return json.loads((folder / "trace.json").read_text("utf-8"))["traceEvents"]
+
+
+def test_a_trace_holds_steps_operators_and_counters(tmp_path: Path) -> None:
+    cell = next(cell for cell in sample_cells() if cell.prediction is not None)
+    events = events_of(tmp_path, Record(sample_machine(), [cell]))
+    threads = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    seconds: dict[str, float] = defaultdict(float)
+    ends: dict[int, float] = {}
+    for event in events:
+        if event["ph"] == "X":
+            assert event["ts"] == pytest.approx(ends.get(event["tid"], 0.0))
+            ends[event["tid"]] = event["ts"] + event["dur"]
+            seconds[threads[event["tid"]]] += event["dur"] / 1e6
+    assert seconds["steps"] == pytest.approx(sum(cell.step_seconds))
+    operators = [row for name, row in seconds.items() if name.startswith("operators")]
+    assert sum(operators) == pytest.approx(sum(each.seconds for each in cell.operators))
+    counters = [event for event in events if event["ph"] == "C"]
+    assert len(counters) == sum(len(trace.values) for trace in cell.traces) + 5 * len(cell.prediction.at_seconds)
+    assert {"memory (bytes): activations", "predicted memory (bytes): kept"} <= {each["name"] for each in counters}
+
+
+def test_a_trace_has_a_process_for_each_cell(tmp_path: Path) -> None:
+    record = sample_record()
+    names = [each["args"]["name"] for each in events_of(tmp_path, record) if each["name"] == "process_name"]
+    assert len(set(names)) == len(record.cells)
+
+
+def test_scalars_for_tensorboard() -> None:
+    writer, record = Written(), sample_record()
+    log_record(record, writer)
+    assert not writer.is_closed
+    tag = "measure/ubiquitous/lenet/step/training/4_threads/torch_odt_50%"
+    cell = next(
+        cell
+        for cell in record.cells
+        if (cell.model, cell.engine, cell.threads, cell.batch_size) == ("lenet", "torch_odt", 4, 16)
+    )
+    assert writer.scalars[f"{tag}/step_seconds", 16] == cell.median_seconds
+    assert writer.scalars[f"{tag}/training_bytes", 16] == cell.training_bytes
+    heat = "measure/ubiquitous/mobilenet_v2/long_run/training/4_threads/torch/temperature/cpu_thermal_celsius"
+    assert writer.scalars[heat, 60_000_000] == 46.0
+    refused = "measure/ubiquitous/googlenet/step/training/4_threads/torch"
+    assert (refused, "out of memory: more than 900 MiB", 64) in writer.texts
