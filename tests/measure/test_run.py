@@ -90,7 +90,7 @@ def test_a_record_of_another_machine_is_not_gone_on_with(tmp_path: Path) -> None
 
 @pytest.mark.parametrize(
     ("budget", "plain", "expected"),
-    [("50%", "ok", 200), ("300", "ok", 300), ("50%", "out of memory", 500), ("1KiB", "failed", 1024)],
+    [("50%", "ok", 200), ("300 B", "ok", 300), ("50%", "out of memory", 500), ("1KiB", "failed", 1024)],
 )
 def test_the_budget_is_bytes_or_a_share_of_what_plain_pytorch_took(
     tmp_path: Path, budget: str, plain: str, expected: int

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from torch_odt.measure.job import How, Job
 from torch_odt.measure.networks import CIFAR_SHAPE, IMAGE_SHAPES, is_network
 from torch_odt.measure.record import Cell, Engine, Mode, Number
+from torch_odt.memory._units import format_bytes
 
 UBIQUITOUS = ("lenet", "alexnet", "mobilenet_v2", "squeezenet1_1", "googlenet")
 REDUCED = ("mentee", "reduced_mobilenet", "reduced_resnet")
@@ -158,7 +159,7 @@ def _sides(
 
 def _largest_batch(choices: Choices, suite: str, model: str, threads: int) -> Iterator[Job]:
     limit = choices.largest_batch_bytes or (128 << 20 if choices.quick else 512 << 20)
-    exact = replace(choices, budget=str(limit), how=replace(choices.how, budget_bytes=limit))
+    exact = replace(choices, budget=format_bytes(limit).replace(" ", ""), how=replace(choices.how, budget_bytes=limit))
     engines: tuple[Engine, ...] = ("torch", "torch_odt")
     for engine in engines:
         yield _job(

@@ -9,8 +9,8 @@ from torch_odt.measure.record import Cell
 from torch_odt.measure.report.bars import Bar, Group, bars
 from torch_odt.measure.report.figure import Figure, Panel
 from torch_odt.measure.report.selection import (
-    Series,
     Beside,
+    Series,
     legend_of,
     plain,
     ratio,
