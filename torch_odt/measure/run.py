@@ -119,15 +119,14 @@ def in_process(module: str) -> Measure:
         # -P: from a clone's root, -m would find the sources there, which have no compiled parts.
         command = [sys.executable, "-P", "-m", module]
         env = {"GOMP_SPINCOUNT": "10000", **os.environ, "OMP_NUM_THREADS": str(job.cell.threads)}
-        worker = subprocess.Popen(
+        with subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env
-        )
-        try:
-            out, err = worker.communicate(job.to_json())
-        except BaseException:
-            worker.kill()
-            worker.wait()
-            raise
+        ) as worker:
+            try:
+                out, err = worker.communicate(job.to_json())
+            except BaseException:
+                worker.kill()
+                raise
         return _read(job, worker.returncode, out, err)
 
     return measure
