@@ -10,11 +10,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch_odt import __version__
-from torch_odt.commands import bench, demo, doctor, options, plan, profile, train, watch
+from torch_odt.commands import bench, demo, doctor, measure, options, plan, profile, train, watch
 from torch_odt.commands.errors import UserError
 from torch_odt.errors import CaptureError, InfeasibleBudget, OdtWarning, PagingError
 
-COMMANDS: tuple[Any, ...] = (demo, train, plan, profile, bench, watch, doctor)
+COMMANDS: tuple[Any, ...] = (demo, train, plan, profile, measure, bench, watch, doctor)
 
 DONE, UNEXPECTED, USER_ERROR, INTERRUPTED = 0, 1, 2, 130
 

@@ -93,6 +93,15 @@ def test_a_board_that_measures_power_itself(tmp_path: Path) -> None:
     assert meter.end() == {"board_energy_joules": pytest.approx(40)}
 
 
+def test_a_jetsons_older_driver(tmp_path: Path) -> None:
+    folder = "sys/bus/i2c/drivers/ina3221x/6-0040/iio:device0"
+    write(tmp_path, {f"{folder}/in_power0_input": 4000, f"{folder}/in_power1_input": 900})
+    clock = _clock([0.0, 10.0])
+    meter = Board(tmp_path, clock=lambda: next(clock))
+    meter.begin()
+    assert meter.end() == {"board_energy_joules": pytest.approx(40)}
+
+
 def test_a_machine_without_such_a_board(tmp_path: Path) -> None:
     meter = Board(tmp_path)
     meter.begin()

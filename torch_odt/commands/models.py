@@ -1,9 +1,10 @@
-"""Models by name: torchvision's classifiers, and a user's own file."""
+"""Models by name: torchvision's and timm's classifiers, the measured papers' networks, and a user's own code."""
 
 from __future__ import annotations
 
 import argparse
 import difflib
+import importlib
 import importlib.util
 import inspect
 import sys
@@ -18,12 +19,14 @@ from torch.nn import functional as F
 from torch_odt.commands import options
 from torch_odt.commands.errors import UserError
 from torch_odt.errors import first_line
+from torch_odt.measure.networks import is_network, make_network
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from types import ModuleType
 
 INSTALL_TORCHVISION = 'torchvision is not installed: pip install "torch_odt[vision]"'
+TIMM = "timm/"
 # Auxiliary classifiers return more than class scores; their own initialisation of the weights takes a minute.
 WITHOUT_AUXILIARY = ("googlenet", "inception_v3")
 
@@ -42,13 +45,14 @@ def load_model(name: str, *, classes: int, image_size: int | None = None, channe
     """A model that scores `classes` classes, with new weights.
 
     Args:
-        name: a torchvision classifier, or "FILE.py:FUNCTION". The function is called without arguments, or with
-            `num_classes` if it has a parameter of that name.
+        name: a torchvision classifier, "timm/NAME", one of `measure.networks`, or "FILE.py:FUNCTION" or
+            "PACKAGE.MODULE:FUNCTION". The function is called without arguments, or with `num_classes` if it has a
+            parameter of that name.
         classes: how many classes it is to tell apart.
         image_size: height and width of its images, for models that must know beforehand.
         channels_last: lay its weights out channels last.
     """
-    model = _from_file(name, classes) if ":" in name else _from_torchvision(name, classes, image_size)
+    model = _make(name, classes, image_size)
     if isinstance(model, tuple):
         raise UserError(
             f"--model {name} brings a loss and a batch of its own; to learn classes of images return the module alone"
@@ -63,12 +67,7 @@ def load_task(name: str, *, shape: tuple[int, ...], classes: int, channels_last:
     cross-entropy do not apply.
     """
     torch.manual_seed(seed)
-    made: Any
-    if ":" in name:
-        made = _from_file(name, classes)
-    else:
-        size = shape[-1] if len(shape) == 4 else None
-        made = _from_torchvision(name, classes, size)
+    made = _make(name, classes, shape[-1] if len(shape) == 4 else None)
     if isinstance(made, tuple):
         model, loss_fn, batch = made
     else:
@@ -99,6 +98,27 @@ def torchvision_names() -> list[str]:
     return list(models.list_models(module=models))
 
 
+def _make(name: str, classes: int, image_size: int | None) -> Any:
+    if ":" in name:
+        return _from_function(name, classes)
+    if name.startswith(TIMM):
+        return _from_timm(name.removeprefix(TIMM), classes)
+    return make_network(name, classes) if is_network(name) else _from_torchvision(name, classes, image_size)
+
+
+def _from_timm(name: str, classes: int) -> nn.Module:
+    try:
+        timm: Any = importlib.import_module("timm")
+    except ImportError:
+        raise UserError("timm is not installed: pip install timm") from None
+    try:
+        return timm.create_model(name, pretrained=False, num_classes=classes)
+    except (RuntimeError, ValueError) as error:
+        close = difflib.get_close_matches(name, timm.list_models(), n=3, cutoff=0.5)
+        guess = f": did you mean {' or '.join(close)}?" if close else ""
+        raise UserError(f"timm makes no model {name!r} ({first_line(error)}){guess}") from None
+
+
 def _from_torchvision(name: str, classes: int, image_size: int | None) -> nn.Module:
     names = torchvision_names()
     if name not in names:
@@ -121,17 +141,20 @@ def _from_torchvision(name: str, classes: int, image_size: int | None) -> nn.Mod
         raise UserError(f"{name} cannot be built for images of {image_size} pixels: {error}") from None
 
 
-def _from_file(name: str, classes: int) -> Any:
-    path_text, _, function_name = name.rpartition(":")
-    path = Path(path_text).expanduser()
-    if not path.is_file():
+def _from_function(name: str, classes: int) -> Any:
+    place, _, function_name = name.rpartition(":")
+    path = Path(place).expanduser()
+    if path.is_file():
+        module = _import(path)
+    elif all(word.isidentifier() for word in place.split(".")):
+        module = _import_module(place)
+    else:
         raise UserError(f"--model {name}: there is no file {path}")
-    module = _import(path)
     function = getattr(module, function_name, None)
     if not callable(function):
         possible = [key for key, value in vars(module).items() if inspect.isfunction(value)]
         names = ", ".join(possible) or "none"
-        raise UserError(f"--model {name}: {path} has no function {function_name!r}; it has {names}")
+        raise UserError(f"--model {name}: {place} has no function {function_name!r}; it has {names}")
     takes_classes = "num_classes" in inspect.signature(function).parameters
     try:
         made = function(num_classes=classes) if takes_classes else function()
@@ -144,6 +167,13 @@ def _from_file(name: str, classes: int) -> Any:
             f"not {type(made).__name__}"
         )
     return made
+
+
+def _import_module(name: str) -> ModuleType:
+    try:
+        return importlib.import_module(name)
+    except Exception as error:
+        raise UserError(f"there is no file {name}, and no module of that name can be imported: {error}") from error
 
 
 def _import(path: Path) -> ModuleType:

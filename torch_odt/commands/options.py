@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from torch_odt.capture.device import Device
     from torch_odt.runtime.budget import Budget
 
-MODEL_HELP = "a torchvision classifier by name, or your own: FILE.py:FUNCTION"
+MODEL_HELP = "a torchvision classifier by name, timm/NAME, or your own: FILE.py:FUNCTION or PACKAGE.MODULE:FUNCTION"
 DEFAULT_INPUT = "16x3x224x224"
 ALL_PLANNERS = "all"
 

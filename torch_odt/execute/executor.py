@@ -17,6 +17,7 @@ from torch_odt.capture.graph import Op, Output, Ref, TrainingGraph, map_refs, re
 from torch_odt.capture.operators import resolve
 from torch_odt.capture.overwrite import function_of
 from torch_odt.execute.paging import PageCode, Pager
+from torch_odt.execute.profiler_marks import BACKWARD, marked
 from torch_odt.memory._tracking import tagger
 from torch_odt.planning.schedule import Deliver, Free, PageIn, PageOut, Run, Schedule
 
@@ -102,7 +103,9 @@ class Executor:
 
     def run(self, table: Table, receiver: Receiver) -> None:
         """Run the whole step. `table` holds the graph's inputs and, at the end, nothing else."""
-        self._run(table, receiver, 0, len(self._code))
+        self.run_forward(table, receiver)
+        with marked(BACKWARD):
+            self.run_backward(table, receiver)
 
     def run_part(self, table: Table, receiver: Receiver, start: int, stop: int) -> None:
         """Run the instructions from `start` up to `stop`, after all that come before."""

@@ -22,6 +22,7 @@ from torch_odt.capture.parameter_updates import update
 from torch_odt.capture.update_in_backward import UpdateRule, counter_dtype, update_in_backward
 from torch_odt.execute.gradients import has_gradient_hooks
 from torch_odt.execute.named_tensors import named_buffers, named_parameters
+from torch_odt.execute.profiler_marks import UPDATE, marked
 
 _FLOATING = (torch.float32, torch.float64, torch.bfloat16)
 
@@ -156,7 +157,8 @@ class OptimizerUpdates:
         options = self._optimizer.param_groups[member.group]
         targets = {key: f"{name}/{key}" for key in member.rule.state}
         is_first = not self._fresh.keys().isdisjoint(targets.values())
-        update(rule, options, parameter, gradient, *state, is_first=is_first)
+        with marked(UPDATE):
+            update(rule, options, parameter, gradient, *state, is_first=is_first)
         for key, target in targets.items():
             if target in self._fresh:
                 self._optimizer.state[member.parameter][key] = self._fresh.pop(target)

@@ -11,6 +11,7 @@ import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -104,6 +105,7 @@ class Board:
 
     def __init__(self, root: Path = SYSTEM_ROOT, *, clock: Callable[[], float] = time.perf_counter) -> None:
         self._folder = root / "sys/class/hwmon"
+        self._older = root / "sys/bus/i2c/drivers/ina3221x"
         self._clock = clock
 
     def begin(self) -> None:
@@ -111,6 +113,10 @@ class Board:
             chip for chip in sorted(self._folder.glob("hwmon*")) if str(read_text(chip / "name")).startswith("ina")
         ]
         self._rails = [rail for chip in chips for rail in _rails_of(chip)]
+        # Jetsons before JetPack 5, in milliwatts.
+        self._rails += [
+            partial(_scaled, path, 1e-3) for path in sorted(self._older.glob("*/iio:device*/in_power*_input"))
+        ]
         self._joules, self._refusal = 0.0, None if self._rails else Absent(f"no INA sensor in {self._folder}")
         self._watts, self._at = self._read(), self._clock()
 
@@ -131,12 +137,13 @@ class Board:
         return max(watts, default=0.0)
 
 
+def _scaled(path: Path, unit: float) -> float | Absent:
+    reading = read_number(path)
+    return reading if isinstance(reading, Absent) else reading * unit
+
+
 def _rails_of(chip: Path) -> list[Callable[[], float | Absent]]:
     """What a chip measures, in watts: as such, or as volts and amperes."""
-
-    def power(path: Path) -> float | Absent:
-        reading = read_number(path)
-        return reading if isinstance(reading, Absent) else reading / 1e6
 
     def product(millivolts: Path, milliamperes: Path) -> float | Absent:
         volts, amperes = read_number(millivolts), read_number(milliamperes)
@@ -146,7 +153,7 @@ def _rails_of(chip: Path) -> list[Callable[[], float | Absent]]:
 
     powers = sorted(chip.glob("power*_input"))
     if powers:
-        return [lambda path=path: power(path) for path in powers]  # type: ignore[misc]
+        return [partial(_scaled, path, 1e-6) for path in powers]
     currents = [path for path in sorted(chip.glob("curr*_input")) if re.fullmatch(r"curr\d+_input", path.name)]
     return [lambda path=path: product(chip / path.name.replace("curr", "in"), path) for path in currents]  # type: ignore[misc]
 

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from torch_odt import memory
 from torch_odt.measure.meter import Absent, Quantity
 from torch_odt.memory._files import SYSTEM_ROOT, field, read_text
 
+if TYPE_CHECKING:
+    from torch_odt.measure.window import Window
+
 _KIB = 1024
+# What a step holds for a moment must not escape it.
+_LOOK_SECONDS = 0.003
 
 
 class ProcessMemory:
@@ -69,3 +75,18 @@ class AllocatedMemory:
             "peak_allocated_bytes": found.peak_bytes,
             **{f"peak_{name}_bytes": category.peak_bytes for name, category in by_category.items()},
         }
+
+
+def memory_window() -> Window:
+    """A window that looks at nothing but what this process holds, often."""
+    from torch_odt.measure.window import Window
+
+    return Window([ProcessMemory()], poll_seconds=_LOOK_SECONDS)
+
+
+def levels(window: Window) -> tuple[int, int]:
+    """What the process held when a window of `memory_window` began, and the most since."""
+    found = window.quantities[ProcessMemory.source]
+    begin, peak = found["begin_bytes"], found["peak_bytes"]
+    assert isinstance(begin, int) and isinstance(peak, int)
+    return begin, peak

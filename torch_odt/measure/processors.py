@@ -50,10 +50,17 @@ class Frequency:
         self._gauges = {core: Gauge() for core in self._cores}
         self.poll()
 
+    def look(self) -> dict[str, Quantity]:
+        """How fast each core runs now, in hertz."""
+        return {core.name.replace("cpu", "core"): self._read(core) for core in self._cores}
+
     def poll(self) -> None:
         for core, gauge in self._gauges.items():
-            kilohertz = read_number(core / "cpufreq/scaling_cur_freq")
-            gauge.add(kilohertz if isinstance(kilohertz, Absent) else kilohertz * 1000)
+            gauge.add(self._read(core))
+
+    def _read(self, core: Path) -> Quantity:
+        kilohertz = read_number(core / "cpufreq/scaling_cur_freq")
+        return kilohertz if isinstance(kilohertz, Absent) else kilohertz * 1000
 
     def end(self) -> dict[str, Quantity]:
         self.poll()
@@ -75,10 +82,12 @@ class Temperature:
         self._files = {**_zones(self._class / "thermal"), **_chips(self._class / "hwmon")}
         self.poll()
 
+    def look(self) -> dict[str, Quantity]:
+        """How hot each sensor is now, in degrees Celsius."""
+        return {name: _celsius(path) for name, path in self._files.items()}
+
     def poll(self) -> None:
-        for name, path in self._files.items():
-            millidegrees = read_number(path)
-            reading = millidegrees if isinstance(millidegrees, Absent) else millidegrees / 1000
+        for name, reading in self.look().items():
             self._gauges.setdefault(name, Gauge()).add(reading)
 
     def end(self) -> dict[str, Quantity]:
@@ -92,6 +101,11 @@ class Temperature:
         known = [value for key, value in found.items() if key.endswith("_highest_celsius")]
         numbers = [value for value in known if not isinstance(value, Absent)]
         return {"highest_celsius": max(numbers) if numbers else known[0], **found}
+
+
+def _celsius(path: Path) -> Quantity:
+    millidegrees = read_number(path)
+    return millidegrees if isinstance(millidegrees, Absent) else millidegrees / 1000
 
 
 def _zones(folder: Path) -> dict[str, Path]:

@@ -1,0 +1,132 @@
+"""`torch-odt measure`, on tiny networks in processes of their own."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from terminals import Terminal
+
+from torch_odt.measure.record import CATEGORIES, Record, append_line
+
+
+@pytest.fixture
+def measure(net: Path) -> tuple[str, ...]:
+    words = ("measure", "--suite", "breakdown", "--model", f"{net}:make", "--sample", "3x32x32")
+    return (*words, "--batch-sizes", "4", "--threads", "1", "--repetitions", "2", "--quick", "--budget", "1GiB")
+
+
+def test_cells_of_both_engines_and_all_reports(
+    terminal: Terminal, measure: tuple[str, ...], net: Path, tmp_path: Path
+) -> None:
+    out, page, trace = tmp_path / "run.jsonl", tmp_path / "page.html", tmp_path / "trace.json"
+    outcome = terminal(*measure, "--out", out, "--html", page, "--chrome-trace", trace, "--name", "a board")
+    assert outcome.code == 0, outcome.err + outcome.out
+    record = Record.read(out)
+    assert record.machine.name == "a board" and record.machine.cores >= 1 and "torch" in record.machine.versions
+    plain, planned = record.cells
+    assert (plain.engine, planned.engine) == ("torch", "torch_odt")
+    for cell in record.cells:
+        assert cell.outcome == "ok" and len(cell.step_seconds) == 2 == cell.window_steps
+        assert cell.parameters == 3 * 8 * 9 + 8 + 16 + 80 + 10
+        assert cell.whole_peak_bytes is not None and cell.peak_bytes is not None and cell.base_bytes is not None
+        assert cell.whole_peak_bytes >= cell.peak_bytes
+        assert cell.reading("clock", "wall_seconds")
+        assert set(cell.categories) in ({*CATEGORIES}, set())
+    assert plain.flops and plain.prediction is None and {row.kind for row in plain.layers} >= {"Conv2d", "BatchNorm2d"}
+    assert planned.prediction is not None and planned.prediction.peak_bytes > 0 and not planned.layers
+    if plain.categories:
+        # The allocator's count of the measured steps, and of the one that was followed.
+        counted = plain.reading("allocator", "peak_allocated_bytes")
+        assert sum(plain.categories.values()) == pytest.approx(counted, rel=0.02)
+    assert "a board" in page.read_text() and json.loads(trace.read_text())
+    assert "torch_odt" in outcome.out
+
+    again = terminal(*measure, "--out", out)
+    assert again.code == 0 and f"2 of 2 cells are in {out} already" in again.out
+    text = terminal("measure", "--compare", out, out)
+    assert text.code == 0 and "a board" in text.out
+
+
+def test_a_cell_without_memory_is_recorded(terminal: Terminal, measure: tuple[str, ...], tmp_path: Path) -> None:
+    out = tmp_path / "run.jsonl"
+    outcome = terminal(*measure, "--out", out, "--limit", "1MiB", "--json")
+    assert outcome.code == 0, outcome.err
+    document = json.loads(outcome.out)
+    assert [cell["outcome"] for cell in document["cells"]] == ["out of memory", "out of memory"]
+    assert all("OutOfMemoryError" in cell["reason"] for cell in document["cells"])
+    assert [cell.limit_bytes for cell in Record.read(out).cells] == [1 << 20, 1 << 20]
+
+
+def test_a_cell_that_fails_does_not_end_the_run(terminal: Terminal, measure: tuple[str, ...], net: Path) -> None:
+    words = [word.replace(":make", ":no_scores") for word in measure]
+    outcome = terminal(*words, "--json")
+    assert outcome.code == 1
+    plain, planned = json.loads(outcome.out)["cells"]
+    assert plain["outcome"] == planned["outcome"] == "failed" and "returns no class scores" in plain["reason"]
+
+
+@pytest.mark.slow
+def test_an_interrupted_run_goes_on(measure: tuple[str, ...], tmp_path: Path) -> None:
+    out = tmp_path / "run.jsonl"
+    words = [word if word != "breakdown" else "architectures" for word in measure]
+    command = [sys.executable, "-P", "-m", "torch_odt", *words, "--run-seconds", "600", "--out", str(out)]
+    process = subprocess.Popen(command, start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    _until(lambda: out.exists() and out.read_text().count('"kind": "cell"') >= 2)
+    os.kill(process.pid, signal.SIGINT)
+    assert process.wait(60) == 130
+    _until(lambda: not _group(process.pid))
+    assert len(Record.read(out).cells) >= 2
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (("--budget", "x%"), "a share is written as 50%"),
+        (("--budget", "much"), "--budget"),
+        (("--limit", "much"), "--limit"),
+        (("--out", "nowhere/run.jsonl"), "there is no folder nowhere"),
+        (("--compare", "a.jsonl", "b.jsonl"), "a.jsonl: No such file"),
+        (("--batch-sizes", "0"), "not a whole number above 0"),
+        (("--watts", "1,2,3"), "is not BUSY or BUSY,IDLE"),
+    ],
+)
+def test_what_is_wrong_is_named(terminal: Terminal, words: tuple[str, ...], text: str) -> None:
+    outcome = terminal("measure", "--quick", *words)
+    assert outcome.code == 2 and text in outcome.err
+
+
+def test_a_record_of_another_machine_is_refused(terminal: Terminal, tmp_path: Path) -> None:
+    from torch_odt.measure.record import Machine
+
+    out = tmp_path / "run.jsonl"
+    append_line(out, Machine(name="other", processor="another", cores=99))
+    outcome = terminal("measure", "--quick", "--out", out)
+    assert outcome.code == 2 and "give another --out" in outcome.err
+
+
+def _until(is_so: Callable[[], bool]) -> None:
+    end = time.monotonic() + 600
+    while not is_so():
+        assert time.monotonic() < end
+        time.sleep(0.1)
+
+
+def _group(leader: int) -> list[int]:
+    """The processes that a session still has."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = path.read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        if int(fields[3]) == leader and fields[0] != "Z":
+            found.append(int(path.parent.name))
+    return found

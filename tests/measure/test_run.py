@@ -1,0 +1,173 @@
+"""Runs of cells: resumed, interrupted, cells that fail, budgets that are shares, governors."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from sample_records import sample_machine
+
+from torch_odt.measure import run as run_module
+from torch_odt.measure.job import How, Job
+from torch_odt.measure.meter import Absent
+from torch_odt.measure.record import Cell, Record, append_line
+from torch_odt.measure.run import Run, in_process
+
+HOW = How(limit_bytes=1000)
+
+
+def make_job(model: str, **more: object) -> Job:
+    cell = Cell(suite="ubiquitous", model=model, batch_size=1, mode="training", engine="torch", threads=1)
+    return Job(replace(cell, **more), HOW)  # type: ignore[arg-type]
+
+
+class Measurer:
+    """Gives every cell an outcome by its name, and remembers what it was asked for."""
+
+    def __init__(self, **outcomes: str) -> None:
+        self.jobs: list[Job] = []
+        self._outcomes = outcomes
+
+    def __call__(self, job: Job) -> Cell:
+        self.jobs.append(job)
+        outcome = self._outcomes.get(job.cell.model, "ok")
+        if outcome == "interrupt":
+            raise KeyboardInterrupt
+        cell = replace(job.cell, outcome=outcome, limit_bytes=1000)  # type: ignore[arg-type]
+        return replace(cell, step_seconds=[1.0], base_bytes=100, peak_bytes=500) if outcome == "ok" else cell
+
+    @property
+    def models(self) -> list[str]:
+        return [job.cell.model for job in self.jobs]
+
+
+def test_cells_that_are_there_are_not_measured_again_and_failed_ones_are(tmp_path: Path) -> None:
+    out, jobs = tmp_path / "run.jsonl", [make_job("a"), make_job("b"), make_job("c")]
+    first = Measurer(b="failed", c="out of memory")
+    assert [cell.outcome for cell in Run(jobs, sample_machine(), out, first).go().cells] == [
+        "ok", "failed", "out of memory",
+    ]  # fmt: skip
+    second = Measurer()
+    going = Run([*jobs, make_job("d")], sample_machine(), out, second)
+    assert len(going.waiting) == 2
+    record = going.go()
+    assert second.models == ["b", "d"]
+    assert [cell.outcome for cell in record.cells] == ["ok", "ok", "out of memory", "ok"]
+    assert {cell.key for cell in Record.read(out).cells} == {cell.key for cell in record.cells}
+
+
+def test_an_interrupt_leaves_what_was_measured(tmp_path: Path) -> None:
+    out, jobs = tmp_path / "run.jsonl", [make_job("a"), make_job("b"), make_job("c")]
+    with pytest.raises(KeyboardInterrupt):
+        Run(jobs, sample_machine(), out, Measurer(b="interrupt")).go()
+    assert [cell.model for cell in Record.read(out).cells] == ["a"]
+    again = Measurer()
+    Run(jobs, sample_machine(), out, again).go()
+    assert again.models == ["b", "c"]
+
+
+def test_the_time_that_is_left_is_told(tmp_path: Path) -> None:
+    going = Run([make_job("a"), make_job("b")], sample_machine(), tmp_path / "run.jsonl", Measurer())
+    assert going.seconds_left is None
+    told: list[float | None] = []
+    going.go(done=lambda cell: told.append(going.seconds_left))
+    assert told[0] is not None and told[0] >= 0 and told[1] == 0
+
+
+def test_a_record_of_another_machine_is_not_gone_on_with(tmp_path: Path) -> None:
+    out = tmp_path / "run.jsonl"
+    append_line(out, sample_machine())
+    other = replace(sample_machine(), processor="another")
+    with pytest.raises(ValueError, match="measured with processor Cortex-A72, and this is another"):
+        Run([], other, out, Measurer())
+
+
+@pytest.mark.parametrize(
+    ("budget", "plain", "expected"),
+    [("50%", "ok", 200), ("300 B", "ok", 300), ("50%", "out of memory", 500), ("1KiB", "failed", 1024)],
+)
+def test_the_budget_is_bytes_or_a_share_of_what_plain_pytorch_took(
+    tmp_path: Path, budget: str, plain: str, expected: int
+) -> None:
+    measurer = Measurer()
+    ours = make_job("a", engine="torch_odt", budget=budget)
+    going = Run([make_job("a"), ours], sample_machine(), tmp_path / "run.jsonl", lambda job: (
+        replace(measurer(job), outcome=plain, limit_bytes=1000) if job.cell.engine == "torch" else measurer(job)
+    ))  # fmt: skip
+    going.go()
+    how = measurer.jobs[-1].how
+    assert how.budget_bytes == expected
+    assert how.or_smallest == budget.endswith("%")
+
+
+def test_a_share_of_what_is_not_known_is_skipped(tmp_path: Path) -> None:
+    ours = make_job("a", engine="torch_odt", budget="50%")
+    for number, jobs in enumerate(([ours], [make_job("a"), ours])):
+        measurer = Measurer(a="failed")
+        cell = Run(jobs, sample_machine(), tmp_path / f"{number}.jsonl", measurer).go().cells[-1]
+        assert cell.outcome == "skipped" and "50% of what plain PyTorch took is not known" in cell.reason
+
+
+def test_a_governor_that_cannot_be_set_skips_its_cells(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_module, "governor", lambda name: nullcontext(Absent("no permission") if name else None))
+    jobs = [make_job("a", governor="powersave"), make_job("a")]
+    measurer = Measurer()
+    cells = Run(jobs, sample_machine(), tmp_path / "run.jsonl", measurer).go().cells
+    assert [(cell.outcome, cell.reason) for cell in cells] == [("skipped", "no permission"), ("ok", "")]
+    assert len(measurer.jobs) == 1
+
+
+WORKER = """
+import os, pathlib, signal, sys, time
+from torch_odt.measure.job import Job
+text = sys.stdin.read()
+job = Job.from_json(text)
+match job.cell.model:
+    case "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    case "slow":
+        pid = pathlib.Path(__file__).with_name("pid")
+        pid.with_suffix(".new").write_text(str(os.getpid()))
+        pid.with_suffix(".new").rename(pid)
+        time.sleep(600)
+    case "wrong":
+        raise RuntimeError("it cannot be")
+print("a line of a library's")
+print(job.to_json())
+"""
+
+
+@pytest.fixture
+def worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    (tmp_path / "a_worker_of_the_tests.py").write_text(WORKER)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    return "a_worker_of_the_tests"
+
+
+def test_processes_that_are_killed_or_fail_are_recorded(worker: str) -> None:
+    measure = in_process(worker)
+    assert measure(make_job("fine")).outcome == "ok"
+    killed, wrong = measure(make_job("killed")), measure(make_job("wrong"))
+    assert (killed.outcome, killed.limit_bytes) == ("out of memory", 1000)
+    assert (wrong.outcome, wrong.reason) == ("failed", "RuntimeError: it cannot be")
+
+
+def test_an_interrupt_ends_the_cells_process(tmp_path: Path, worker: str) -> None:
+    def interrupt() -> None:
+        while not (tmp_path / "pid").exists():
+            time.sleep(0.01)
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt):
+        in_process(worker)(make_job("slow"))
+    thread.join()
+    with pytest.raises(ProcessLookupError):
+        os.kill(int((tmp_path / "pid").read_text()), 0)

@@ -1,0 +1,216 @@
+"""One cell, measured in this process: open `measure_cell`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+import torch_odt as odt
+from torch_odt import memory
+from torch_odt.errors import InfeasibleBudget
+from torch_odt.measure.devices import device_memory, reset_device_peak, synchronize
+from torch_odt.measure.energy import StatedPower
+from torch_odt.measure.flops import count_flops
+from torch_odt.measure.job import Job
+from torch_odt.measure.largest_batch import largest_batch
+from torch_odt.measure.layers import layer_memory
+from torch_odt.measure.long_run import long_run
+from torch_odt.measure.memory import levels, memory_window
+from torch_odt.measure.meter import Meter
+from torch_odt.measure.neighbour import beside_neighbour
+from torch_odt.measure.operators import operator_times
+from torch_odt.measure.record import Cell, Prediction
+from torch_odt.measure.step_memory import StepMemory, follow_operators, sample
+from torch_odt.measure.steps import Inference, PlainStep, Work
+from torch_odt.measure.window import Window, find_meters
+from torch_odt.memory._units import format_bytes
+
+WorkOf = Callable[[int], Work]
+"""Makes the work of a cell for a number of samples."""
+Step = Callable[[], Any]
+_LONG_STEP_SECONDS = 1.0
+
+
+def measure_cell(job: Job, work_of: WorkOf) -> Cell:
+    """Measures a cell; what does not fit into memory is an outcome, other errors raise.
+
+    The process should be a fresh one: the tracking allocator counts what is allocated after its installation, and
+    a limit holds for the whole process.
+    """
+    memory.install()
+    torch.set_num_threads(job.cell.threads)
+    limit = job.how.limit_bytes
+    cell = replace(job.cell, limit_bytes=limit or 0)
+    try:
+        with _capped(limit):
+            return _measure(job, cell, work_of)
+    except (torch.OutOfMemoryError, MemoryError, InfeasibleBudget) as error:
+        return replace(cell, outcome="out of memory", reason=_first_line(error))
+    except RuntimeError as error:
+        if "can't allocate memory" not in str(error) and "not enough memory" not in str(error):
+            raise
+        return replace(cell, outcome="out of memory", reason=_first_line(error))
+
+
+def _measure(job: Job, cell: Cell, work_of: WorkOf) -> Cell:
+    match cell.experiment:
+        case "step":
+            return _measure_steps(job, cell, work_of(cell.batch_size))
+        case "largest batch":
+            return largest_batch(job, cell, work_of)
+        case "long run":
+            return long_run(job, cell, make_step(job, work_of(cell.batch_size))[0])
+        case "neighbour":
+            return beside_neighbour(job, cell, lambda: make_step(job, work_of(cell.batch_size))[0])
+        case other:
+            raise ValueError(f"there is no experiment {other!r}")
+
+
+def make_step(job: Job, work: Work) -> tuple[Step, odt.TrainStep | None]:
+    """What makes one step of a cell and waits for its device, and the `TrainStep` in it, if there is one."""
+    device = job.cell.device
+    if job.cell.engine == "torch_odt":
+        if job.how.budget_bytes is None:
+            raise ValueError("torch_odt needs a budget")
+        step = odt.TrainStep(
+            work.model, work.loss_fn, work.optimizer, budget=odt.Budget(job.how.budget_bytes, of="training")
+        )
+        return lambda: step(*work.batch), step
+    plain: Step = Inference(work) if job.cell.mode == "inference" else PlainStep(work)
+
+    def waited() -> Any:
+        result = plain()
+        synchronize(device)
+        return result
+
+    return (plain if device == "cpu" else waited), None
+
+
+def _measure_steps(job: Job, cell: Cell, work: Work) -> Cell:
+    how, device = job.how, cell.device
+    idle = _idle(job)
+    notes: list[str] = []
+    with memory_window() as before:
+        step, planned, first_seconds = _first_step(job, work, notes)
+        for _ in range(how.warmup_steps - 1):
+            step()
+    reset_device_peak(device)
+    seconds: list[float] = []
+    with Window(_meters(job)) as window, memory_window() as during:
+        end = time.perf_counter() + how.most_seconds
+        while len(seconds) < how.repetitions and (not seconds or time.perf_counter() < end):
+            begin = time.perf_counter()
+            step()
+            seconds.append(time.perf_counter() - begin)
+    base_bytes, first_peak_bytes = levels(before)
+    _, peak_bytes = levels(during)
+    measured = replace(
+        cell,
+        step_seconds=seconds,
+        first_seconds=first_seconds,
+        window_steps=len(seconds),
+        quantities={**window.record(), **device_memory(device)},
+        idle=idle,
+        base_bytes=base_bytes,
+        peak_bytes=peak_bytes,
+        whole_peak_bytes=max(first_peak_bytes, peak_bytes),
+        parameters=sum(parameter.numel() for parameter in work.model.parameters()),
+        prediction=None if planned is None else _prediction(planned),
+    )
+    measured = _looked_into(job, measured, work, step, planned)
+    return replace(measured, notes=[*notes, *measured.notes])
+
+
+def _first_step(job: Job, work: Work, notes: list[str]) -> tuple[Step, odt.TrainStep | None, float]:
+    """The step, made once; with the smallest feasible budget where that is asked for and the given one is too small."""
+    begin = time.perf_counter()
+    step, planned = make_step(job, work)
+    try:
+        step()
+    except InfeasibleBudget as refusal:
+        if not job.how.or_smallest:
+            raise
+        smallest = refusal.smallest_feasible_bytes
+        notes.append(
+            f"{job.cell.budget} is {format_bytes(job.how.budget_bytes or 0)}, which is too small: "
+            f"the smallest budget was taken, {format_bytes(smallest)}"
+        )
+        again = Job(job.cell, replace(job.how, budget_bytes=smallest, or_smallest=False))
+        step, planned = make_step(again, work)
+        step()
+    return step, planned, time.perf_counter() - begin
+
+
+def _looked_into(job: Job, cell: Cell, work: Work, step: Step, planned: odt.TrainStep | None) -> Cell:
+    """What takes steps of their own: operators, memory over a step, layers, floating-point operations."""
+    how = job.how
+    if how.operators and cell.device == "cpu":
+        rows, profiled = operator_times(step, steps=1 if (cell.median_seconds or 0) > _LONG_STEP_SECONDS else 3)
+        cell = replace(cell, operators=rows, profiled_seconds=profiled)
+    if how.follow and cell.device == "cpu":
+        found: StepMemory | None = follow_operators(step) if planned is None else sample(step)
+        if found is None:
+            cell = replace(cell, notes=[*cell.notes, "memory by category is absent: nothing is tracked"])
+        else:
+            cell = replace(
+                cell, categories=found.at_peak, traces=[*cell.traces, *found.traces()],
+                notes=[*cell.notes, *found.notes],
+            )  # fmt: skip
+    if planned is None:
+        cell = replace(cell, flops=count_flops(step))
+    if how.layers and planned is None and cell.mode == "training":
+        cell = replace(cell, layers=layer_memory(work))
+    return cell
+
+
+def _idle(job: Job) -> Any:
+    with Window(_meters(job)) as window:
+        time.sleep(job.how.idle_seconds)
+    return window.record()
+
+
+def _meters(job: Job) -> list[Meter]:
+    watts = job.how.watts
+    return find_meters() if watts is None else [*find_meters(), StatedPower(*watts)]
+
+
+def _capped(limit_bytes: int | None) -> AbstractContextManager[None]:
+    """What the process holds already is no tensor's, and counts against the limit."""
+    if limit_bytes is None or not memory.is_tracking():
+        return nullcontext()
+    left = limit_bytes - memory.process_bytes() + (memory.stats().allocated_bytes or 0)
+    if left <= 0:
+        raise torch.OutOfMemoryError(f"the process holds more than {format_bytes(limit_bytes)} before it begins")
+    return memory.cap(left)
+
+
+def _prediction(step: odt.TrainStep) -> Prediction:
+    plan = step.plan
+    timeline = plan.timeline
+    arena = next((line.nbytes for line in plan.lines if line.label.startswith("activations")), 0)
+    passes = -(-plan.batch // plan.micro_batch) if plan.batch and plan.micro_batch else 1
+    found = Prediction(
+        peak_bytes=plan.peak_bytes,
+        step_seconds=plan.step_seconds,
+        resident_bytes=plan.peak_bytes - arena,
+        passes=passes,
+        planner=plan.planner,
+    )
+    if timeline is None:
+        return found
+    kinds = ("kept", "recomputed", "returned", "moving", "workspace")
+    return replace(
+        found,
+        at_seconds=[round(second, 6) for second in timeline.start_seconds],
+        bytes={kind: getattr(timeline, f"{kind}_bytes") for kind in kinds},
+        recomputed_seconds=timeline.recompute_seconds,
+    )
+
+
+def _first_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"

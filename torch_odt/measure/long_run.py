@@ -1,0 +1,69 @@
+"""A long run: how hot the processors become, how fast they run, and what that does to steps."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from torch_odt.measure.job import Job
+from torch_odt.measure.meter import Absent
+from torch_odt.measure.processors import Frequency, Temperature
+from torch_odt.measure.record import Cell, Trace
+from torch_odt.measure.window import Window
+from torch_odt.memory._files import SYSTEM_ROOT
+
+_POINTS = 240
+
+
+def long_run(job: Job, cell: Cell, step: Callable[[], Any], *, root: Path = SYSTEM_ROOT) -> Cell:
+    """Makes steps for `how.run_seconds`, and traces temperatures, frequencies and the steps' own seconds."""
+    for _ in range(job.how.warmup_steps):
+        step()
+    temperature, frequency = Temperature(root), Frequency(root)
+    interval = job.how.run_seconds / _POINTS
+    readings: dict[tuple[str, str, str], list[tuple[float, float]]] = defaultdict(list)
+    reasons: dict[str, str] = {}
+    seconds: list[float] = []
+    with Window([temperature, frequency], poll_seconds=max(interval, 0.1)) as window:
+        start = now = time.perf_counter()
+        due = 0.0
+        while now - start < job.how.run_seconds:
+            begin = now
+            step()
+            now = time.perf_counter()
+            seconds.append(now - begin)
+            if now - start >= due:
+                due = now - start + interval
+                readings["step", cell.mode, "seconds"].append((now - start, now - begin))
+                for quantity, unit, meter in (
+                    ("temperature", "celsius", temperature),
+                    ("frequency", "hertz", frequency),
+                ):
+                    for name, reading in meter.look().items():
+                        if isinstance(reading, Absent):
+                            reasons[quantity] = reading.reason
+                        else:
+                            readings[quantity, name, unit].append((now - start, reading))
+    traces = [
+        Trace(
+            quantity=quantity, label=label, unit=unit, at_seconds=[round(at, 3) for at, _ in points],
+            values=[value for _, value in points],
+        )
+        for (quantity, label, unit), points in readings.items()
+    ]  # fmt: skip
+    known = {trace.quantity for trace in traces}
+    notes = [f"{quantity} is absent: {_why(quantity, reasons, window)}" for quantity in ("temperature", "frequency")
+             if quantity not in known]  # fmt: skip
+    return replace(cell, step_seconds=seconds, traces=traces, quantities=window.record(), notes=notes)
+
+
+def _why(quantity: str, reasons: dict[str, str], window: Window) -> str:
+    if quantity in reasons:
+        return reasons[quantity]
+    source = {"temperature": Temperature.source, "frequency": Frequency.source}[quantity]
+    found = next(iter(window.quantities[source].values()), None)
+    return found.reason if isinstance(found, Absent) else "nothing was read"

@@ -1,0 +1,163 @@
+"""Runs cells, each in a process of its own, and adds each to a record as it ends."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from torch_odt.measure.governors import governor
+from torch_odt.measure.job import Job
+from torch_odt.measure.record import Cell, Machine, Record, append_line
+from torch_odt.memory._units import parse_bytes
+
+Measure = Callable[[Job], Cell]
+# What planning adds to the time of a cell, about, for the guess of the time that is left.
+_PLANNED_WEIGHT = 3.0
+_AGAIN = ("failed",)
+
+
+@dataclass
+class Run:
+    """Cells that are measured one after the other.
+
+    Args:
+        jobs: in order.
+        machine: that they are measured on.
+        out: the record; where it exists, its cells are not measured again, unless they failed.
+        measure: measures one, such as `in_process`.
+
+    Attributes:
+        cells: of this run so far, those that were there before included.
+    """
+
+    jobs: Sequence[Job]
+    machine: Machine
+    out: Path
+    measure: Measure
+    cells: dict[str, Cell] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.out.exists() and self.out.stat().st_size:
+            before = Record.read(self.out)
+            _check_same(before.machine, self.machine, self.out)
+            self.cells = {cell.key: cell for cell in before.cells}
+        self._spent_seconds, self._spent_weight = 0.0, 0.0
+
+    @property
+    def waiting(self) -> list[Job]:
+        """What is still to be measured."""
+        return [job for job in self.jobs if (cell := self.cells.get(job.cell.key)) is None or cell.outcome in _AGAIN]
+
+    @property
+    def seconds_left(self) -> float | None:
+        """A guess by what was measured so far; None before that."""
+        if not self._spent_weight:
+            return None
+        return self._spent_seconds / self._spent_weight * sum(map(_weight, self.waiting))
+
+    def go(self, *, done: Callable[[Cell], None] = lambda cell: None) -> Record:
+        """Measures what is waiting.
+
+        An interrupt ends the cell that runs and is raised; the cells before it are in the record, and another run with
+        the same `out` goes on with that one.
+
+        Args:
+            done: called after each cell.
+        """
+        append_line(self.out, self.machine)
+        for job in self.waiting:
+            begin = time.monotonic()
+            cell = self._measured(job)
+            self._spent_seconds += time.monotonic() - begin
+            self._spent_weight += _weight(job)
+            append_line(self.out, cell)
+            self.cells[cell.key] = cell
+            done(cell)
+        return Record(self.machine, [self.cells[job.cell.key] for job in self.jobs if job.cell.key in self.cells])
+
+    def _measured(self, job: Job) -> Cell:
+        ready = self._with_budget(job)
+        if isinstance(ready, Cell):
+            return ready
+        with governor(job.cell.governor) as refused:
+            if refused is not None:
+                return replace(job.cell, outcome="skipped", reason=refused.reason)
+            return self.measure(ready)
+
+    def _with_budget(self, job: Job) -> Job | Cell:
+        """The job with torch_odt's budget in bytes; the cell itself where there is nothing to take a share of."""
+        cell = job.cell
+        if cell.engine != "torch_odt" or job.how.budget_bytes is not None:
+            return job
+        share = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*%\s*", cell.budget)
+        if share is None:
+            return Job(cell, replace(job.how, budget_bytes=parse_bytes(cell.budget)))
+        plain = self.cells.get(replace(cell, engine="torch", budget="").key)
+        if plain is None or plain.outcome == "failed":
+            return replace(cell, outcome="skipped", reason=f"{cell.budget} of what plain PyTorch took is not known")
+        whole = plain.training_bytes if plain.outcome == "ok" else plain.limit_bytes
+        if not whole:
+            return replace(cell, outcome="skipped", reason=f"{cell.budget} of nothing: plain PyTorch took no memory")
+        budget_bytes = max(1, int(float(share[1]) / 100 * whole))
+        return Job(cell, replace(job.how, budget_bytes=budget_bytes, or_smallest=True))
+
+
+def in_process(module: str) -> Measure:
+    """Measures by `python -m MODULE`, which reads a job from standard input and prints the cell.
+
+    A process that the system kills ran out of memory; one that fails otherwise is a failed cell.
+    """
+
+    def measure(job: Job) -> Cell:
+        # -P: from a clone's root, -m would find the sources there, which have no compiled parts.
+        command = [sys.executable, "-P", "-m", module]
+        env = {"GOMP_SPINCOUNT": "10000", **os.environ, "OMP_NUM_THREADS": str(job.cell.threads)}
+        with subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env
+        ) as worker:
+            try:
+                out, err = worker.communicate(job.to_json())
+            except BaseException:
+                worker.kill()
+                raise
+        return _read(job, worker.returncode, out, err)
+
+    return measure
+
+
+def _read(job: Job, code: int, out: str, err: str) -> Cell:
+    lines = out.splitlines()
+    if code == 0 and lines:
+        return Job.from_json(lines[-1]).cell
+    limit = job.how.limit_bytes or 0
+    if code == -signal.SIGKILL:
+        return replace(job.cell, outcome="out of memory", reason="the system killed the process", limit_bytes=limit)
+    last = next((line for line in reversed(err.splitlines()) if line.strip()), f"exit code {code}")
+    return replace(job.cell, outcome="failed", reason=last.strip()[:500], limit_bytes=limit)
+
+
+def _weight(job: Job) -> float:
+    return _PLANNED_WEIGHT if job.cell.engine == "torch_odt" else 1.0
+
+
+def _check_same(before: Machine, now: Machine, path: Path) -> None:
+    for name in ("processor", "cores", "versions"):
+        old, new = getattr(before, name), getattr(now, name)
+        if old != new:
+            raise ValueError(
+                f"{path} was measured with {name} {_words(old)}, and this is {_words(new)}: give another --out, and "
+                "--compare the two"
+            )
+
+
+def _words(value: object) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {text}" for name, text in value.items())
+    return str(value)

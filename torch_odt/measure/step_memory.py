@@ -1,0 +1,136 @@
+"""Memory over one step, by what it is for."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from torch_odt import memory
+from torch_odt.measure.record import CATEGORIES, Trace
+
+_NAMES = {
+    "parameter": "weights", "gradient": "gradients", "optimizer": "optimizer", "activation": "activations",
+    "workspace": "workspace", "other": "other",
+}  # fmt: skip
+_LOOK_SECONDS = 0.0005
+
+
+@dataclass
+class StepMemory:
+    """Bytes of all tensors over a step.
+
+    Attributes:
+        at_seconds: of each reading, from the step's start.
+        bytes: by `CATEGORIES`, one number for each reading; their sum is what is allocated.
+        peak_bytes: what the allocator counts as the most of the step.
+        notes: what is to be known of it.
+    """
+
+    at_seconds: list[float] = field(default_factory=list)
+    bytes: dict[str, list[int]] = field(default_factory=lambda: {name: [] for name in CATEGORIES})
+    peak_bytes: int = 0
+    notes: list[str] = field(default_factory=list)
+
+    def add(self, at_seconds: float, counts: Mapping[str, int]) -> None:
+        self.at_seconds.append(at_seconds)
+        for name in CATEGORIES:
+            self.bytes[name].append(counts[name])
+
+    @property
+    def at_peak(self) -> dict[str, int]:
+        """The bytes of each category at the moment of the most."""
+        totals = [sum(counts) for counts in zip(*self.bytes.values(), strict=True)]
+        if not totals:
+            return {}
+        where = totals.index(max(totals))
+        return {name: counts[where] for name, counts in self.bytes.items()}
+
+    def traces(self, *, most_points: int = 600) -> list[Trace]:
+        """One trace for each category, thinned out; the moment of the peak stays."""
+        kept = self._kept(most_points)
+        seconds = [round(self.at_seconds[index], 6) for index in kept]
+        return [
+            Trace(quantity="memory", label=name, unit="bytes", at_seconds=seconds, values=[counts[i] for i in kept])
+            for name, counts in self.bytes.items()
+        ]
+
+    def _kept(self, most_points: int) -> Sequence[int]:
+        """The highest reading of every so many."""
+        totals = [sum(counts) for counts in zip(*self.bytes.values(), strict=True)]
+        stride = max(1, -(-len(totals) // most_points))
+        groups = [range(start, min(start + stride, len(totals))) for start in range(0, len(totals), stride)]
+        return [max(group, key=totals.__getitem__) for group in groups]
+
+
+def follow_operators(step: Callable[[], Any]) -> StepMemory | None:
+    """Makes one step of plain PyTorch and reads the allocator after each operator.
+
+    What an operator holds until it ends is "workspace". None where nothing is tracked.
+    """
+    if not memory.is_tracking():
+        return None
+    follower = _Follower()
+    with follower:
+        step()
+    return follower.found
+
+
+class _Follower(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.found = StepMemory()
+        self._start = time.perf_counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        memory.reset_peak()
+        result = func(*args, **(kwargs or {}))
+        stats = memory.stats()
+        counts = _counts(stats)
+        # An operator's result may have begun as part of its workspace: what is there afterwards is not counted twice.
+        transient = max(0, (stats.peak_bytes or 0) - (stats.allocated_bytes or 0))
+        now = time.perf_counter() - self._start
+        if transient:
+            self.found.add(now, {**counts, "workspace": counts["workspace"] + transient})
+        self.found.add(now, counts)
+        self.found.peak_bytes = max(self.found.peak_bytes, stats.peak_bytes or 0)
+        return result
+
+
+def sample(step: Callable[[], Any]) -> StepMemory | None:
+    """Makes one step and reads the allocator from another thread, twice a millisecond as far as threads are let.
+
+    For steps whose operators must not be watched one by one, because they run by a plan. None where nothing is tracked.
+    """
+    if not memory.is_tracking():
+        return None
+    found, ended = StepMemory(), threading.Event()
+    start = time.perf_counter()
+
+    def look() -> None:
+        while not ended.is_set():
+            found.add(time.perf_counter() - start, _counts(memory.stats()))
+            ended.wait(_LOOK_SECONDS)
+
+    memory.reset_peak()
+    thread = threading.Thread(target=look, name="torch_odt step memory", daemon=True)
+    thread.start()
+    try:
+        step()
+    finally:
+        ended.set()
+        thread.join()
+    found.peak_bytes = memory.stats().peak_bytes or 0
+    seen = max(map(sum, zip(*found.bytes.values(), strict=True)), default=0)
+    if seen < found.peak_bytes:
+        found.notes.append(f"the allocator's own peak is {found.peak_bytes - seen} bytes above what was seen in a step")
+    return found
+
+
+def _counts(stats: memory.MemoryStats) -> dict[str, int]:
+    by_category = stats.by_category or {}
+    return {name: by_category[ours].allocated_bytes for ours, name in _NAMES.items()}
