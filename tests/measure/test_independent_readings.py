@@ -33,7 +33,8 @@ print(json.dumps(window.record()))
 def test_readings_are_those_of_the_parent() -> None:
     process = subprocess.Popen([sys.executable, "-P", "-c", PROGRAM], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
-    text = process.stdout.read()
+    with process.stdout as out:
+        text = out.read()
     _, status, usage = os.wait4(process.pid, 0)
     process.returncode = status
     assert status == 0

@@ -19,6 +19,11 @@ def test_what_is_written_is_what_is_read(tmp_path: Path) -> None:
     assert [cell.key for cell in read.cells] == [cell.key for cell in made.cells]
 
 
+def test_shapes_can_be_told_apart_by_sets() -> None:
+    read = Record.of_lines([sample_machine().to_dict(), json.loads(json.dumps(sample_cells()[0].to_dict()))])
+    assert {cell.input_shape for cell in read.cells} == {(3, 224, 224)}
+
+
 def test_keys_tell_cells_apart() -> None:
     cells = sample_cells()
     assert len({cell.key for cell in cells}) == len(cells)

@@ -18,7 +18,7 @@ from torch_odt.measure.window import Window
 
 _STEPS = 2
 _MOST_TRIES = 12
-_MOST_SAMPLES = 4096
+_MOST_SAMPLES = 1024
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,8 @@ def largest_batch(job: Job, cell: Cell, work_of: Callable[[int], Work]) -> Cell:
     results: dict[str, int | float] = {"largest_batch": samples, "tries": len(tried)}
     if samples:
         results["needed_bytes"] = tried[samples].needed_bytes
-    return replace(cell, limit_bytes=limit, results=results)
+    notes = [f"no more than {_MOST_SAMPLES} samples were tried"] if samples == _MOST_SAMPLES else []
+    return replace(cell, limit_bytes=limit, results=results, notes=notes)
 
 
 def search(fits: Callable[[int], Tried], *, limit_bytes: int, least: int) -> int:

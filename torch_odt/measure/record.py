@@ -216,7 +216,7 @@ class Cell:
     engine: Engine
     threads: int
     experiment: str = "step"
-    input_shape: Sequence[int] = ()
+    input_shape: tuple[int, ...] = ()
     governor: str = ""
     device: str = "cpu"
     budget: str = ""
@@ -288,6 +288,7 @@ class Cell:
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Cell:
         known = _known(cls, data)
+        known["input_shape"] = tuple(data.get("input_shape", ()))
         known["operators"] = [OperatorTime(**_known(OperatorTime, row)) for row in data.get("operators", ())]
         known["layers"] = [LayerMemory(**_known(LayerMemory, row)) for row in data.get("layers", ())]
         known["traces"] = [Trace(**_known(Trace, row)) for row in data.get("traces", ())]

@@ -126,6 +126,8 @@ def in_process(module: str) -> Measure:
                 out, err = worker.communicate(job.to_json())
             except BaseException:
                 worker.kill()
+                # After an interrupt, leaving the block does not.
+                worker.wait()
                 raise
         return _read(job, worker.returncode, out, err)
 

@@ -183,7 +183,7 @@ def _job(
     factors: dict[str, Number | str] | None = None,
 ) -> Job:
     cell = Cell(
-        suite=suite, experiment=experiment, model=model, batch_size=batch, input_shape=list(choices.shape_of(model)),
+        suite=suite, experiment=experiment, model=model, batch_size=batch, input_shape=choices.shape_of(model),
         mode=mode, engine=engine, threads=threads, governor=governor, device=device, factors=factors or {},
         budget=choices.budget if engine == "torch_odt" else "",
     )  # fmt: skip
