@@ -326,6 +326,18 @@ def test_who_took_what_there_was_is_given_half_at_once() -> None:
     assert [decision.action for decision in controller.decisions] == ["begin", "shrink"]
 
 
+def test_no_guess_goes_below_the_smallest_plan() -> None:
+    world = World(612)
+    controller = world.controller()
+    controller.begin(LEVEL)
+    world.step(400, need=600)
+    controller.refused(390 * MIB)
+    assert [world.step(612, need=390) for _ in range(6)][-1] == 612
+    left = [500, 480, 450, 400]
+    assert min(world.step(allowed, need=allowed + 1) for allowed in left) == 390
+    assert "scarce" not in world.actions
+
+
 def test_a_plan_that_takes_less_than_it_was_made_for_comes_back_where_it_fits() -> None:
     world = World(612)
     world.controller().begin(LEVEL)

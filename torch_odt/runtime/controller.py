@@ -329,12 +329,14 @@ class Controller:
 
         What is given back is taken at once by whom it was given for, and what they still want does not show.
         """
-        if self._steps - self._lowered_at < _PRESSED_STEPS:
-            self._rungs_below += _MORE_RUNGS
-        else:
-            exhausted_bytes = _EXHAUSTED_SHARE * (self.current.total_bytes - level_bytes)
-            self._rungs_below = _EXHAUSTED_RUNGS if reading.available_bytes < exhausted_bytes else 0
-        lower = _on_ladder(had_bytes, level_bytes, rungs_below=self._rungs_below)
+        is_pressed = self._steps - self._lowered_at < _PRESSED_STEPS
+        self._rungs_below = self._rungs_below + _MORE_RUNGS if is_pressed else 0
+        exhausted_bytes = _EXHAUSTED_SHARE * (self.current.total_bytes - level_bytes)
+        is_first = not is_pressed and reading.available_bytes < exhausted_bytes
+        lower = _on_ladder(had_bytes, level_bytes, rungs_below=_EXHAUSTED_RUNGS if is_first else self._rungs_below)
+        if self._smallest_bytes <= had_bytes:
+            # What others may still want is a guess, what the smallest plan takes is not.
+            lower = max(lower, self._smallest_bytes)
         least = level_bytes + _KNOWN_SHARE * (lower - level_bytes)
         known = best_known(self._known, int(least), lower)
         return lower if known is None else known
