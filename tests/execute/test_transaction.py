@@ -36,6 +36,7 @@ import torch_odt as odt
 from torch_odt import memory
 from torch_odt._extensions import memory_module
 from torch_odt.capture.rewrite import inexact_rewrites
+from torch_odt.execute import executor
 
 pytestmark = [
     pytest.mark.skipif(memory_module is None, reason="torch_odt._memory, which refuses allocations, is not built"),
@@ -219,22 +220,27 @@ def stop(*_: Any) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_at_any_operator(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    left, make_tag = 0, executor.tagger
+
+    def counting_tagger(category: str) -> Callable[..., Any]:
+        tag = make_tag(category)
+
+        def count_down(*args: Any) -> Any:
+            nonlocal left
+            left -= 1
+            if left == 0:
+                signal.raise_signal(number)
+            return tag(*args)
+
+        return count_down
+
+    monkeypatch.setattr(executor, "tagger", counting_tagger)
     batch = batches()[0]
     step = make_step(Net())
     step(*batch)
     rewindable, before = Rewindable(step), Everything.of(step)
     step(*batch)
     after = Everything.of(step)
-    tag, left = memory.tag, 0
-
-    def count_down(*args: Any) -> bool:
-        nonlocal left
-        left -= 1
-        if left == 0:
-            signal.raise_signal(number)
-        return tag(*args)
-
-    monkeypatch.setattr(memory, "tag", count_down)
     with handled(number, stop):
         for place in random.Random(0).sample(range(1, 30), 25):
             rewindable.rewind()
