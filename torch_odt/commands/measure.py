@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import signal
 import tempfile
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -101,6 +102,9 @@ def _measured(arguments: argparse.Namespace) -> Record:
     from torch_odt.measure.run import Run, in_process
     from torch_odt.measure.suites import SUITES
 
+    if arguments.owns_process:
+        # As an interrupt: the cell that runs must not outlive this process.
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
     machine = describe_machine(arguments.name)
     choices = _choices(arguments, machine.cores)
     with ExitStack() as stack:

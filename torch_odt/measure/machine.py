@@ -6,6 +6,7 @@ import datetime
 import importlib.metadata
 import os
 import platform
+import time
 from collections.abc import Iterator
 
 import psutil
@@ -19,7 +20,7 @@ from torch_odt.measure.window import Window
 from torch_odt.memory import available_detail, process_bytes
 
 _PACKAGES = ("torch", "torch_odt", "torchvision", "timm")
-_LOOK_SECONDS = 0.02
+_LOOK_SECONDS = 0.05
 
 
 def describe_machine(name: str = "") -> Machine:
@@ -55,8 +56,9 @@ def _versions() -> Iterator[tuple[str, str]]:
 
 def _absent_sensors() -> dict[str, str]:
     """By "source name", in the order of the meters."""
-    with Window(poll_seconds=_LOOK_SECONDS) as window:
-        pass
+    with Window() as window:
+        # Some ticks of the kernel's clock, or it says nothing of how busy cores are.
+        time.sleep(_LOOK_SECONDS)
     return {
         f"{source} {name}": quantity.reason
         for source, quantities in window.quantities.items()
