@@ -4,7 +4,7 @@
     python recipes/measure_findings.py --record run.jsonl                # what `torch-odt measure` left; may be several
     python recipes/measure_findings.py --quick --keep run.jsonl          # smaller, and the record stays
 
-Paper 001 is Cai et al., "Towards Ubiquitous Learning" (EMDL 2021); paper 003 is Chen et al., "Exploring the
+Cai et al. is Cai et al., "Towards Ubiquitous Learning" (EMDL 2021); Chen et al. is Chen et al., "Exploring the
 Capabilities of Mobile Devices in Supporting Deep Learning" (SEC 2019). Their findings are about other libraries and
 other processors: one that is not confirmed is a result, not a failure. The recipe ends with code 1 where a record
 lacks the cells that a finding is about.

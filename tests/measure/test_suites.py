@@ -63,7 +63,7 @@ def test_jobs_travel() -> None:
 @pytest.mark.parametrize(
     ("name", "parameters"),
     [
-        # LeNet-5's; what the table of paper 003 adds up to, and its 26.89 million are near it; by hand.
+        # LeNet-5's; what the table of Chen et al. adds up to, and its 26.89 million are near it; by hand.
         ("lenet", 61_706),
         ("mentee", 29_125_770),
         ("fully_connected_64x8", 3072 * 64 + 7 * 64 * 64 + 8 * 64),

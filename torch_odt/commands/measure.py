@@ -35,7 +35,7 @@ IDLE_SECONDS = {True: 0.3, False: 5.0}
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's options."""
     what = parser.add_argument_group("what is measured")
-    what.add_argument("--suite", choices=SUITE_NAMES, default="ubiquitous", help="(default: ubiquitous, of paper 001)")
+    what.add_argument("--suite", choices=SUITE_NAMES, default="ubiquitous", help="(default: ubiquitous, of Cai et al.)")
     what.add_argument("--quick", action="store_true", help="fewer and smaller cells: some minutes on two cores")
     what.add_argument("--model", action="append", default=[], metavar="NAME", help=f"{options.MODEL_HELP}; repeatable")
     what.add_argument("--sample", type=options.shape, default=(), metavar="SHAPE", help="of one sample: 3x224x224")

@@ -1,6 +1,6 @@
 """What training does to another program: its processor speed, its memory's bandwidth and the latency of its requests.
 
-As paper 003, section 4.7, with a program of our own in the place of a benchmark application. The neighbour runs in a
+As Chen et al., section 4.7, with a program of our own in the place of a benchmark application. The neighbour runs in a
 process that knows nothing of the training: `python -m torch_odt.measure.neighbour SECONDS`.
 """
 

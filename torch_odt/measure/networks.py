@@ -1,6 +1,6 @@
 """The papers' networks that torchvision does not have, by name.
 
-LeNet is of paper 001 (Cai et al., "Towards Ubiquitous Learning", EMDL 2021). The others are of paper 003 (Chen et al.,
+LeNet is of Cai et al. ("Towards Ubiquitous Learning", EMDL 2021). The others are of Chen et al. (
 "Exploring the Capabilities of Mobile Devices in Supporting Deep Learning", SEC 2019): its Table 2 and the sweeps of its
 section 4.3. Where a table leaves open a layer's stride or pooling, the docstring says what was chosen.
 """

@@ -270,7 +270,7 @@ class Cell:
     def joules_per_step(self) -> tuple[float, str] | None:
         """Energy of a step above what the machine draws while nothing runs, and its source; None where there is none.
 
-        As paper 001 counts it: the watts above the idle level, times the time of a step.
+        As Cai et al. counts it: the watts above the idle level, times the time of a step.
         """
         wall, idle_wall = self.reading("clock", "wall_seconds"), _number(self.idle, "clock", "wall_seconds")
         if not wall or not idle_wall or not self.window_steps:

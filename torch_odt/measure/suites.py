@@ -62,7 +62,7 @@ class Choices:
 
 
 def ubiquitous(choices: Choices) -> Iterator[Job]:
-    """Paper 001: time, memory and energy of inference and training by network, batch, threads and governor.
+    """Cai et al.: time, memory and energy of inference and training by network, batch, threads and governor.
 
     Then the largest batch that fits, and temperatures and frequencies over a long run. A quick run measures torch_odt
     and a single thread at the larger batch alone.
@@ -88,7 +88,7 @@ def ubiquitous(choices: Choices) -> Iterator[Job]:
 
 
 def architectures(choices: Choices) -> Iterator[Job]:
-    """Paper 003: its three networks, layers by width and depth, and what training does to other programs."""
+    """Chen et al.: its three networks, layers by width and depth, and what training does to other programs."""
     (batch, *_) = choices.batch_sizes or [16 if choices.quick else 128]
     threads = choices.thread_counts[-1]
     models = list(choices.models) or list(REDUCED)
@@ -113,7 +113,7 @@ def architectures(choices: Choices) -> Iterator[Job]:
 
 
 def breakdown(choices: Choices) -> Iterator[Job]:
-    """The survey's Figure 2 (paper 002): what a training step's memory is for, and by layer."""
+    """The survey's Figure 2 (the survey of on-device training): what a training step's memory is for, and by layer."""
     batches = choices.batch_sizes or [8 if choices.quick else 16]
     deeper = replace(choices, how=replace(choices.how, layers=True, operators=False))
     for model in choices.models or UBIQUITOUS:

@@ -18,7 +18,7 @@ _SOURCES = {
 
 
 def step_energy(record: Record) -> Figure:
-    """Joules of a step (paper 001, Figure 6a)."""
+    """Joules of a step (Cai et al., Figure 6a)."""
     return _figure(
         record,
         Measure(_joules, JOULES, "joules of a step"),
@@ -28,7 +28,7 @@ def step_energy(record: Record) -> Figure:
 
 
 def sample_energy(record: Record) -> Figure:
-    """Joules for each sample (paper 001, Figure 6b)."""
+    """Joules for each sample (Cai et al., Figure 6b)."""
 
     def joules(cell: Cell) -> float | None:
         found = _joules(cell)

@@ -14,7 +14,7 @@ _MOST = 16
 
 
 def layers(record: Record) -> Figure:
-    """Which layers take it (paper 002, Figure 2, by layer)."""
+    """Which layers take it (the survey of on-device training, Figure 2, by layer)."""
     cells = [cell for cell in record.cells if cell.layers]
     panels, rows = [], []
     for cell in cells:

@@ -22,7 +22,7 @@ _MOST_DRAWN, _MOST_LISTED = 600, 40
 
 
 def long_run(record: Record) -> Figure:
-    """What heat does to a run (paper 001, Figure 7)."""
+    """What heat does to a run (Cai et al., Figure 7)."""
     cells = [cell for cell in record.cells if cell.experiment == "long run"]
     panels, rows, missing = [], [], refusals(cells)
     labels: dict[str, str] = {}

@@ -52,7 +52,7 @@ def in_order(names: Iterable[str]) -> list[str]:
 
 
 def peak_memory(record: Record) -> Figure:
-    """What the process takes above its level before the step was made (paper 001, Figure 5)."""
+    """What the process takes above its level before the step was made (Cai et al., Figure 5)."""
     return side_by_side(
         usual_steps(record),
         Measure(lambda cell: cell.training_bytes, BYTES, "bytes above the level before the step was made"),
@@ -64,7 +64,7 @@ def peak_memory(record: Record) -> Figure:
 
 
 def memory_by_category(record: Record) -> Figure:
-    """What tensors take when they take most (paper 002, Figure 2)."""
+    """What tensors take when they take most (the survey of on-device training, Figure 2)."""
     cells = usual_steps(record, lambda cell: bool(cell.categories))
     names = in_order(name for cell in cells for name, nbytes in cell.categories.items() if nbytes)
     styles = styles_of(cells)

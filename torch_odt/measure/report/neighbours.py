@@ -21,7 +21,7 @@ _NAMES = {
 
 
 def neighbours(record: Record) -> Figure:
-    """What training does to another program, and that to the training (paper 003, Figures 16 and 17, Table 6)."""
+    """What training does to another program, and that to the training (Chen et al., Figures 16 and 17, Table 6)."""
     cells = [cell for cell in record.cells if cell.experiment == "neighbour"]
     measured = [cell for cell in cells if cell.outcome == "ok"]
     conditions = list(dict.fromkeys(map(_condition, measured)))

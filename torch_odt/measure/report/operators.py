@@ -55,7 +55,7 @@ def phases(record: Record) -> Figure:
 
 
 def operators(record: Record) -> Figure:
-    """The operators of training steps (paper 001, Figure 4; paper 003, Figure 11)."""
+    """The operators of training steps (Cai et al., Figure 4; Chen et al., Figure 11)."""
     cells = [cell for cell in _profiled(record) if cell.mode == "training"]
     panels, rows = [], []
     for cell in cells:

@@ -1,4 +1,4 @@
-"""Networks of one kind of layer, over their width and their depth (paper 003, Figures 6, 8 and 10)."""
+"""Networks of one kind of layer, over their width and their depth (Chen et al., Figures 6, 8 and 10)."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ _COLORS = 8
 
 
 def threads(record: Record) -> Figure:
-    """How much faster more threads train (paper 001, Figure 1 and Table 3).
+    """How much faster more threads train (Cai et al., Figure 1 and Table 3).
 
     A chart for each network and governor; a line for each batch, dashed for torch_odt.
     """

@@ -22,7 +22,7 @@ from torch_odt.measure.report.units import COUNT, SECONDS
 
 
 def step_times(record: Record) -> Figure:
-    """Seconds of a step (paper 001, Figures 1 and 8; paper 003, Figures 3 to 5)."""
+    """Seconds of a step (Cai et al., Figures 1 and 8; Chen et al., Figures 3 to 5)."""
     cells = usual_steps(record)
     return side_by_side(
         cells,
@@ -84,7 +84,7 @@ def sample_times(record: Record) -> Figure:
 
 
 def busy_processors(record: Record) -> Figure:
-    """How many cores are busy in a step (paper 001, Figure 2)."""
+    """How many cores are busy in a step (Cai et al., Figure 2)."""
     return side_by_side(
         usual_steps(record),
         Measure(_busy_cores, COUNT, "busy cores, of any program"),
