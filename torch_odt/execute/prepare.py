@@ -28,9 +28,10 @@ from torch_odt.execute.candidate import Candidate
 from torch_odt.execute.candidates import Candidates, SizedGraph, candidate_to_data
 from torch_odt.execute.plan_data import PlannedProgram
 from torch_odt.execute.prepared import Prepared, assemble
+from torch_odt.execute.refusal import infeasible
 from torch_odt.execute.request import StepRequest
 from torch_odt.execute.requirements import Requirements
-from torch_odt.execute.summary import could_page, summarize, summarize_fallback
+from torch_odt.execute.summary import summarize, summarize_fallback
 from torch_odt.execute.uncaptured import UncapturedStep
 from torch_odt.planning.objective import Goal
 from torch_odt.planning.plan import Plan
@@ -359,31 +360,6 @@ def _plan_key(request: StepRequest, candidates: Candidates, allowance: Allowance
         request.goal,
         *(("passing",) if candidates.is_passing else ()),
     )
-
-
-def infeasible(
-    request: StepRequest, candidates: Candidates, allowance: Allowance, smallest: Candidate
-) -> InfeasibleBudget:
-    """The refusal of a budget, with the smallest one that would be accepted."""
-    return InfeasibleBudget(
-        allowance.budget.text,
-        allowance.smallest_budget(allowance.total_with(smallest)),
-        hints=_hints(candidates, request),
-        detail=allowance.describe(),
-    )
-
-
-def _hints(candidates: Candidates, request: StepRequest) -> tuple[str, ...]:
-    hints = ["a smaller batch"] if candidates.batch > 1 else []
-    if any("BatchNorm" in note for note in candidates.notes):
-        hints.append("BatchNorm in evaluation mode, so that the batch can be cut into micro-batches")
-    if could_page(request):
-        hints.append("page_to=, for the device has storage")
-    if request.planner != "auto":
-        hints.append('planner="auto"')
-    if request.optimizer_cost is not None and request.optimizer_cost.state_bytes:
-        hints.append("an optimizer with less state")
-    return tuple(hints)
 
 
 def _prepare_fallback(request: StepRequest, samples: int, reason: str) -> Prepared:
