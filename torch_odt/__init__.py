@@ -24,7 +24,7 @@ from torch_odt.errors import (
 from torch_odt.runtime.budget import Budget
 
 if TYPE_CHECKING:
-    from torch_odt import adapt
+    from torch_odt import adapt, quant
     from torch_odt.execute.dry_run import plan, profile
     from torch_odt.execute.frontier import Frontier, frontier
     from torch_odt.execute.page_file import PageFile
@@ -57,6 +57,7 @@ __all__ = [
     "plan",
     "plan_of",
     "profile",
+    "quant",
     "set_budget",
     "unwrap",
     "wrap",
@@ -77,15 +78,16 @@ _LAZY = {
     "Plan": "torch_odt.planning.plan",
     "load_plan": "torch_odt.planning.plan",
 }
+_ROOMS = ("adapt", "quant")
 
 
 def __getattr__(name: str) -> Any:
-    if name == "adapt":
-        return import_module("torch_odt.adapt")
+    if name in _ROOMS:
+        return import_module(f"torch_odt.{name}")
     if name not in _LAZY:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(_LAZY[name]), name)
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_LAZY, "adapt"})
+    return sorted({*globals(), *_LAZY, *_ROOMS})
