@@ -13,7 +13,7 @@ _LAZY: dict[str, str] = {}
 def __getattr__(name: str) -> Any:
     if name not in _LAZY:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_LAZY[name]), name)
+    return getattr(import_module(f"{__name__}.{_LAZY[name]}"), name)
 
 
 def __dir__() -> list[str]:
