@@ -37,6 +37,7 @@ from torch_odt import memory
 from torch_odt._extensions import memory_module
 from torch_odt.capture.rewrite import inexact_rewrites
 from torch_odt.execute import executor
+from torch_odt.memory._tracking import current_category, set_category
 
 pytestmark = [
     pytest.mark.skipif(memory_module is None, reason="torch_odt._memory, which refuses allocations, is not built"),
@@ -250,6 +251,23 @@ def test_a_signal_at_any_operator(number: int, monkeypatch: pytest.MonkeyPatch) 
             assert not before.difference(Everything.of(step))
             step(*batch)
             assert not after.difference(Everything.of(step))
+
+
+def test_a_signal_just_before_a_category_is_entered(monkeypatch: pytest.MonkeyPatch) -> None:
+    @contextmanager
+    def interrupted(name: memory.CategoryName) -> Iterator[None]:
+        set_category(name)
+        stop()
+        yield
+
+    step = make_step(Net())
+    step(*batches()[0])
+    before = Everything.of(step)
+    monkeypatch.setattr(memory, "category", interrupted)
+    with pytest.raises(Stop):
+        step(*batches()[0])
+    assert not before.difference(Everything.of(step))
+    assert current_category() == "other"
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import torch_odt as odt
 from torch_odt.capture.rewrite import inexact_rewrites
 from torch_odt.memory import stats
+from torch_odt.memory._tracking import current_category
 
 Batch = tuple[Tensor, Tensor]
 PLENTY = odt.Budget("2GiB", of="training")
@@ -101,7 +102,7 @@ class Everything:
         ]
         group = (step._group.calls, step._group.samples)
         generators = (random.getstate(), str(np.random.get_state()), _bytes(torch.get_rng_state()))
-        modes = (torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"))
+        modes = (torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"), current_category())
         return cls(tensors, {n: id(g) for n, g in gradients.items()}, repr((plain, group, generators, modes)))
 
     def difference(self, other: Everything) -> list[str]:

@@ -12,6 +12,7 @@ from torch_odt.execute.accumulation import Shares
 from torch_odt.execute.randomness import RandomState
 from torch_odt.execute.request import StepRequest
 from torch_odt.execute.saved_contents import SavedContents, SavedModules
+from torch_odt.memory._tracking import current_category, set_category
 
 
 class Transaction:
@@ -47,6 +48,7 @@ class Transaction:
         self._random = RandomState.capture()
         self._is_grad_enabled = torch.is_grad_enabled()
         self._is_autocast_enabled = torch.is_autocast_enabled("cpu")
+        self._category = current_category()
         self._is_over = False
 
     def __enter__(self) -> Transaction:
@@ -91,6 +93,7 @@ class Transaction:
         self._request.leave_arena()
         torch.set_grad_enabled(self._is_grad_enabled)
         torch.set_autocast_enabled("cpu", self._is_autocast_enabled)
+        set_category(self._category)
         for saved in (self._update, self._modules):
             if saved is not None:
                 saved.restore()

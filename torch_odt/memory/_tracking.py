@@ -228,6 +228,26 @@ def category(name: CategoryName) -> Iterator[None]:
         module.set_category(outer)
 
 
+def current_category() -> CategoryName:
+    """What this thread's allocations count under now."""
+    module = _extensions.memory_module
+    if module is None:
+        return "other"
+    number: int = module.set_category(_number_of("other"))
+    module.set_category(number)
+    return CATEGORIES[number]
+
+
+def set_category(name: CategoryName) -> None:
+    """Counts what this thread allocates from now on under a category.
+
+    When to choose it: to put a category back that an interrupt has left, which may come before the block of `category`
+    is entered, or when it is left.
+    """
+    if _extensions.memory_module is not None:
+        _extensions.memory_module.set_category(_number_of(name))
+
+
 def tag(tensor: torch.Tensor, name: CategoryName) -> bool:
     """Moves the memory of a tensor that exists to another category.
 
