@@ -45,6 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--governors", type=_words, default=(), metavar="LIST", help="of frequencies, to be set; needs privileges"
     )
     what.add_argument("--device", default="cpu", help="measure there as well, beside the CPU: cuda, mps (default: cpu)")
+    what.add_argument("--executorch", action="store_true", help="measure ExecuTorch's training beside torch's, too")
     what.add_argument(
         "--budget", default="50%", help="of torch_odt: bytes, or a share of plain PyTorch's (default: 50%%)"
     )
@@ -98,6 +99,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _measured(arguments: argparse.Namespace) -> Record:
+    from torch_odt.measure.executorch_step import executorch_reason
     from torch_odt.measure.machine import describe_machine
     from torch_odt.measure.run import Run, in_process
     from torch_odt.measure.suites import SUITES
@@ -105,6 +107,8 @@ def _measured(arguments: argparse.Namespace) -> Record:
     if arguments.owns_process:
         # As an interrupt: the cell that runs must not outlive this process.
         signal.signal(signal.SIGTERM, signal.default_int_handler)
+    if arguments.executorch and (reason := executorch_reason()):
+        raise UserError(f"--executorch: {reason}")
     machine = describe_machine(arguments.name)
     choices = _choices(arguments, machine.cores)
     with ExitStack() as stack:
@@ -147,6 +151,7 @@ def _choices(arguments: argparse.Namespace, cores: int) -> Any:
         governors=arguments.governors,
         cores=cores,
         device=arguments.device,
+        executorch=arguments.executorch,
         budget=arguments.budget,
         largest_batch_bytes=_bytes("--fit", arguments.fit) or 0,
         how=how,

@@ -11,6 +11,7 @@ from torch_odt.commands.models import load_task
 from torch_odt.commands.optimizers import make_optimizer
 from torch_odt.measure.cell import measure_cell
 from torch_odt.measure.devices import device_reason, moved
+from torch_odt.measure.executorch_step import executorch_reason
 from torch_odt.measure.job import Job
 from torch_odt.measure.steps import Work
 
@@ -30,12 +31,21 @@ def work_of(job: Job, samples: int) -> Work:
     return Work(task.model, task.loss_fn, optimizer, moved(task.batch, cell.device))
 
 
+def _reason(job: Job) -> str:
+    """Why this cell cannot be measured on this machine; empty where it can."""
+    if job.cell.engine == "executorch":
+        # Its import is here, not in what the step takes.
+        return executorch_reason()
+    reason = "" if job.cell.device == "cpu" else device_reason(job.cell.device)
+    return reason and f"torch cannot compute on {job.cell.device}: {reason}"
+
+
 def main() -> int:
     """Do the job."""
     job = Job.from_json(sys.stdin.read())
-    reason = "" if job.cell.device == "cpu" else device_reason(job.cell.device)
+    reason = _reason(job)
     if reason:
-        cell = replace(job.cell, outcome="skipped", reason=f"torch cannot compute on {job.cell.device}: {reason}")
+        cell = replace(job.cell, outcome="skipped", reason=reason)
     else:
         torch.manual_seed(job.how.seed)
         cell = measure_cell(job, lambda samples: work_of(job, samples))

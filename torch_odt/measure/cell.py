@@ -15,6 +15,7 @@ from torch_odt import memory
 from torch_odt.errors import InfeasibleBudget
 from torch_odt.measure.devices import device_memory, reset_device_peak, synchronize
 from torch_odt.measure.energy import StatedPower
+from torch_odt.measure.executorch_step import ExecuTorchStep, NotTrainable
 from torch_odt.measure.flops import count_flops
 from torch_odt.measure.job import Job
 from torch_odt.measure.largest_batch import largest_batch
@@ -51,6 +52,8 @@ def measure_cell(job: Job, work_of: WorkOf) -> Cell:
             return _measure(job, cell, work_of)
     except (torch.OutOfMemoryError, MemoryError, InfeasibleBudget) as error:
         return replace(cell, outcome="out of memory", reason=_first_line(error))
+    except NotTrainable as error:
+        return replace(cell, outcome="skipped", reason=_first_line(error))
     except RuntimeError as error:
         if "can't allocate memory" not in str(error) and "not enough memory" not in str(error):
             raise
@@ -74,6 +77,8 @@ def _measure(job: Job, cell: Cell, work_of: WorkOf) -> Cell:
 def make_step(job: Job, work: Work) -> tuple[Step, odt.TrainStep | None]:
     """What makes one step of a cell and waits for its device, and the `TrainStep` in it, if there is one."""
     device = job.cell.device
+    if job.cell.engine == "executorch":
+        return ExecuTorchStep(work), None
     if job.cell.engine == "torch_odt":
         if job.how.budget_bytes is None:
             raise ValueError("torch_odt needs a budget")
@@ -149,6 +154,8 @@ def _first_step(job: Job, work: Work, notes: list[str]) -> tuple[Step, odt.Train
 def _looked_into(job: Job, cell: Cell, work: Work, step: Step, planned: odt.TrainStep | None) -> Cell:
     """What takes steps of their own: operators, memory over a step, layers, floating-point operations."""
     how = job.how
+    if cell.engine == "executorch":
+        return replace(cell, notes=[*cell.notes, "operators, tensors and layers of ExecuTorch's are not looked into"])
     if how.operators and cell.device == "cpu":
         rows, profiled = operator_times(step, steps=1 if (cell.median_seconds or 0) > _LONG_STEP_SECONDS else 3)
         cell = replace(cell, operators=rows, profiled_seconds=profiled)

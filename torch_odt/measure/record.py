@@ -22,7 +22,7 @@ Quantities = Mapping[str, Mapping[str, Reading]]
 """By source and name, as `Window.record` gives them."""
 
 Mode = Literal["inference", "training"]
-Engine = Literal["torch", "torch_odt"]
+Engine = Literal["torch", "torch_odt", "executorch"]
 Outcome = Literal["ok", "out of memory", "failed", "skipped"]
 Direction = Literal["forward", "backward", "optimizer", "outside"]
 CATEGORIES = ("weights", "gradients", "optimizer", "activations", "workspace", "other")
@@ -172,11 +172,11 @@ class Cell:
         batch_size: samples of a step; 0 where the experiment looks for it.
         input_shape: of one sample.
         mode: "inference" or "training".
-        engine: "torch" (plain PyTorch) or "torch_odt".
+        engine: "torch" (plain PyTorch), "torch_odt" or "executorch".
         threads: that compute.
         governor: that was set; empty where the machine's was left.
         device: as torch names it.
-        budget: what torch_odt was given, as it was written; empty for plain PyTorch.
+        budget: what torch_odt was given, as it was written; empty for the others.
         factors: what else was varied: {"layer": "convolution", "width": 64, "depth": 2}, {"neighbour": "training"}.
 
     What happened:

@@ -141,6 +141,9 @@ def _read(job: Job, code: int, out: str, err: str) -> Cell:
     limit = job.how.limit_bytes or 0
     if code == -signal.SIGKILL:
         return replace(job.cell, outcome="out of memory", reason="the system killed the process", limit_bytes=limit)
+    if code < 0:
+        reason = f"the process was ended by {signal.Signals(-code).name}"
+        return replace(job.cell, outcome="failed", reason=reason, limit_bytes=limit)
     last = next((line for line in reversed(err.splitlines()) if line.strip()), f"exit code {code}")
     return replace(job.cell, outcome="failed", reason=last.strip()[:500], limit_bytes=limit)
 

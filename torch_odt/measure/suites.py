@@ -30,6 +30,7 @@ class Choices:
         batch_sizes, threads, governors: to measure with.
         cores: of this machine.
         device: to train on, beside the CPU where it is another.
+        executorch: measure ExecuTorch's training steps beside plain PyTorch's.
         budget: for torch_odt: bytes, or a share of what plain PyTorch took, such as "50%".
         largest_batch_bytes: into which the largest batch is to fit.
         how: how cells are measured.
@@ -43,6 +44,7 @@ class Choices:
     governors: Sequence[str] = ()
     cores: int = 1
     device: str = "cpu"
+    executorch: bool = False
     budget: str = "50%"
     largest_batch_bytes: int = 0
     how: How = field(default_factory=How)
@@ -141,7 +143,7 @@ def _sides(
     training: bool = True,
     planned: bool = True,
 ) -> Iterator[Job]:
-    """A configuration's cells: inference, training by plain PyTorch and by torch_odt, and on the other device."""
+    """A configuration's cells: inference, training by plain PyTorch, torch_odt and others, and on the other device."""
     sides: list[tuple[Mode, Engine]] = []
     sides += [("inference", "torch")] if inference else []
     sides += [("training", "torch")] if training else []
@@ -149,6 +151,8 @@ def _sides(
         yield _job(choices, suite, model, batch, threads, mode, engine, governor=governor, factors=factors)
     if planned:
         yield _job(choices, suite, model, batch, threads, "training", "torch_odt", governor=governor, factors=factors)
+    if choices.executorch and training and not governor:
+        yield _job(choices, suite, model, batch, threads, "training", "executorch", factors=factors)
     if choices.device != "cpu" and threads == choices.thread_counts[-1]:
         for mode, engine in sides:
             yield _job(

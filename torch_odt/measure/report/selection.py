@@ -12,7 +12,8 @@ from torch_odt.measure.record import Cell, Machine, Record
 Key = TypeVar("Key")
 Value = TypeVar("Value", int, str)
 
-_ENGINES = {"torch": "plain PyTorch", "torch_odt": "torch_odt"}
+_ENGINES = {"torch": "plain PyTorch", "torch_odt": "torch_odt", "executorch": "ExecuTorch"}
+_STROKES = {"torch": "", "torch_odt": " dashed", "executorch": " dotted"}
 # Colours of `pages/base.css`: plain PyTorch always has the first one.
 _COLORS = 8
 
@@ -28,8 +29,22 @@ class Way:
     @property
     def name(self) -> str:
         given = [part for part in (self.budget, "" if self.device == "cpu" else self.device) if part]
-        name = _ENGINES.get(self.engine, self.engine)
-        return f"{name} ({', '.join(given)})" if given else name
+        return f"{self.engine_name} ({', '.join(given)})" if given else self.engine_name
+
+    @property
+    def engine_name(self) -> str:
+        return _ENGINES.get(self.engine, self.engine)
+
+    @property
+    def stroke(self) -> str:
+        """A class for lines whose colour stands for something else, with a space before it."""
+        return _STROKES.get(self.engine, "")
+
+
+def strokes_of(ways: Iterable[Way]) -> list[tuple[str, str]]:
+    """A legend of the strokes, but for that of plain PyTorch."""
+    used = dict.fromkeys((way.stroke.strip(), way.engine_name) for way in ways if way.stroke)
+    return [(f"{stroke}: {name}", stroke) for stroke, name in used]
 
 
 @dataclass(frozen=True)

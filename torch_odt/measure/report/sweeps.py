@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torch_odt.measure.record import Cell, Record
 from torch_odt.measure.report.figure import Figure, Panel
 from torch_odt.measure.report.lines import Line, Side, lines
-from torch_odt.measure.report.selection import grouped, refusals, series_of
+from torch_odt.measure.report.selection import grouped, refusals, series_of, strokes_of, way_of
 from torch_odt.measure.report.units import BYTES, COUNT, SECONDS
 
 _COLORS = 8
@@ -58,12 +58,11 @@ def _sweep(record: Record, *, over: str, line_for: str) -> Figure:
     panels, rows = [], []
     for (kind, mode), each in grouped(cells, lambda cell: (_kind(cell), cell.mode)).items():
         drawn = [
-            _line(same, over, f"{line_for} {size:g}, {series.way.name}", colors[size] + dashes)
+            _line(same, over, f"{line_for} {size:g}, {series.way.name}", colors[size] + series.way.stroke)
             for (size, series), same in sorted(
                 grouped(each, lambda cell: (_number(cell, line_for), series_of(cell))).items(),
                 key=lambda item: item[0][0],
             )
-            for dashes in [" dashed" if series.way.engine != "torch" else ""]
         ]
         panels.append(Panel(f"{kind}, {mode}", _chart(drawn, over, mode)))
         rows += [_row(cell) for cell in each]
@@ -71,18 +70,14 @@ def _sweep(record: Record, *, over: str, line_for: str) -> Figure:
         f"sweep-{over}",
         f"{over.capitalize()} against {line_for}: time of a step over the {over} of a network",
         "Both axes are logarithmic. Where lines are steep, "
-        f"{over} costs much; where they lie far apart, {line_for} does." + _dashes_hint(cells),
+        f"{over} costs much; where they lie far apart, {line_for} does.",
         panels,
-        [(f"{line_for} {size:g}", color) for size, color in colors.items()],
+        [(f"{line_for} {size:g}", color) for size, color in colors.items()] + strokes_of(map(way_of, cells)),
         _HEADER,
         rows,
         refusals(swept) or (() if panels else (_NONE,)),
         is_dense=True,
     )
-
-
-def _dashes_hint(cells: Sequence[Cell]) -> str:
-    return " Dashed lines are torch_odt." if any(cell.engine != "torch" for cell in cells) else ""
 
 
 def _swept(record: Record) -> list[Cell]:

@@ -1,4 +1,4 @@
-"""A record as text for a terminal: plain PyTorch beside torch_odt."""
+"""A record as text for a terminal: plain PyTorch beside torch_odt, and beside ExecuTorch where it was measured."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from collections.abc import Callable, Iterator, Sequence
 
 from torch_odt.commands.table import ABSENT, bytes_text, render, seconds_text
 from torch_odt.measure.record import Cell, Record
-from torch_odt.measure.report.selection import cell_name, grouped, model_of, ratio, refusals
+from torch_odt.measure.report.selection import cell_name, grouped, model_of, ratio, refusals, way_of
 from torch_odt.measure.report.units import result_text
 from torch_odt.planning.plan_text import format_joules
 
-_CIRCUMSTANCES = ("network", "factors", "batch", "threads", "governor", "device", "step", "budget")
+_CIRCUMSTANCES = ("network", "factors", "batch", "threads", "governor", "device", "step", "budget", "engine")
 
 
 def table(record: Record) -> str:
-    """A record as tables for a terminal; ratios are torch_odt's numbers in plain PyTorch's.
+    """A record as tables for a terminal; ratios are the other engine's numbers in plain PyTorch's.
 
     Choose it for a first look, or where there is no browser; `write_page` shows much more.
 
@@ -61,26 +61,29 @@ def _blocks(record: Record) -> Iterator[str]:
 def _steps(cells: Sequence[Cell]) -> str:
     """A row for each budget that torch_odt was given; columns in which nothing stands are left out."""
     measures = ("seconds", "memory", "energy")
-    header = [*_CIRCUMSTANCES, *(text for name in measures for text in (f"{name}, plain", "torch_odt", ""))]
+    has_others = any(cell.engine == "executorch" for cell in cells)
+    beside = "engine's" if has_others else "torch_odt"
+    header = [*_CIRCUMSTANCES, *(text for name in measures for text in (f"{name}, plain", beside, ""))]
     shaped = {model: set(map(model_of, each)) for model, each in grouped(cells, _model).items()}
     rows = []
     ordered = [cell for each in grouped(cells, model_of).values() for cell in each]
     for same in grouped(ordered, _circumstances).values():
         plain = next((cell for cell in same if cell.engine == "torch"), None)
         name = model_of(same[0]) if len(shaped[same[0].model]) > 1 else same[0].model
-        ours = [cell for cell in same if cell.engine != "torch"]
-        rows += [_row(name, plain, cell) for cell in ours] if ours else [_row(name, plain, None)]
+        beside_it: list[Cell | None] = [cell for cell in same if cell.engine != "torch"]
+        rows += [_row(name, plain, cell, names_engine=has_others) for cell in beside_it or [None]]
     used = [any(row[column].strip(ABSENT) for row in rows) for column in range(len(header))]
     return render([_only(row, used) for row in rows], _only(header, used))
 
 
-def _row(name: str, plain: Cell | None, ours: Cell | None) -> list[str]:
+def _row(name: str, plain: Cell | None, ours: Cell | None, *, names_engine: bool) -> list[str]:
     cell = ours or plain
     assert cell is not None
     factors = ", ".join(f"{key} {value}" for key, value in cell.factors.items())
     device = "" if cell.device == "cpu" else cell.device
     batch = str(cell.batch_size) if cell.batch_size else ""
-    found = [name, factors, batch, str(cell.threads), cell.governor, device, cell.mode, cell.budget]
+    engine = way_of(ours).engine_name if names_engine and ours is not None else ""
+    found = [name, factors, batch, str(cell.threads), cell.governor, device, cell.mode, cell.budget, engine]
     pair = (plain, ours)
     found += _beside(pair, lambda each: each.median_seconds, seconds_text, says_outcome=True)
     found += _beside(pair, lambda each: each.training_bytes, lambda count: bytes_text(round(count)))

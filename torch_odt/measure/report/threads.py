@@ -5,7 +5,17 @@ from __future__ import annotations
 from torch_odt.measure.record import Cell, Record
 from torch_odt.measure.report.figure import Figure, Panel
 from torch_odt.measure.report.lines import Line, Side, lines
-from torch_odt.measure.report.selection import Way, grouped, model_of, ratio, refusals, steps_of, threads_text, way_of
+from torch_odt.measure.report.selection import (
+    Way,
+    grouped,
+    model_of,
+    ratio,
+    refusals,
+    steps_of,
+    strokes_of,
+    threads_text,
+    way_of,
+)
 from torch_odt.measure.report.units import COUNT, JOULES, SECONDS, TIMES
 
 _COLORS = 8
@@ -14,26 +24,27 @@ _COLORS = 8
 def threads(record: Record) -> Figure:
     """How much faster more threads train (Cai et al., Figure 1 and Table 3).
 
-    A chart for each network and governor; a line for each batch, dashed for torch_odt.
+    A chart for each network and governor; a line for each batch, dashed for torch_odt, dotted for ExecuTorch.
     """
     cells = [cell for cell in steps_of(record) if cell.mode == "training" and cell.median_seconds]
     batches = sorted({cell.batch_size for cell in cells})
     colors = {batch: f"line{i % _COLORS}" for i, batch in enumerate(batches)}
-    panels, rows, shown = [], [], set()
+    panels, rows, shown, ways = [], [], set(), []
     for (model, governor), each in grouped(cells, lambda cell: (model_of(cell), cell.governor)).items():
         drawn = []
         for (batch, way), same in sorted(grouped(each, _line_of).items(), key=lambda item: item[0][0]):
             points = sorted(same, key=lambda cell: cell.threads)
             rows += [_row(cell, points[0]) for cell in points]
             if len(points) > 1:
-                style = colors[batch] + (" dashed" if way.engine != "torch" else "")
+                style = colors[batch] + way.stroke
                 xs, ys = [cell.threads for cell in points], [_speed(cell, points[0]) for cell in points]
+                ways.append(way)
                 drawn.append(Line(f"batch {batch}, {way.name}", style, xs, ys))
         shown |= {line.style for line in drawn}
         if drawn:
             panels.append(Panel(f"{model}, governor {governor}" if governor else model, _chart(drawn, model)))
     legend = [(f"batch {batch}", color) for batch, color in colors.items() if any(color in style for style in shown)]
-    legend += [("dashed: torch_odt", "dashed")] if any("dashed" in style for style in shown) else []
+    legend += strokes_of(ways)
     refused = refusals(cell for cell in steps_of(record) if cell.governor and cell.mode == "training")
     return Figure(
         "threads",
