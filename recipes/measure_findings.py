@@ -171,9 +171,9 @@ def training_slows_other_programs(cells: Sequence[Cell]) -> Finding:
 def operators_add_up(cells: Sequence[Cell]) -> Finding:
     claim = "the operators' times add up to the step, within 5 % (a check of the measurement)"
     shares = [
-        abs(cell.profiled_seconds / median(cell.step_seconds) - 1)
+        abs(cell.profiled_seconds / cell.unprofiled_seconds - 1)
         for cell in _plain_training(cells)
-        if cell.profiled_seconds and cell.step_seconds
+        if cell.profiled_seconds and cell.unprofiled_seconds
     ]
     if not shares:
         return _unknown("check", claim)

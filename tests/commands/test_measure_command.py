@@ -130,3 +130,13 @@ def _group(leader: int) -> list[int]:
         if int(fields[3]) == leader and fields[0] != "Z":
             found.append(int(path.parent.name))
     return found
+
+
+def test_tensorboard_is_missed_before_anything_is_measured(
+    terminal: Terminal, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    out = tmp_path / "run.jsonl"
+    outcome = terminal("measure", "--quick", "--tensorboard", tmp_path / "events", "--out", out)
+    assert outcome.code != 0 and 'pip install "torch_odt[tensorboard]"' in outcome.err
+    assert not out.exists()

@@ -114,6 +114,7 @@ def _step(name: str, seconds: float, batch: int, threads: int, mode: Any, engine
         categories=tensors,
         operators=_operators(per_step, mode),
         profiled_seconds=per_step * 1.01,
+        unprofiled_seconds=per_step,
         traces=_memory_traces(per_step, tensors) if mode == "training" else (),
         prediction=_prediction(per_step, rise) if engine == "torch_odt" else None,
     )
@@ -169,7 +170,7 @@ def _sweep(kind: str, width: int, depth: int, mode: Any) -> Cell:
         suite="architectures", model=f"{kind} {width}x{depth}", batch_size=128, input_shape=(3, 32, 32), mode=mode,
         engine="torch", threads=4, factors={"layer": kind, "width": width, "depth": depth}, step_seconds=[seconds] * 3,
         base_bytes=200 * MIB, peak_bytes=260 * MIB, parameters=width * width * depth, flops=int(1e9 * cost),
-        operators=_operators(seconds, mode), profiled_seconds=seconds,
+        operators=_operators(seconds, mode), profiled_seconds=seconds, unprofiled_seconds=seconds,
     )  # fmt: skip
 
 

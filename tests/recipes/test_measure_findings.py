@@ -65,7 +65,7 @@ def test_what_the_record_lacks_is_not_known(
 ) -> None:
     path, out = tmp_path / "run.jsonl", tmp_path / "findings.json"
     append_line(path, Machine(name="board", processor="Cortex-A72"))
-    append_line(path, replace(STEP, step_seconds=[1.0], profiled_seconds=1.04))
+    append_line(path, replace(STEP, step_seconds=[2.0], profiled_seconds=1.04, unprofiled_seconds=1.0))
     monkeypatch.setattr(sys, "argv", ["measure_findings.py", "--record", str(path), "--out", str(out)])
     assert recipe.main() == 1
     findings = json.loads(out.read_text())

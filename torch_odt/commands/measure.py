@@ -85,6 +85,11 @@ def run(arguments: argparse.Namespace) -> int:
         ("--chrome-trace", arguments.chrome_trace),
     ):
         options.check_folder(option, path)
+    if arguments.tensorboard is not None:
+        from torch_odt.integrations.tensorboard import require_tensorboard
+
+        with as_user_errors(ImportError):
+            require_tensorboard()
     if arguments.compare:
         return _compare(arguments)
     record = _measured(arguments)
@@ -194,8 +199,7 @@ def _write_file(arguments: argparse.Namespace, option: str, path: Path, write: C
 def _log(record: Record, folder: Path) -> None:
     from torch_odt.integrations.tensorboard import log_record
 
-    with as_user_errors(ImportError):
-        log_record(record, folder)
+    log_record(record, folder)
 
 
 def _compare(arguments: argparse.Namespace) -> int:

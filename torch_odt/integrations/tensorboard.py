@@ -111,10 +111,21 @@ def _log_cell(cell: Cell, writer: Writer) -> None:
             writer.add_scalar(f"{tag}/{trace.quantity}/{trace.label}_{trace.unit}", value, round(1e6 * second))
 
 
-def _open(folder: str | Path) -> Writer:
+def require_tensorboard() -> None:
+    """Before what takes long.
+
+    Raises:
+        ImportError: TensorBoard is not installed.
+    """
     try:
-        from torch.utils.tensorboard import SummaryWriter
+        from torch.utils.tensorboard import SummaryWriter  # noqa: F401
     except ImportError as error:
         raise ImportError('TensorBoard is not installed: pip install "torch_odt[tensorboard]"') from error
+
+
+def _open(folder: str | Path) -> Writer:
+    require_tensorboard()
+    from torch.utils.tensorboard import SummaryWriter
+
     writer: Writer = SummaryWriter(str(folder))
     return writer

@@ -157,8 +157,11 @@ def _looked_into(job: Job, cell: Cell, work: Work, step: Step, planned: odt.Trai
     if cell.engine == "executorch":
         return replace(cell, notes=[*cell.notes, "operators, tensors and layers of ExecuTorch's are not looked into"])
     if how.operators and cell.device == "cpu":
-        rows, profiled = operator_times(step, steps=1 if (cell.median_seconds or 0) > _LONG_STEP_SECONDS else 3)
-        cell = replace(cell, operators=rows, profiled_seconds=profiled)
+        profiled = operator_times(step, steps=1 if (cell.median_seconds or 0) > _LONG_STEP_SECONDS else 3)
+        cell = replace(
+            cell, operators=profiled.rows, profiled_seconds=profiled.profiled_seconds,
+            unprofiled_seconds=profiled.unprofiled_seconds,
+        )  # fmt: skip
     if how.follow and cell.device == "cpu":
         found: StepMemory | None = follow_operators(step) if planned is None else sample(step)
         if found is None:

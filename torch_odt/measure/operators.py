@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import mean
 from typing import Any
 
 from torch.profiler import ProfilerActivity, profile, record_function
@@ -21,42 +24,65 @@ _SAME = {
 }  # fmt: skip
 
 
-def operator_times(step: Callable[[], Any], *, steps: int = 3) -> tuple[list[OperatorTime], float]:
+@dataclass(frozen=True)
+class StepOperators:
+    """Where the seconds of a step go.
+
+    Attributes:
+        rows: those that take most first.
+        profiled_seconds: of a step while operators were counted: the rows' sum.
+        unprofiled_seconds: of a step at the same time without that; the difference is what counting costs.
+    """
+
+    rows: Sequence[OperatorTime]
+    profiled_seconds: float
+    unprofiled_seconds: float
+
+
+def operator_times(step: Callable[[], Any], *, steps: int = 3) -> StepOperators:
     """Profiles some steps, and shares their time out among the operators that they call.
 
     An operator's time is its own and that of what it calls itself. What is left of a step (Python, autograd's
-    bookkeeping) is a row "outside operators", so that the rows' sum is the profiled step.
+    bookkeeping) is a row "outside operators", so that the rows' sum is the profiled step. How fast a machine is
+    changes: before and after each profiled step one is timed that is not.
 
     Args:
         step: makes one step; it has been made before.
         steps: to take the mean of.
 
-    Returns:
-        The rows, those that take most first, and the seconds of a profiled step.
-
     Example:
         >>> import torch
-        >>> rows, seconds = operator_times(lambda: torch.ones(100, 100).mm(torch.ones(100, 100)))
-        >>> abs(sum(row.seconds for row in rows) - seconds) < 1e-6
+        >>> found = operator_times(lambda: torch.ones(100, 100).mm(torch.ones(100, 100)))
+        >>> abs(sum(row.seconds for row in found.rows) - found.profiled_seconds) < 1e-6
         True
     """
-    with profile(activities=[ProfilerActivity.CPU]) as profiler:
-        for _ in range(steps):
+    totals: dict[tuple[str, Direction], list[float]] = defaultdict(lambda: [0.0, 0.0])
+    whole, unprofiled = 0.0, []
+    for _ in range(steps):
+        unprofiled.append(_timed(step))
+        with profile(activities=[ProfilerActivity.CPU]) as profiler:
+            # The first one makes room for what is recorded.
+            step()
             with record_function(_STEP):
                 step()
-    totals: dict[tuple[str, Direction], list[float]] = defaultdict(lambda: [0.0, 0.0])
-    whole = 0.0
-    for event in profiler.events() or ():
-        if event.name == _STEP:
-            whole += event.cpu_time_total
-            _share_out(event, "forward", totals)
+        unprofiled.append(_timed(step))
+        for event in profiler.events() or ():
+            if event.name == _STEP:
+                whole += event.cpu_time_total
+                _share_out(event, "forward", totals)
     named = sum(microseconds for microseconds, _ in totals.values())
     totals[OUTSIDE, "outside"] = [whole - named, steps]
     rows = [
         OperatorTime(op=op, direction=direction, seconds=microseconds / 1e6 / steps, calls=calls / steps)
         for (op, direction), (microseconds, calls) in totals.items()
     ]
-    return sorted(rows, key=lambda row: -row.seconds), whole / 1e6 / steps
+    return StepOperators(sorted(rows, key=lambda row: -row.seconds), whole / 1e6 / steps, mean(unprofiled))
+
+
+def _timed(step: Callable[[], Any]) -> float:
+    begin = time.perf_counter()
+    step()
+    return time.perf_counter() - begin
 
 
 def _share_out(event: Any, direction: Direction, totals: dict[tuple[str, Direction], list[float]]) -> None:

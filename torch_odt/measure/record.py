@@ -202,6 +202,7 @@ class Cell:
         categories: bytes by `CATEGORIES` at the moment of the step at which tensors take most.
         operators: where the seconds of a step go; of steps that were profiled, and their sum is `profiled_seconds`.
         profiled_seconds: of a step while operators were counted.
+        unprofiled_seconds: of a step at the same time while they were not.
         layers: memory of a step by layer.
         traces: over a step, or over a long run.
         prediction: of the plan; None for plain PyTorch.
@@ -239,6 +240,7 @@ class Cell:
     categories: Mapping[str, int] = field(default_factory=dict)
     operators: Sequence[OperatorTime] = ()
     profiled_seconds: float | None = None
+    unprofiled_seconds: float | None = None
     layers: Sequence[LayerMemory] = ()
     traces: Sequence[Trace] = ()
     prediction: Prediction | None = None

@@ -105,8 +105,9 @@ def _seconds(operators: Sequence[OperatorTime], direction: str) -> float:
 
 
 def _of_step(cell: Cell) -> str:
-    """The share of the step that the counted seconds are."""
-    share = ratio(sum(each.seconds for each in cell.operators), cell.profiled_seconds)
+    """The operators' sum as a share of a step that was not profiled."""
+    step_seconds = cell.unprofiled_seconds or cell.profiled_seconds
+    share = ratio(sum(each.seconds for each in cell.operators), step_seconds)
     return "" if share is None else SHARE.text(share)
 
 
