@@ -48,6 +48,17 @@ def test_the_largest_batch_is_found(fixed: int, each: int, bend: int, limit: int
         assert needed(found + max(1, found // 16)) > limit
 
 
+def test_a_search_ends_when_its_time_is_over() -> None:
+    tried: list[int] = []
+
+    def fits(samples: int) -> Tried:
+        tried.append(samples)
+        return Tried(samples, True)
+
+    assert search(fits, limit_bytes=1 << 30, least=2, is_over=lambda: len(tried) == 3) == tried[-1]
+    assert len(tried) == 3
+
+
 def test_a_batch_that_does_not_fit_is_no_error() -> None:
     memory.install()
     model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 2))

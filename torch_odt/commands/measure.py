@@ -29,6 +29,7 @@ LIMIT_SHARE = 0.9
 QUICK_REPETITIONS, REPETITIONS = 5, 20
 QUICK_SECONDS, MOST_SECONDS = 3.0, 60.0
 QUICK_RUN_SECONDS, RUN_SECONDS = 8.0, 600.0
+QUICK_SEARCH_SECONDS, SEARCH_SECONDS = 30.0, 600.0
 IDLE_SECONDS = {True: 0.3, False: 5.0}
 
 
@@ -144,6 +145,7 @@ def _choices(arguments: argparse.Namespace, cores: int) -> Any:
         idle_seconds=IDLE_SECONDS[quick],
         run_seconds=arguments.run_seconds or (QUICK_RUN_SECONDS if quick else RUN_SECONDS),
         limit_bytes=limit or int(LIMIT_SHARE * memory.available()),
+        search_seconds=QUICK_SEARCH_SECONDS if quick else SEARCH_SECONDS,
         watts=arguments.watts,
         optimizer=arguments.optimizer,
     )

@@ -34,7 +34,7 @@ from torch_odt.memory._units import format_bytes
 WorkOf = Callable[[int], Work]
 """Makes the work of a cell for a number of samples."""
 Step = Callable[[], Any]
-_LONG_STEP_SECONDS = 1.0
+_LONG_STEP_SECONDS, _PROFILED_SECONDS, _PROFILED_STEPS = 1.0, 0.5, 10
 
 
 def measure_cell(job: Job, work_of: WorkOf) -> Cell:
@@ -157,7 +157,7 @@ def _looked_into(job: Job, cell: Cell, work: Work, step: Step, planned: odt.Trai
     if cell.engine == "executorch":
         return replace(cell, notes=[*cell.notes, "operators, tensors and layers of ExecuTorch's are not looked into"])
     if how.operators and cell.device == "cpu":
-        profiled = operator_times(step, steps=1 if (cell.median_seconds or 0) > _LONG_STEP_SECONDS else 3)
+        profiled = operator_times(step, steps=_steps_to_profile(cell.median_seconds or 0.0))
         cell = replace(
             cell, operators=profiled.rows, profiled_seconds=profiled.profiled_seconds,
             unprofiled_seconds=profiled.unprofiled_seconds,
@@ -176,6 +176,13 @@ def _looked_into(job: Job, cell: Cell, work: Work, step: Step, planned: odt.Trai
     if how.layers and planned is None and cell.mode == "training":
         cell = replace(cell, layers=layer_memory(work))
     return cell
+
+
+def _steps_to_profile(step_seconds: float) -> int:
+    """More of short ones, whose times differ most."""
+    if step_seconds > _LONG_STEP_SECONDS:
+        return 1
+    return min(_PROFILED_STEPS, max(3, int(_PROFILED_SECONDS / max(step_seconds, 1e-6))))
 
 
 def _idle(job: Job) -> Any:

@@ -20,6 +20,7 @@ class How:
         most_seconds: after which no other repetition begins.
         idle_seconds: during which the meters measure while nothing runs.
         run_seconds: of a long run, or beside a neighbour.
+        search_seconds: after which no other batch is tried while the largest one is looked for.
         operators: profile where the seconds of a step go.
         follow: read memory over a step.
         layers: count memory by layer.
@@ -38,6 +39,7 @@ class How:
     most_seconds: float = 20.0
     idle_seconds: float = 0.3
     run_seconds: float = 10.0
+    search_seconds: float = 300.0
     operators: bool = True
     follow: bool = True
     layers: bool = False

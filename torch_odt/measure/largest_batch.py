@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -34,7 +35,7 @@ def largest_batch(job: Job, cell: Cell, work_of: Callable[[int], Work]) -> Cell:
 
     Plain PyTorch may hold so much above the level before its step is made; freed blocks go back to the system at once,
     which is in its favour. torch_odt is given the same as its budget, and held to it. Memory is taken to grow with the
-    batch by a straight line; the line's answer is tried, and what lies around it.
+    batch by a straight line; the line's answer is tried, and what lies around it, until `how.search_seconds` are over.
     """
     limit = job.how.budget_bytes
     if limit is None:
@@ -42,6 +43,7 @@ def largest_batch(job: Job, cell: Cell, work_of: Callable[[int], Work]) -> Cell:
     memory.tune_malloc()
     attempt = _try_planned if cell.engine == "torch_odt" else _try_plain
     tried: dict[int, Tried] = {}
+    end = time.monotonic() + job.how.search_seconds
 
     def fits(samples: int) -> Tried:
         if samples not in tried:
@@ -50,19 +52,24 @@ def largest_batch(job: Job, cell: Cell, work_of: Callable[[int], Work]) -> Cell:
         return tried[samples]
 
     # BatchNorm refuses a single value for each channel, so that training begins at two samples.
-    samples = search(fits, limit_bytes=limit, least=2)
+    samples = search(fits, limit_bytes=limit, least=2, is_over=lambda: time.monotonic() >= end)
     results: dict[str, int | float] = {"largest_batch": samples, "tries": len(tried)}
     if samples:
         results["needed_bytes"] = tried[samples].needed_bytes
     notes = [f"no more than {_MOST_SAMPLES} samples were tried"] if samples == _MOST_SAMPLES else []
+    if time.monotonic() >= end:
+        notes.append(f"the search was ended after {job.how.search_seconds:.0f} s: a larger batch may fit")
     return replace(cell, limit_bytes=limit, results=results, notes=notes)
 
 
-def search(fits: Callable[[int], Tried], *, limit_bytes: int, least: int) -> int:
+def search(
+    fits: Callable[[int], Tried], *, limit_bytes: int, least: int, is_over: Callable[[], bool] = lambda: False
+) -> int:
     """The largest number of samples that fits, to within a sixteenth of it; 0 if `least` does not.
 
     Args:
         fits: tries a number of samples. What needs more bytes than another must not fit if that does not.
+        is_over: no other number is tried.
 
     Example:
         >>> search(lambda n: Tried(50 + 3 * n, 50 + 3 * n <= 100), limit_bytes=100, least=2)
@@ -78,7 +85,7 @@ def search(fits: Callable[[int], Tried], *, limit_bytes: int, least: int) -> int
             points[guess] = outcome.needed_bytes
         else:
             high = guess
-        if high - low <= max(1, low // 16) or high <= least:
+        if high - low <= max(1, low // 16) or high <= least or is_over():
             break
         guess = _next(points, limit_bytes, low, high)
     return low

@@ -40,7 +40,7 @@ JOULES = Unit("joules", format_joules, lambda axis, most: axis.decimal_ticks(mos
 CELSIUS = Unit("degrees Celsius", lambda celsius: f"{celsius:.1f} °C", _scaled(1.0, " °C"))
 HERTZ = Unit("gigahertz", lambda hertz: f"{hertz / 1e9:.2f} GHz", _scaled(1e9, " GHz"))
 SHARE = Unit("per cent", lambda share: f"{share:.1%}", _scaled(0.01, " %"))
-COUNT = Unit("number", lambda count: f"{count:.6g}", _scaled(1.0, ""))
+COUNT = Unit("number", lambda count: f"{count:.6g}" if count == round(count) else f"{count:.2f}", _scaled(1.0, ""))
 TIMES = Unit("times", lambda ratio: f"{ratio:.3g}×", _scaled(1.0, "×"))
 PER_SECOND = Unit("number per second", lambda count: f"{count:.4g}/s", COUNT.ticks)
 BYTES_PER_SECOND = Unit("bytes per second", lambda count: f"{BYTES.text(count)}/s", BYTES.ticks)
