@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from torch_odt.measure.record import Cell, Machine, Record
+from torch_odt.measure.report.units import result_text
 
 Key = TypeVar("Key")
 Value = TypeVar("Value", int, str)
@@ -166,7 +167,10 @@ def details_of(cell: Cell) -> list[str]:
     batch = [f"batch {cell.batch_size}"] if cell.batch_size else []
     threads = [threads_text(cell.threads)]
     governor = [f"governor {cell.governor}"] if cell.governor else []
-    factors = [f"{name} {value}" for name, value in cell.factors.items()]
+    factors = [
+        f"{name} {value}" if isinstance(value, str) else result_text(name, value)
+        for name, value in cell.factors.items()
+    ]
     experiment = [cell.experiment] if cell.experiment != "step" else []
     # What the breakdown measures may be a step of another suite, too.
     suite = ["breakdown"] if cell.suite == "breakdown" else []
