@@ -360,22 +360,23 @@ class Candidates:
         """
         graph, costs = sized.graph, sized.costs
         footprint = self.footprint(sized, several)
+        kind = "whole" if not several else "accumulates" if sized.adding is None else "adds"
+        # One that rests on estimates, or on a device's speed, is not to be remembered.
+        is_lasting = sized.is_measured and costs.transfers is None
+        cache = self.cache if is_lasting else Cache(enabled=False)
+        fewest = partial(remembered_smallest, cache, graph, costs, kind=kind, footprint=footprint)
         if room is None:
             if self.planner != "auto":
                 planner = get_planner(self.planner)
                 return (planner if stop_at is None else limited(planner, stop_at))(graph, costs, 1)
-            kind = "whole" if not several else "accumulates" if sized.adding is None else "adds"
-            # One that rests on estimates, or on a device's speed, is not to be remembered.
-            is_lasting = sized.is_measured and costs.transfers is None
-            cache = self.cache if is_lasting else Cache(enabled=False)
-            return remembered_smallest(cache, graph, costs, kind=kind, footprint=footprint)
+            return fewest()
         separation = sized.separation
         goal = self.goal if separation is None else self.goal.for_part(separation.micro_batch / separation.batch)
         if self.planner != "auto":
             return schedule_by_name(self.planner, graph, costs, room, footprint, goal=goal, stop_at=stop_at)
         step_seconds = sum(cost.seconds for cost in costs.ops.values())
         quick_seconds = min(QUICK_SECONDS, max(_LEAST_SECONDS, step_seconds)) if self.is_passing else QUICK_SECONDS
-        searching = partial(auto, footprint=footprint, start=start, time_limit_seconds=quick_seconds)
+        searching = partial(auto, footprint=footprint, start=start, time_limit_seconds=quick_seconds, fewest=fewest)
         # A deadline of the step is met by planning again and again.
         share = 1.0 if math.isinf(goal.deadline_seconds) else 0.5
         wanted: dict[str, Any] = {"objective": goal.objective, "deadline_seconds": goal.deadline_seconds}

@@ -233,10 +233,9 @@ def _plan_inside(
 
     candidate = _load(request, candidates, take_stock(collects=False))
     if candidate is None:
-        allowance = take_stock()
-        candidate = None if collects else _load(request, candidates, allowance)
+        allowance = take_stock(collects)
         spare_bytes = allowance.planning_bytes + _spare_for_return(request, allowance)
-        candidate = candidate or _fastest(request, candidates, allowance, spare_bytes)
+        candidate = _fastest(request, candidates, allowance, spare_bytes)
     # Where budgets pass, to look twice for what hardly fits takes longer than it gains.
     attempts = 0 if candidate is None and candidates.is_passing else _MOST_ATTEMPTS
     for attempt in range(attempts):

@@ -10,6 +10,7 @@ planners that solve integer programs do that, for small graphs). Given more than
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import replace
 
 from torch_odt.capture.costs import Costs
@@ -40,6 +41,7 @@ def auto(
     time_limit_seconds: float = QUICK_SECONDS,
     start: Schedule | None = None,
     gradients: Gradients = "keep",
+    fewest: Callable[[], Schedule] | None = None,
 ) -> Schedule:
     """The fastest schedule found within a budget. Choose it unless there is a reason for another one.
 
@@ -54,11 +56,12 @@ def auto(
             default does: what is found in that time is where every other planner begins (see thorough.py).
         start: a schedule to begin with in its place.
         gradients: whether this step's gradients stay ("keep") or are added to existing ones ("accumulate").
+        fewest: makes, or remembers, the schedule that needs least; it is looked for where this is None.
     """
     deadline = time.perf_counter() + time_limit_seconds
 
     def search(limit_seconds: float) -> Schedule:
-        return _search(graph, costs, budget_bytes, footprint, limit_seconds, gradients)
+        return _search(graph, costs, budget_bytes, footprint, limit_seconds, gradients, fewest)
 
     if start is None:
         start = search(min(time_limit_seconds, QUICK_SECONDS))
@@ -75,6 +78,7 @@ def _search(
     footprint: Footprint | None,
     time_limit_seconds: float,
     gradients: Gradients,
+    fewest: Callable[[], Schedule] | None,
 ) -> Schedule:
     """The fastest schedule that is found in so many seconds."""
     deadline = time.perf_counter() + time_limit_seconds
@@ -99,11 +103,15 @@ def _search(
         if needed <= budget_bytes:
             return schedule
         live_budget = best.peak_bytes - max(needed - budget_bytes, best.peak_bytes // 500)
-    schedule, needed = smallest(graph, costs, footprint=footprint, gradients=gradients)
+    taken_by = _taken_by(graph, costs, footprint, gradients)
+    if fewest is None:
+        schedule, needed = smallest(graph, costs, footprint=footprint, gradients=gradients)
+    else:
+        schedule = fewest()
+        needed = taken_by(schedule)
     if least is not None and least[0] <= needed:
         needed, schedule = least
     if needed > budget_bytes >= lower_bound_bytes(problem):
-        taken_by = _taken_by(graph, costs, footprint, gradients)
         for name in _OTHERS:
             other = replace(get_planner(name)(graph, costs, budget_bytes), planner="auto")
             if taken_by(other) <= budget_bytes:
