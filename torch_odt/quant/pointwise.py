@@ -349,12 +349,12 @@ _look_up.register_autograd(_look_up_backward, setup_context=_keep_values)
 
 @torch.library.custom_op("torch_odt::int8_drop", mutates_args=())
 def _drop(values: Tensor, slot: Tensor, grid: Tensor, kept: Tensor) -> tuple[Tensor, Tensor]:
-    return torch.where(kept > 0, values, zero_of(grid)), new_slot(values.shape)
+    return in_memory_order(torch.where(kept > 0, values, zero_of(grid))), new_slot(values.shape)
 
 
 @_drop.register_fake
 def _(values: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(values), fake_slot(values, values.shape)
+    return like_in_order(values, torch.int8), fake_slot(values, values.shape)
 
 
 def _keep_kept(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
