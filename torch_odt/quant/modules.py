@@ -120,8 +120,15 @@ class Int8Layer(nn.Module):
         self.weight_slot.data = self.weight.float()
 
     def pack_(self) -> None:
-        """Round what an optimizer made of them back to int8, stochastically, and take the memory away."""
+        """Round what an optimizer made of them back to int8, stochastically, and take the memory away.
+
+        Raises:
+            RuntimeError: they are not finite; the weight is then as it was.
+        """
         steps = self.weight_slot.data
+        if not bool(steps.isfinite().all()):
+            self._empty_slot()
+            raise RuntimeError("an update of int8 weights is not finite: the loss has diverged")
         draws = torch.rand(steps.shape, generator=self._next_generator())
         whole = steps.add_(draws).floor_()
         self.saturated += int((whole.abs() > WEIGHT_MOST).sum())
