@@ -56,10 +56,13 @@ class Case:
         return x, weight, bias, torch.conv2d(x, weight, bias, w.stride, w.padding, w.dilation, w.groups)
 
 
+PADDED = Windows(padding=(1, 1))
+
+
 def make_case(
     channels: tuple[int, int] = (8, 12),
     kernel: int | None = 3,
-    windows: Windows = Windows(padding=(1, 1)),
+    windows: Windows = PADDED,
     low: float | None = None,
     high: float | None = None,
     seed: int = 0,
@@ -69,7 +72,9 @@ def make_case(
     shape = (3, channels[0]) if kernel is None else (3, channels[0], 9, 8)
     size = () if kernel is None else (kernel, kernel)
     values = torch.randint(-128, 128, shape, generator=draw).to(torch.int8)
-    weight = torch.randint(-127, 128, (channels[1], channels[0] // windows.groups, *size), generator=draw).to(torch.int8)
+    weight = torch.randint(-127, 128, (channels[1], channels[0] // windows.groups, *size), generator=draw).to(
+        torch.int8
+    )
     if kernel is not None:
         values, weight = (tensor.contiguous(memory_format=torch.channels_last) for tensor in (values, weight))
     tensors = LayerTensors(

@@ -89,9 +89,15 @@ def order_of(tensor: Tensor) -> torch.memory_format:
     return torch.channels_last if tensor.dim() == 4 else torch.contiguous_format
 
 
+def empty_in_order(shape: Sequence[int], dtype: torch.dtype, like: Tensor) -> Tensor:
+    """An empty tensor, laid out as `in_memory_order` lays it out; for tracing."""
+    order = torch.channels_last if len(shape) == 4 else torch.contiguous_format
+    return torch.empty(shape, dtype=dtype, device=like.device, memory_format=order)
+
+
 def like_in_order(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """An empty tensor of the same shape, laid out as `in_memory_order` lays it out; for tracing."""
-    return torch.empty(tensor.shape, dtype=dtype, device=tensor.device, memory_format=order_of(tensor))
+    """As `empty_in_order`, of a tensor's shape."""
+    return empty_in_order(tensor.shape, dtype, tensor)
 
 
 def packed_size(elements: Any) -> Any:

@@ -6,15 +6,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import nn
 
-from torch_odt.runtime.budget import format_bytes
 from torch_odt.quant.modules import MASTERS, Int8Conv2d, Int8Layer, Int8Linear, Masters
 from torch_odt.quant.qas import int8_layers, scale_gradients_
 from torch_odt.quant.ranges import OBSERVERS, Observer
-from torch_odt.quant.rewrite import ROOM, Classifier, Options, rewrite
-from torch_odt.quant.trace import calibrate, trace_parts
+from torch_odt.quant.rewrite import ROOM, Classifier, Options, Rewritten, rewrite
+from torch_odt.quant.trace import TracedModule, calibrate, trace_parts
+from torch_odt.runtime.budget import format_bytes
 
 CLASSIFIERS: tuple[Classifier, ...] = ("fp32", "int8")
 
@@ -112,24 +111,25 @@ def convert_(
         raise ValueError("calibration_batches is empty: give some batches of inputs as the model is to see")
     options = Options(classifier, masters, headroom, seed)
     shared = _shared_parameters(model)
-    layers: list[str] = []
-    operators = 0
+    found: list[tuple[TracedModule, Rewritten]] = []
     for part in parts:
-        if not part.ranges:
+        if part.ranges:
+            found.append((part, rewrite(part, options, shared)))
+            kept |= found[-1][1].kept
+        else:
             kept[part.name] = "no calibration batch has reached it"
-            continue
-        rewritten = rewrite(part, options, shared)
-        kept |= rewritten.kept
-        layers += rewritten.layers
-        operators += rewritten.operators
-        if rewritten.layers:
-            part.module.__class__ = _computing(type(part.module), rewritten.forward)
+    layers = tuple(layer for _, rewritten in found for layer in rewritten.layers)
     if not layers:
-        reasons = "; ".join(f"{name}: {reason}" for name, reason in list(kept.items())[:5])
-        raise ValueError(f"nothing in {type(model).__name__} can be converted to int8 ({reasons or 'it has no layers'})")
+        reasons = "; ".join(f"{name}: {reason}" for name, reason in list(kept.items())[:5]) or "it has no layers"
+        raise ValueError(f"nothing in {type(model).__name__} can be converted to int8 ({reasons})")
+    # Whatever can fail has not: the model changes from here on.
+    for part, rewritten in found:
+        if rewritten.layers:
+            part.module.__class__ = _computing(type(part.module), rewritten.install())
     if qas:
         scale_gradients_(model)
-    return Conversion(model, tuple(layers), kept, operators, before, _nbytes(model), batches)
+    operators = sum(rewritten.operators for _, rewritten in found if rewritten.layers)
+    return Conversion(model, layers, kept, operators, before, _nbytes(model), batches)
 
 
 def dequantize_(model: nn.Module) -> nn.Module:

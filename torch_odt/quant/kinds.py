@@ -60,6 +60,7 @@ _FUNCTIONS_BY_NAME: dict[Any, Callable[..., nn.Module]] = {
     "tanh": nn.Tanh,
     F.mish: nn.Mish,
 }
+_BOUNDS = {"min_val": "low", "max_val": "high", "min": "low", "max": "high"}
 _SHAPES = ("flatten", "view", "reshape", "squeeze", "unsqueeze", "contiguous")
 
 
@@ -122,8 +123,7 @@ def _of_function(node: fx.Node, target: Any) -> Kind:
         return Kind("clamp", inputs, {"low": 0.0, "high": 6.0})
     if target in (F.hardtanh, torch.clamp) and _are_numbers((*rest, *options.values())):
         given = dict(zip(("low", "high"), rest, strict=False))
-        given |= {{"min_val": "low", "max_val": "high", "min": "low", "max": "high"}.get(k, k): v for k, v in options.items()}
-        given.pop("inplace", None)
+        given |= {_BOUNDS[name]: value for name, value in options.items() if name in _BOUNDS}
         default = {"low": -1.0, "high": 1.0} if target is F.hardtanh else {"low": None, "high": None}
         return Kind("clamp", inputs, default | given)
     if target in (F.max_pool2d, torch.max_pool2d, F.avg_pool2d) and not _any_nodes((*rest, *options.values())):

@@ -28,6 +28,7 @@ from torch_odt.ops.int8_plain import Geometry
 from torch_odt.quant.activation import (
     Int8Activation,
     bounds,
+    empty_in_order,
     fake_slot,
     in_memory_order,
     new_slot,
@@ -179,14 +180,8 @@ def _layer(
 
 @_layer.register_fake
 def _(values: Tensor, slot: Tensor, grid: Tensor, weight: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
-    output = _empty(values, weight, torch.int8, rest[-4:])
+    output = empty_in_order(_output_shape(values, weight, rest[-4:]), torch.int8, values)
     return output, fake_slot(values, output.shape), values.new_empty(packed_size(output.numel()), dtype=torch.uint8)
-
-
-def _empty(values: Tensor, weight: Tensor, dtype: torch.dtype, windows: Sequence[Any]) -> Tensor:
-    shape = _output_shape(values, weight, windows)
-    order = torch.channels_last if len(shape) == 4 else torch.contiguous_format
-    return torch.empty(shape, dtype=dtype, device=values.device, memory_format=order)
 
 
 @torch.library.custom_op("torch_odt::int8_layer_to_float", mutates_args=())
@@ -215,7 +210,7 @@ def _layer_to_float(
 
 @_layer_to_float.register_fake
 def _(values: Tensor, slot: Tensor, grid: Tensor, weight: Tensor, *rest: Any) -> Tensor:
-    return _empty(values, weight, torch.float32, rest[-4:])
+    return empty_in_order(_output_shape(values, weight, rest[-4:]), torch.float32, values)
 
 
 @torch.library.custom_op("torch_odt::int8_layer_backward", mutates_args=())
@@ -298,11 +293,7 @@ def _(
 ) -> tuple[Tensor, Tensor, Tensor]:
     shapes = (input_shape, weight.shape, weight_scale.shape)
     of_input, of_weight, of_bias = (
-        gradient.new_empty(0)
-        if not wants
-        else torch.empty(
-            shape, device=gradient.device, memory_format=torch.channels_last if len(shape) == 4 else torch.contiguous_format
-        )
+        empty_in_order(shape if wants else (0,), torch.float32, gradient)
         for shape, wants in zip(shapes, wanted, strict=True)
     )
     return of_input, of_weight, of_bias

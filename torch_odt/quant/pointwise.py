@@ -248,9 +248,7 @@ def _multiply(
 ) -> tuple[Tensor, Tensor, Tensor]:
     product = _real(left, left_grid).mul(_real(right, right_grid))
     if product.shape != left.shape:
-        raise RuntimeError(
-            f"int8_multiply: the shape {tuple(right.shape)} does not broadcast to {tuple(left.shape)}"
-        )
+        raise RuntimeError(f"int8_multiply: the shape {tuple(right.shape)} does not broadcast to {tuple(left.shape)}")
     return _with_mask(*on_grid(product, output_grid, None, None))
 
 

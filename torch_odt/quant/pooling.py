@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from torch_odt.ops import max_pool2d_with_offsets, max_pool2d_with_offsets_backward
-from torch_odt.quant.activation import Int8Activation, fake_slot, like_in_order, new_slot, zero_of
+from torch_odt.quant.activation import Int8Activation, empty_in_order, fake_slot, like_in_order, new_slot, zero_of
 
 # Holds every int8 value exactly, in half the bytes of float32.
 _EXACT = torch.bfloat16
@@ -87,14 +87,12 @@ def _max_pool_backward(
 ) -> Tensor:
     like = torch.empty(input_shape, memory_format=torch.channels_last)
     gradient = gradient.contiguous(memory_format=torch.channels_last)
-    return max_pool2d_with_offsets_backward(
-        gradient, like, kernel_size, stride, padding, dilation, ceil_mode, offsets
-    )
+    return max_pool2d_with_offsets_backward(gradient, like, kernel_size, stride, padding, dilation, ceil_mode, offsets)
 
 
 @_max_pool_backward.register_fake
 def _(gradient: Tensor, offsets: Tensor, input_shape: list[int], *window: Any) -> Tensor:
-    return torch.empty(input_shape, device=gradient.device, memory_format=torch.channels_last)
+    return empty_in_order(input_shape, torch.float32, gradient)
 
 
 def _keep_offsets(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -132,7 +130,14 @@ def _average_pool(
 
 @_average_pool.register_fake
 def _(
-    values: Tensor, slot: Tensor, grid: Tensor, kernel_size: Any, stride: Any, padding: Any, ceil_mode: bool, count: bool
+    values: Tensor,
+    slot: Tensor,
+    grid: Tensor,
+    kernel_size: Any,
+    stride: Any,
+    padding: Any,
+    ceil_mode: bool,
+    count: bool,
 ) -> tuple[Tensor, Tensor]:
     like = values.new_empty(values.shape, dtype=torch.float32)
     output = torch.nn.functional.avg_pool2d(like, kernel_size, stride, padding, ceil_mode, count)
@@ -158,7 +163,7 @@ def _average_pool_backward(
 
 @_average_pool_backward.register_fake
 def _(gradient: Tensor, input_shape: list[int], *window: Any) -> Tensor:
-    return torch.empty(input_shape, device=gradient.device, memory_format=torch.channels_last)
+    return empty_in_order(input_shape, torch.float32, gradient)
 
 
 def _keep_window(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -177,15 +182,15 @@ _average_pool.register_autograd(_average_gradient, setup_context=_keep_window)
 @torch.library.custom_op("torch_odt::int8_adaptive_average_pool", mutates_args=())
 def _adaptive(values: Tensor, slot: Tensor, grid: Tensor, output_size: list[int]) -> tuple[Tensor, Tensor]:
     zero = zero_of(grid)
-    means = torch.nn.functional.adaptive_avg_pool2d(values.float().sub_(zero), output_size)
+    means = torch.nn.functional.adaptive_avg_pool2d(values.float().sub_(zero), (output_size[0], output_size[1]))
     whole = means.round_().add_(zero).to(torch.int8)
     return whole.contiguous(memory_format=torch.channels_last), new_slot(means.shape)
 
 
 @_adaptive.register_fake
 def _(values: Tensor, slot: Tensor, grid: Tensor, output_size: list[int]) -> tuple[Tensor, Tensor]:
-    output = values.new_empty((*values.shape[:2], *output_size))
-    return like_in_order(output, torch.int8), fake_slot(values, output.shape)
+    output = empty_in_order((*values.shape[:2], *output_size), torch.int8, values)
+    return output, fake_slot(values, output.shape)
 
 
 @torch.library.custom_op("torch_odt::int8_adaptive_average_pool_backward", mutates_args=())
@@ -197,7 +202,7 @@ def _adaptive_backward(gradient: Tensor, input_shape: list[int]) -> Tensor:
 
 @_adaptive_backward.register_fake
 def _(gradient: Tensor, input_shape: list[int]) -> Tensor:
-    return torch.empty(input_shape, device=gradient.device, memory_format=torch.channels_last)
+    return empty_in_order(input_shape, torch.float32, gradient)
 
 
 def _adaptive_gradient(ctx: Any, of_values: Any, gradient: Tensor) -> tuple[Any, ...]:

@@ -116,7 +116,7 @@ def train_int8_(model: nn.Module, optimizer: torch.optim.Optimizer) -> Int8Train
     held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     layers = {name: layer for name, layer in layers.items() if id(layer.weight_slot) in held}
     if not layers:
-        raise ValueError("the optimizer holds no int8 weight of this model: make it from model.parameters() as they are")
+        raise ValueError("the optimizer holds no int8 weight of this model: make it from model.parameters() as of now")
 
     def unpack(*_: Any) -> None:
         for layer in layers.values():

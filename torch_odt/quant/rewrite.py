@@ -1,4 +1,4 @@
-"""A traced module rewritten to int8: what has int8 layers gets them, everything else computes in float32 between them."""
+"""A traced module rewritten to int8: what has no int8 form computes in float32, between conversions."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import math
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -21,7 +20,6 @@ from torch_odt.quant.modules import (
     Int8Conv2d,
     Int8Dropout,
     Int8Function,
-    Int8Layer,
     Int8Linear,
     Int8Multiply,
     Int8Windows,
@@ -51,13 +49,13 @@ class Rewritten:
     """What became of a traced module.
 
     Attributes:
-        forward: computes the new graph, with the module as `self`.
+        install: puts the new layers into the module, and returns what computes the new graph with it as `self`.
         layers: names of what is int8 now and has weights, in the model.
         kept: what stays float32, with the reason.
         operators: how many int8 operators there are besides.
     """
 
-    forward: Callable[..., Any]
+    install: Callable[[], Callable[..., Any]]
     layers: list[str]
     kept: dict[str, str]
     operators: int
@@ -113,9 +111,9 @@ class _Rewriter:
                 is_int8 = False
             if not is_int8:
                 self._copy(node)
-        self._install()
-        module = fx.GraphModule(self.part.module, self.graph)
-        return Rewritten(type(module).forward, self.layers, self.kept, len(self.added))
+        if self.added and hasattr(self.part.module, ROOM):
+            raise ValueError(f"the model has an attribute {ROOM!r}, where int8 operators are to live: rename it")
+        return Rewritten(self._install, self.layers, self.kept, len(self.added))
 
     def _name_of(self, node: fx.Node) -> str:
         local = str(node.target) if node.op == "call_module" else node.name
@@ -219,7 +217,7 @@ class _Rewriter:
             self._replace(node, node, (layer,), weight, bias, windows, to_float=is_last)
             return True
         normalization = self.modules[str(norm.target)]
-        weight, bias = folded(weight, bias, normalization)  # type: ignore[assignment,arg-type]
+        weight, bias = folded(weight, bias, normalization)
         self._replace(node, norm, (layer, normalization), weight, bias, windows)
         self.replaced[str(norm.target)] = nn.Identity()
         return True
@@ -395,24 +393,22 @@ class _Rewriter:
     def _int8_function(self, node: fx.Node, kind: Kind) -> bool:
         grid = self._grid(node)
         source, input_grid = self._in_int8(kind.inputs[0])
-        return self._set(node, self._add(node.name, Int8Function(kind.options["function"], input_grid, grid), source), grid)
+        function = Int8Function(kind.options["function"], input_grid, grid)
+        return self._set(node, self._add(node.name, function, source), grid)
 
-    def _install(self) -> None:
-        """Put the new modules where the new graph looks for them."""
+    def _install(self) -> Callable[..., Any]:
         root = self.part.module
         for path, module in self.replaced.items():
             parent, _, name = path.rpartition(".")
-            old = root.get_submodule(path)
-            module.train(old.training)
+            module.train(root.get_submodule(path).training)
             setattr(root.get_submodule(parent), name, module)
         if self.added:
-            if hasattr(root, ROOM):
-                raise ValueError(f"{type(root).__name__} has an attribute {ROOM!r}, where int8 operators are to live")
             room = nn.Module()
             for name, module in self.added.items():
                 room.add_module(name, module)
-            room.train(root.training)
-            setattr(root, ROOM, room)
+            setattr(root, ROOM, room.train(root.training))
+        # Its modules are the root's own; what it adds is the code of its graph.
+        return type(fx.GraphModule(root, self.graph)).forward
 
 
 def reshaped(input: Int8Activation, method: str, *args: Any, **kwargs: Any) -> Int8Activation:
@@ -422,7 +418,7 @@ def reshaped(input: Int8Activation, method: str, *args: Any, **kwargs: Any) -> I
 
 
 def rewrite(part: TracedModule, options: Options, shared: dict[str, str]) -> Rewritten:
-    """Rewrite a traced and calibrated module to int8; its submodules are replaced, its own class is not touched.
+    """Rewrite a traced and calibrated module to int8. The module itself is changed by what is returned.
 
     Args:
         shared: by the id of a parameter that several modules hold, one that does.
