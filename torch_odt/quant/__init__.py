@@ -8,12 +8,15 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torch_odt.quant.convert import Conversion, convert_, dequantize_
     from torch_odt.quant.qas import Int8Training, scale_gradients_, train_int8_
+    from torch_odt.quant.saturated import Saturation, saturation
 
 __all__ = [
     "Conversion",
     "Int8Training",
+    "Saturation",
     "convert_",
     "dequantize_",
+    "saturation",
     "scale_gradients_",
     "train_int8_",
 ]
@@ -22,8 +25,10 @@ __all__ = [
 _LAZY: dict[str, str] = {
     "Conversion": "convert",
     "Int8Training": "qas",
+    "Saturation": "saturated",
     "convert_": "convert",
     "dequantize_": "convert",
+    "saturation": "saturated",
     "scale_gradients_": "qas",
     "train_int8_": "qas",
 }

@@ -105,16 +105,21 @@ def calibrate(model: nn.Module, parts: list[TracedModule], batches: Iterable[Any
         How many batches there were.
     """
     count = 0
-    with _evaluating(model), torch.no_grad(), contextlib.ExitStack() as stack:
+    with evaluating(model), torch.no_grad(), contextlib.ExitStack() as stack:
         for part in parts:
             stack.enter_context(_observed(part, observer))
         for batch in batches:
-            if isinstance(batch, dict):
-                model(**batch)
-            else:
-                model(batch[0] if isinstance(batch, (tuple, list)) else batch)
-            count += 1
+            count += feed(model, batch)
     return count
+
+
+def feed(model: nn.Module, batch: Any) -> bool:
+    """Run the model on a batch, see `calibrate`; True, to be counted."""
+    if isinstance(batch, dict):
+        model(**batch)
+    else:
+        model(batch[0] if isinstance(batch, (tuple, list)) else batch)
+    return True
 
 
 @contextlib.contextmanager
@@ -139,7 +144,8 @@ def _default(graph: fx.Graph, name: str) -> tuple[Any, ...]:
 
 
 @contextlib.contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """While it lasts, the model is in evaluation mode."""
     modes = {module: module.training for module in model.modules()}
     model.eval()
     try:
