@@ -49,6 +49,23 @@ class Excited(nn.Module):
         return self.head(self.pool(x).view(x.shape[0], -1))
 
 
+class Fire(nn.Module):
+    """Two branches side by side, and scores that are averaged, as in SqueezeNet."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.squeeze = nn.Conv2d(3, 6, 1)
+        self.narrow = nn.Conv2d(6, 5, 1)
+        self.wide = nn.Conv2d(6, 7, 3, padding=1)
+        self.scores = nn.Conv2d(12, 4, 1)
+        self.pool = nn.AdaptiveAvgPool2d((1, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.relu(self.squeeze(x))
+        x = torch.cat([F.relu(self.narrow(x)), F.relu(self.wide(x))], 1)
+        return torch.flatten(self.pool(self.scores(x)), 1)
+
+
 def mlp() -> nn.Sequential:
     return nn.Sequential(
         nn.Flatten(), nn.Linear(3 * SIZE * SIZE, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.2), nn.Linear(16, 8),
@@ -64,7 +81,7 @@ def vgg() -> nn.Sequential:
     )  # fmt: skip
 
 
-NETWORKS = {"residual": Residual, "excited": Excited, "mlp": mlp, "vgg": vgg}
+NETWORKS = {"residual": Residual, "excited": Excited, "fire": Fire, "mlp": mlp, "vgg": vgg}
 
 
 def trained_a_little(name: str) -> nn.Module:

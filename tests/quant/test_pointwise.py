@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from torch_odt.quant import pointwise, pooling
+from torch_odt.quant import joining, pointwise, pooling
 from torch_odt.quant.activation import Int8Activation, new_slot
 from torch_odt.quant.modules import Int8Function
 from torch_odt.quant.pooling import Pool
@@ -78,6 +78,15 @@ def test_sums() -> None:
 def test_products(shape: tuple[int, ...]) -> None:
     left, right = activation(2, 4, 5, 5), activation(*shape, grid=grid_of(0.0, 1.0), seed=1)
     check([left, right], lambda a, b: pointwise.multiply(a, b, GRID), torch.mul)
+
+
+def test_concatenations() -> None:
+    left, right = activation(2, 4, 5, 5), activation(2, 3, 5, 5, grid=grid_of(-0.5, 4.0), seed=1)
+    check(
+        [left, right], lambda *both: joining.concatenate(both, grid_of(-1.1, 4.1), 1), lambda *both: torch.cat(both, 1)
+    )
+    flat, other = activation(2, 6), activation(2, 5, seed=1)
+    check([flat, other], lambda *both: joining.concatenate(both, GRID, -1), lambda *both: torch.cat(both, 1))
 
 
 def test_clamps() -> None:
@@ -155,6 +164,7 @@ def test_operators_are_registered_as_torch_wants_them() -> None:
         (ops.int8_dequantize, tuple(x)),
         (ops.int8_add, (*x, *other, GRID, 0.0, None)),
         (ops.int8_multiply, (*x, *other, GRID)),
+        (ops.int8_concatenate, ([x.values, other.values], [x.slot, other.slot], [GRID, GRID], GRID, 1)),
         (ops.int8_clamp, (*x, 0.0, 1.0)),
         (ops.int8_look_up, (x.values, x.slot, table, slopes)),
         (ops.int8_drop, (*x, kept)),

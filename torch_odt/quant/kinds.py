@@ -19,8 +19,8 @@ class Kind:
     """What a node does.
 
     Attributes:
-        name: "layer", "batch_norm", "clamp", "add", "multiply", "max_pool", "average_pool", "adaptive_pool", "mean",
-            "reshape", "dropout", "same", "function", "size" or "other".
+        name: "layer", "batch_norm", "clamp", "add", "multiply", "concatenate", "max_pool", "average_pool", "adaptive_pool",
+            "mean", "reshape", "dropout", "same", "function", "size" or "other".
         inputs: the nodes that it takes.
         options: the rest, by name.
     """
@@ -114,6 +114,8 @@ def _of_function(node: fx.Node, target: Any) -> Kind:
         return Kind("add", _nodes(node))
     if target in (operator.mul, operator.imul, torch.mul) and _all_nodes(node.args, 2) and not node.kwargs:
         return Kind("multiply", _nodes(node))
+    if target in (torch.cat, torch.concat):
+        return _concatenation(node)
     if not node.args or not isinstance(node.args[0], fx.Node):
         return OTHER
     inputs, rest, options = (node.args[0],), node.args[1:], node.kwargs
@@ -161,6 +163,14 @@ def _of_method(node: fx.Node, name: str) -> Kind:
     if name in _FUNCTIONS_BY_NAME:
         return Kind("function", inputs, {"function": _FUNCTIONS_BY_NAME[name]()})
     return OTHER
+
+
+def _concatenation(node: fx.Node) -> Kind:
+    given = dict(zip(("tensors", "dim"), node.args, strict=False)) | dict(node.kwargs)
+    parts, dim = given.get("tensors"), given.get("dim", 0)
+    if not isinstance(parts, (list, tuple)) or not _all_nodes(parts, len(parts)) or not isinstance(dim, int):
+        return OTHER
+    return Kind("concatenate", tuple(parts), {"dim": dim})
 
 
 def _functional_pool(target: Any, inputs: tuple[fx.Node, ...], rest: Any, options: Any) -> Kind:

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from torch_odt.quant import pointwise
+from torch_odt.quant import joining, pointwise
 from torch_odt.quant.activation import WEIGHT_MOST, Int8Activation, new_slot, order_of, require_activation
 from torch_odt.quant.layer import LayerTensors, Windows, int8_layer, int8_layer_to_float
 from torch_odt.quant.ranges import weight_steps
@@ -233,6 +233,25 @@ class Int8Multiply(nn.Module):
         if left.values.numel() < right.values.numel():
             left, right = right, left
         return pointwise.multiply(left, right, self.grid)
+
+
+class Int8Concatenate(nn.Module):
+    """Int8 activations side by side.
+
+    Args:
+        grid: step and zero point of the result.
+        dim: along which they are put.
+    """
+
+    grid: Tensor
+
+    def __init__(self, grid: Tensor, dim: int) -> None:
+        super().__init__()
+        self.register_buffer("grid", grid)
+        self.dim = dim
+
+    def forward(self, *inputs: Int8Activation) -> Int8Activation:
+        return joining.concatenate(inputs, self.grid, self.dim)
 
 
 class Int8Function(nn.Module):

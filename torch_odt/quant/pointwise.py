@@ -130,7 +130,8 @@ def drop(input: Int8Activation, probability: float, training: bool) -> Int8Activ
     return Int8Activation(values, slot, torch.stack([input.grid[0] * factor, input.grid[1]]))
 
 
-def _with_mask(whole: Tensor, inside: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def with_mask(whole: Tensor, inside: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """What operators return: values, their slot, and booleans as bits."""
     return whole, new_slot(whole.shape), pack_in_order(inside, inside.dim() == 4)
 
 
@@ -139,11 +140,13 @@ def _fake_with_mask(like: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return values, fake_slot(like, like.shape), like.new_empty(packed_size(like.numel()), dtype=torch.uint8)
 
 
-def _masked(gradient: Tensor, mask: Tensor) -> Tensor:
+def masked(gradient: Tensor, mask: Tensor) -> Tensor:
+    """A gradient, 0 where the bit is not set."""
     return clamp_with_mask_backward(in_memory_order(gradient), mask, gradient.dim() == 4)
 
 
-def _real(values: Tensor, grid: Tensor) -> Tensor:
+def real(values: Tensor, grid: Tensor) -> Tensor:
+    """The real numbers of a grid."""
     return values.float().sub_(zero_of(grid)).mul_(step_of(grid))
 
 
@@ -153,7 +156,7 @@ def _quantize(input: Tensor, grid: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         raise RuntimeError(f"int8_quantize: the input must be float32, not {input.dtype}")
     if bool(input.isnan().any()):
         raise RuntimeError("int8_quantize: the input holds NaN")
-    return _with_mask(*on_grid(in_memory_order(input), grid, None, None))
+    return with_mask(*on_grid(in_memory_order(input), grid, None, None))
 
 
 @_quantize.register_fake
@@ -163,7 +166,7 @@ def _(input: Tensor, grid: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 @torch.library.custom_op("torch_odt::int8_masked_backward", mutates_args=())
 def _masked_backward(gradient: Tensor, mask: Tensor) -> Tensor:
-    return _masked(gradient, mask)
+    return masked(gradient, mask)
 
 
 @_masked_backward.register_fake
@@ -187,7 +190,7 @@ _quantize.register_autograd(_quantize_backward, setup_context=_keep_mask)
 
 @torch.library.custom_op("torch_odt::int8_dequantize", mutates_args=())
 def _dequantize(values: Tensor, slot: Tensor, grid: Tensor) -> Tensor:
-    return _real(values, grid)
+    return real(values, grid)
 
 
 @_dequantize.register_fake
@@ -220,7 +223,7 @@ def _add(
 ) -> tuple[Tensor, Tensor, Tensor]:
     if left.shape != right.shape:
         raise RuntimeError(f"int8_add: the shapes {tuple(left.shape)} and {tuple(right.shape)} differ")
-    return _with_mask(*on_grid(_real(left, left_grid).add_(_real(right, right_grid)), output_grid, low, high))
+    return with_mask(*on_grid(real(left, left_grid).add_(real(right, right_grid)), output_grid, low, high))
 
 
 @_add.register_fake
@@ -246,10 +249,10 @@ def _multiply(
     right_grid: Tensor,
     output_grid: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    product = _real(left, left_grid).mul(_real(right, right_grid))
+    product = real(left, left_grid).mul(real(right, right_grid))
     if product.shape != left.shape:
         raise RuntimeError(f"int8_multiply: the shape {tuple(right.shape)} does not broadcast to {tuple(left.shape)}")
-    return _with_mask(*on_grid(product, output_grid, None, None))
+    return with_mask(*on_grid(product, output_grid, None, None))
 
 
 @_multiply.register_fake
@@ -261,9 +264,9 @@ def _(left: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
 def _multiplied_back(
     gradient: Tensor, mask: Tensor, left: Tensor, left_grid: Tensor, right: Tensor, right_grid: Tensor
 ) -> tuple[Tensor, Tensor]:
-    passed = _masked(gradient, mask)
-    of_right = (passed * _real(left, left_grid)).sum_to_size(right.shape)
-    return passed * _real(right, right_grid), in_memory_order(of_right).clone()
+    passed = masked(gradient, mask)
+    of_right = (passed * real(left, left_grid)).sum_to_size(right.shape)
+    return passed * real(right, right_grid), in_memory_order(of_right).clone()
 
 
 @_multiplied_back.register_fake
@@ -293,7 +296,7 @@ def _clamp(
     values: Tensor, slot: Tensor, grid: Tensor, low: float | None, high: float | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     least, most = bounds(grid, low, high)
-    return _with_mask(values.clamp(least, most), (values >= least) & (values <= most))
+    return with_mask(values.clamp(least, most), (values >= least) & (values <= most))
 
 
 @_clamp.register_fake

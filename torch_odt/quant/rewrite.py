@@ -17,6 +17,7 @@ from torch_odt.quant.kinds import Kind, folded, kind_of
 from torch_odt.quant.layer import Windows
 from torch_odt.quant.modules import (
     Int8Add,
+    Int8Concatenate,
     Int8Conv2d,
     Int8Dropout,
     Int8Function,
@@ -331,6 +332,11 @@ class _Rewriter:
         grid = self._grid(node)
         inputs = [self._in_int8(each)[0] for each in kind.inputs]
         return self._set(node, self._add(node.name, Int8Multiply(grid), *inputs), grid)
+
+    def _int8_concatenate(self, node: fx.Node, kind: Kind) -> bool:
+        grid = self._grid(node)
+        inputs = [self._in_int8(each)[0] for each in kind.inputs]
+        return self._set(node, self._add(node.name, Int8Concatenate(grid, kind.options["dim"]), *inputs), grid)
 
     def _require_shapes(self, kind: Kind, *, same: bool) -> None:
         shapes = [self.part.shapes.get(each) for each in kind.inputs]

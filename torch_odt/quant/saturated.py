@@ -11,11 +11,11 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from torch_odt.quant.activation import LEAST, MOST, WEIGHT_MOST, Int8Activation
-from torch_odt.quant.modules import Int8Add, Int8Layer, Int8Multiply, Quantize
+from torch_odt.quant.modules import Int8Add, Int8Concatenate, Int8Layer, Int8Multiply, Quantize
 from torch_odt.quant.trace import evaluating, feed
 
 # Tables' ends may be those of their function, and what else there is passes on the grid of its input.
-_WITH_RANGES = (Int8Add, Int8Layer, Int8Multiply, Quantize)
+_WITH_RANGES = (Int8Add, Int8Concatenate, Int8Layer, Int8Multiply, Quantize)
 
 
 @dataclass(frozen=True)
