@@ -16,7 +16,7 @@ from recipes.tte_int8_qas import Row
 @pytest.mark.slow
 def test_ways_to_train_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("sklearn")
-    small = {"source-samples": 64, "samples": 64, "test": 32, "pretrain-epochs": 1, "epochs": 1, "seeds": 1, "layers": 4}
+    small = {"source-samples": 64, "samples": 64, "test": 32, "pretrain-epochs": 1, "epochs": 1, "seeds": 1}
     arguments = [f"--{name}={value}" for name, value in small.items()] + ["--rates", "0.01", "0.03"]
     arguments += ["--cache", str(tmp_path / "cache"), "--out", str(tmp_path)]
     code = tte_int8_qas.main(arguments)

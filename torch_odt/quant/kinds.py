@@ -19,8 +19,8 @@ class Kind:
     """What a node does.
 
     Attributes:
-        name: "layer", "batch_norm", "clamp", "add", "multiply", "concatenate", "max_pool", "average_pool", "adaptive_pool",
-            "mean", "reshape", "dropout", "same", "function", "size" or "other".
+        name: "layer", "batch_norm", "clamp", "add", "multiply", "concatenate", "max_pool", "average_pool",
+            "adaptive_pool", "mean", "reshape", "dropout", "same", "function", "size" or "other".
         inputs: the nodes that it takes.
         options: the rest, by name.
     """
