@@ -3,11 +3,35 @@
 from __future__ import annotations
 
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-__all__: list[str] = []
+if TYPE_CHECKING:
+    from torch_odt.quant.convert import Conversion, convert_, dequantize_
+    from torch_odt.quant.qas import Int8Training, scale_gradients_, train_int8_
+    from torch_odt.quant.saturated import Saturation, saturation
 
-_LAZY: dict[str, str] = {}
+__all__ = [
+    "Conversion",
+    "Int8Training",
+    "Saturation",
+    "convert_",
+    "dequantize_",
+    "saturation",
+    "scale_gradients_",
+    "train_int8_",
+]
+
+# Loaded when first used.
+_LAZY: dict[str, str] = {
+    "Conversion": "convert",
+    "Int8Training": "qas",
+    "Saturation": "saturated",
+    "convert_": "convert",
+    "dequantize_": "convert",
+    "saturation": "saturated",
+    "scale_gradients_": "qas",
+    "train_int8_": "qas",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -1,0 +1,119 @@
+"""What int8 layers hand to each other: int8 values, and a place for their gradient that takes no memory.
+
+Integers have no gradient in autograd. So a float32 tensor goes along with them, of their shape and of one element in
+memory, which nobody reads: its *slot*. The gradient that autograd delivers to it is float32, and that of the real
+numbers that the integers stand for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+LEAST, MOST = -128, 127
+WEIGHT_MOST = 127
+
+
+class Int8Activation(NamedTuple):
+    """Numbers in int8, as they go from one int8 layer to the next.
+
+    Attributes:
+        values: int8; four dimensions are in torch.channels_last.
+        slot: float32 of their shape and one element in memory, NaN: where their gradient goes.
+        grid: float32 of shape (2,): the step s and the zero point z; the real numbers are s * (values - z).
+
+    Example:
+        >>> from torch_odt.quant.pointwise import dequantize, quantize
+        >>> activation = quantize(torch.tensor([0.0, 0.5, 9.0]), torch.tensor([0.25, 0.0]))
+        >>> activation.values, dequantize(activation)[:2]
+        (tensor([ 0,  2, 36], dtype=torch.int8), tensor([0.0000, 0.5000]))
+    """
+
+    values: Tensor
+    slot: Tensor
+    grid: Tensor
+
+
+def new_slot(shape: Sequence[int]) -> Tensor:
+    """A slot for values of a shape. It holds NaN, so that whatever computes with it by mistake shows."""
+    return torch.full((1,), float("nan")).expand(*shape)
+
+
+def fake_slot(like: Tensor, shape: Sequence[int]) -> Tensor:
+    """As `new_slot`, for tracing."""
+    return like.new_empty(1, dtype=torch.float32).expand(*shape)
+
+
+def step_of(grid: Tensor) -> Tensor:
+    """The step of a grid, of shape (1,)."""
+    return grid[:1]
+
+
+def zero_of(grid: Tensor) -> int:
+    """The zero point of a grid; reads it."""
+    return int(grid[1])
+
+
+def on_grid(real: Tensor, grid: Tensor, low: float | None, high: float | None) -> tuple[Tensor, Tensor]:
+    """Real numbers rounded to a grid, and where they were not clamped.
+
+    Args:
+        low, high: bounds as real numbers, beside those of int8; None for none.
+
+    Returns:
+        int8, and booleans, both laid out as `real`.
+    """
+    whole = real.div(step_of(grid)).round_().add_(zero_of(grid))
+    least, most = bounds(grid, low, high)
+    inside = (whole >= least) & (whole <= most)
+    return whole.clamp_(least, most).to(torch.int8), inside
+
+
+def bounds(grid: Tensor, low: float | None, high: float | None) -> tuple[int, int]:
+    """Bounds in real numbers as values of int8."""
+    step, zero = float(grid[0]), zero_of(grid)
+    least = LEAST if low is None else max(LEAST, min(MOST, round(low / step) + zero))
+    most = MOST if high is None else max(least, min(MOST, round(high / step) + zero))
+    return least, most
+
+
+def in_memory_order(tensor: Tensor) -> Tensor:
+    """Images in torch.channels_last, everything else contiguous."""
+    return tensor.contiguous(memory_format=order_of(tensor))
+
+
+def order_of(tensor: Tensor) -> torch.memory_format:
+    return torch.channels_last if tensor.dim() == 4 else torch.contiguous_format
+
+
+def empty_in_order(shape: Sequence[int], dtype: torch.dtype, like: Tensor) -> Tensor:
+    """An empty tensor, laid out as `in_memory_order` lays it out; for tracing."""
+    order = torch.channels_last if len(shape) == 4 else torch.contiguous_format
+    return torch.empty(shape, dtype=dtype, device=like.device, memory_format=order)
+
+
+def like_in_order(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """As `empty_in_order`, of a tensor's shape."""
+    return empty_in_order(tensor.shape, dtype, tensor)
+
+
+def packed_size(elements: Any) -> Any:
+    """The bytes of a mask of so many bits."""
+    return (elements + 7) // 8
+
+
+def require_activation(value: object, layer: str) -> Int8Activation:
+    """The value, if it comes from an int8 layer.
+
+    Raises:
+        TypeError: it is a tensor or something else.
+    """
+    if not isinstance(value, Int8Activation):
+        raise TypeError(
+            f"{layer} takes what another int8 layer gives, not a {type(value).__name__}: call the converted model as a "
+            "whole, which quantizes its input"
+        )
+    return value

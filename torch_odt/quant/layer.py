@@ -1,0 +1,331 @@
+"""Convolutions and linear layers in int8, forward and backward, as operators that autograd and captures know.
+
+Forward (TTE; J. Lin et al., "On-Device Training Under 256KB Memory", NeurIPS 2022, section 3.1): with the input's step
+s_x and the weight's s_W, one for each output channel, (sum of (x - z_x) W + b) s_x s_W / s_y, rounded, plus z_y,
+clamped; a clamp behind the layer is part of that. Backward, with the gradient g of the real output where nothing was
+clamped, in int8 as well: the weight's gradient from g rounded channel by channel, the input's from g s_W rounded as a
+whole, since s_W does not factor out of its sums. Rounding is stochastic, so that both are right on average.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torch_odt.ops import (
+    clamp_with_mask_backward,
+    int8_conv2d_grad_input_scaled,
+    int8_conv2d_grad_weight_scaled,
+    int8_conv2d_quantized,
+    int8_conv2d_scaled,
+)
+from torch_odt.ops.int8_plain import Geometry
+from torch_odt.quant.activation import (
+    Int8Activation,
+    bounds,
+    empty_in_order,
+    fake_slot,
+    in_memory_order,
+    new_slot,
+    packed_size,
+    step_of,
+    zero_of,
+)
+
+GRADIENT_MOST = 127.0
+# int32 has to hold the sums with it.
+BIAS_MOST = 2.0**30
+
+
+@dataclass(frozen=True)
+class LayerTensors:
+    """What a layer computes with, beside its input.
+
+    Attributes:
+        weight: int8 of shape (out, in) or (out, in / groups, rows, columns).
+        weight_slot: float32 of that shape: where its gradient goes; its data is not read.
+        weight_scale: float32 of shape (out,): the steps of the weight.
+        bias: float32 of shape (out,), in units of `input_step` times `weight_scale`, or None.
+        input_step: float32 of shape (1,): the input's step by which the bias is counted.
+    """
+
+    weight: Tensor
+    weight_slot: Tensor
+    weight_scale: Tensor
+    bias: Tensor | None
+    input_step: Tensor
+
+
+@dataclass(frozen=True)
+class Windows:
+    """As in `torch.nn.Conv2d`; a linear layer is a convolution of images of one pixel."""
+
+    stride: tuple[int, int] = (1, 1)
+    padding: tuple[int, int] = (0, 0)
+    dilation: tuple[int, int] = (1, 1)
+    groups: int = 1
+
+    @property
+    def numbers(self) -> tuple[list[int], list[int], list[int], int]:
+        return list(self.stride), list(self.padding), list(self.dilation), self.groups
+
+
+def int8_layer(
+    input: Int8Activation,
+    tensors: LayerTensors,
+    windows: Windows,
+    output_grid: Tensor,
+    *,
+    low: float | None = None,
+    high: float | None = None,
+    scales_gradients: bool = False,
+) -> Int8Activation:
+    """A convolution or linear layer from int8 to int8, with the clamp behind it.
+
+    When to choose it: between int8 layers; `Int8Conv2d` and `Int8Linear` call it.
+
+    Args:
+        input: of shape (N, C, H, W), or (..., in) for a linear layer.
+        tensors, windows: the layer.
+        output_grid: float32 of shape (2,), step and zero point of the output.
+        low, high: bounds of the output as real numbers, as those of ReLU6; None for those of int8.
+        scales_gradients: QAS, see `scale_gradients_`.
+
+    Returns:
+        The output. Its gradient's part at clamped elements is lost, as behind any clamp.
+
+    Raises:
+        RuntimeError: a shape, dtype or device is another, or a gradient is not finite.
+    """
+    t = tensors
+    values, slot, _ = torch.ops.torch_odt.int8_layer(
+        input.values, input.slot, input.grid, t.weight, t.weight_slot, t.weight_scale, t.bias, t.input_step,
+        output_grid, low, high, scales_gradients, *windows.numbers,
+    )  # fmt: skip
+    return Int8Activation(values, slot, output_grid)
+
+
+def int8_layer_to_float(
+    input: Int8Activation, tensors: LayerTensors, windows: Windows, *, scales_gradients: bool = False
+) -> Tensor:
+    """A convolution or linear layer from int8 to float32; otherwise as `int8_layer`.
+
+    When to choose it: at the end of the int8 part, as for a classifier.
+    """
+    t = tensors
+    output: Tensor = torch.ops.torch_odt.int8_layer_to_float(
+        input.values, input.slot, input.grid, t.weight, t.weight_slot, t.weight_scale, t.bias, t.input_step,
+        scales_gradients, *windows.numbers,
+    )  # fmt: skip
+    return output
+
+
+def _image(tensor: Tensor) -> Tensor:
+    """Rows of features as images of one pixel."""
+    return tensor if tensor.dim() == 4 else tensor.reshape(-1, tensor.shape[-1], 1, 1)
+
+
+def _output_shape(values: Tensor, weight: Tensor, windows: Sequence[Any]) -> list[int]:
+    if values.dim() != 4:
+        return [*values.shape[:-1], weight.shape[0]]
+    size = Geometry(*windows).output_size("int8_layer", values.shape[2:], weight.shape[2:])
+    return [values.shape[0], weight.shape[0], *size]
+
+
+def _whole_bias(bias: Tensor | None, input_step: Tensor, grid: Tensor) -> Tensor | None:
+    """The bias in units of the sums."""
+    if bias is None:
+        return None
+    return bias.mul(input_step / step_of(grid)).round_().clamp_(-BIAS_MOST, BIAS_MOST).to(torch.int32)
+
+
+def _named(windows: Sequence[Any]) -> dict[str, Any]:
+    return dict(zip(("stride", "padding", "dilation", "groups"), windows, strict=True))
+
+
+@torch.library.custom_op("torch_odt::int8_layer", mutates_args=())
+def _layer(
+    values: Tensor,
+    slot: Tensor,
+    grid: Tensor,
+    weight: Tensor,
+    weight_slot: Tensor,
+    weight_scale: Tensor,
+    bias: Tensor | None,
+    input_step: Tensor,
+    output_grid: Tensor,
+    low: float | None,
+    high: float | None,
+    scales_gradients: bool,
+    stride: list[int],
+    padding: list[int],
+    dilation: list[int],
+    groups: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    windows = (stride, padding, dilation, groups)
+    shape = _output_shape(values, weight, windows)
+    least, most = bounds(output_grid, low, high)
+    output, mask, _ = int8_conv2d_quantized(
+        _image(values), _image(weight), step_of(grid) * weight_scale / step_of(output_grid),
+        _whole_bias(bias, input_step, grid), input_zero_point=zero_of(grid), output_zero_point=zero_of(output_grid),
+        low=least, high=most, **_named(windows),
+    )  # fmt: skip
+    return output.reshape(shape), new_slot(shape), mask
+
+
+@_layer.register_fake
+def _(values: Tensor, slot: Tensor, grid: Tensor, weight: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+    output = empty_in_order(_output_shape(values, weight, rest[-4:]), torch.int8, values)
+    return output, fake_slot(values, output.shape), values.new_empty(packed_size(output.numel()), dtype=torch.uint8)
+
+
+@torch.library.custom_op("torch_odt::int8_layer_to_float", mutates_args=())
+def _layer_to_float(
+    values: Tensor,
+    slot: Tensor,
+    grid: Tensor,
+    weight: Tensor,
+    weight_slot: Tensor,
+    weight_scale: Tensor,
+    bias: Tensor | None,
+    input_step: Tensor,
+    scales_gradients: bool,
+    stride: list[int],
+    padding: list[int],
+    dilation: list[int],
+    groups: int,
+) -> Tensor:
+    windows = (stride, padding, dilation, groups)
+    output = int8_conv2d_scaled(
+        _image(values), _image(weight), step_of(grid) * weight_scale, _whole_bias(bias, input_step, grid),
+        input_zero_point=zero_of(grid), **_named(windows),
+    )  # fmt: skip
+    return output.reshape(_output_shape(values, weight, windows))
+
+
+@_layer_to_float.register_fake
+def _(values: Tensor, slot: Tensor, grid: Tensor, weight: Tensor, *rest: Any) -> Tensor:
+    return empty_in_order(_output_shape(values, weight, rest[-4:]), torch.float32, values)
+
+
+@torch.library.custom_op("torch_odt::int8_layer_backward", mutates_args=())
+def _backward(
+    gradient: Tensor,
+    mask: Tensor | None,
+    values: Tensor | None,
+    grid: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    input_step: Tensor,
+    input_shape: list[int],
+    wanted: list[bool],
+    scales_gradients: bool,
+    stride: list[int],
+    padding: list[int],
+    dilation: list[int],
+    groups: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    windows = _named((stride, padding, dilation, groups))
+    image = in_memory_order(_image(gradient))
+    if mask is not None:
+        image = clamp_with_mask_backward(image, mask, True)
+    rows = image.permute(0, 2, 3, 1).reshape(-1, image.shape[1])
+    largest = rows.abs().amax(0) if len(rows) else rows.new_zeros(rows.shape[1])
+    if not bool(largest.isfinite().all()):
+        raise RuntimeError("int8_layer: a gradient is not finite: the loss has diverged, or it overflows")
+    draws = torch.rand(rows.shape, generator=_generator(largest)) if wanted[0] or wanted[1] else rows
+    of_input, of_weight, of_bias = (gradient.new_empty(0) for _ in range(3))
+    if wanted[0]:
+        step = _steps((largest * weight_scale).amax().reshape(1))
+        whole = _rounded(rows, weight_scale / step, draws, image)
+        of_input = int8_conv2d_grad_input_scaled(
+            whole, _image(weight), step, input_shape[2:] if len(input_shape) == 4 else (1, 1), **windows
+        ).reshape(input_shape)
+    if wanted[1]:
+        assert values is not None
+        step = _steps(largest)
+        whole = _rounded(rows, 1 / step, draws, image)
+        scale = step * step_of(grid) * (1 / weight_scale if scales_gradients else weight_scale)
+        kernel = _image(weight).shape[2:]
+        of_weight, _ = int8_conv2d_grad_weight_scaled(
+            whole, _image(values), scale, kernel, input_zero_point=zero_of(grid), **windows
+        )
+        of_weight = of_weight.reshape(weight.shape)
+    if wanted[2]:
+        unit = input_step * weight_scale
+        of_bias = rows.sum(0) * (1 / unit if scales_gradients else unit)
+    return of_input, of_weight, of_bias
+
+
+def _steps(largest: Tensor) -> Tensor:
+    return torch.where(largest > 0, largest / GRADIENT_MOST, 1.0)
+
+
+def _generator(numbers: Tensor) -> torch.Generator:
+    """Random numbers that depend on the numbers alone: another gradient draws others, the same one the same again."""
+    return torch.Generator().manual_seed(zlib.crc32(numbers.contiguous().numpy().tobytes()))
+
+
+def _rounded(rows: Tensor, factor: Tensor, draws: Tensor, like: Tensor) -> Tensor:
+    """Rows times factors in int8, rounded stochastically, as an image."""
+    whole = rows.mul(factor).add_(draws).floor_().clamp_(-GRADIENT_MOST, GRADIENT_MOST).to(torch.int8)
+    count, channels, height, width = like.shape
+    return whole.view(count, height, width, channels).permute(0, 3, 1, 2)
+
+
+@_backward.register_fake
+def _(
+    gradient: Tensor,
+    mask: Tensor | None,
+    values: Tensor | None,
+    grid: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    input_step: Tensor,
+    input_shape: list[int],
+    wanted: list[bool],
+    *rest: Any,
+) -> tuple[Tensor, Tensor, Tensor]:
+    shapes = (input_shape, weight.shape, weight_scale.shape)
+    of_input, of_weight, of_bias = (
+        empty_in_order(shape if wants else (0,), torch.float32, gradient)
+        for shape, wants in zip(shapes, wanted, strict=True)
+    )
+    return of_input, of_weight, of_bias
+
+
+SLOT, WEIGHT_SLOT, BIAS = 1, 4, 6
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    values, _, grid, weight, _, weight_scale, _, input_step = inputs[:8]
+    mask = None
+    if isinstance(output, tuple):
+        mask = output[2]
+        ctx.mark_non_differentiable(output[0], mask)
+    ctx.wanted = [ctx.needs_input_grad[position] for position in (SLOT, WEIGHT_SLOT, BIAS)]
+    ctx.input_shape = list(values.shape)
+    ctx.options = inputs[-5:]
+    ctx.inputs = len(inputs)
+    ctx.save_for_backward(mask, values if ctx.wanted[1] else None, grid, weight, weight_scale, input_step)
+
+
+def _pass_back(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+    found = _backward(gradient, *ctx.saved_tensors, ctx.input_shape, ctx.wanted, *ctx.options)
+    gradients: list[Tensor | None] = [None] * ctx.inputs
+    for position, tensor, wanted in zip((SLOT, WEIGHT_SLOT, BIAS), found, ctx.wanted, strict=True):
+        gradients[position] = tensor if wanted else None
+    return tuple(gradients)
+
+
+def _pass_back_int8(ctx: Any, of_values: Any, gradient: Tensor, of_mask: Any) -> tuple[Any, ...]:
+    return _pass_back(ctx, gradient)
+
+
+_layer.register_autograd(_pass_back_int8, setup_context=_keep)
+_layer_to_float.register_autograd(_pass_back, setup_context=_keep)

@@ -1,0 +1,326 @@
+"""The layers of a converted network. `convert_` makes them; what they compute is in `layer.py` and `pointwise.py`."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from torch_odt.quant import joining, pointwise
+from torch_odt.quant.activation import WEIGHT_MOST, Int8Activation, new_slot, order_of, require_activation
+from torch_odt.quant.layer import LayerTensors, Windows, int8_layer, int8_layer_to_float
+from torch_odt.quant.ranges import weight_steps
+
+Masters = Literal["none", "fp32"]
+MASTERS: tuple[Masters, ...] = ("none", "fp32")
+
+
+class Int8Layer(nn.Module):
+    """A convolution or a linear layer in int8.
+
+    With `masters="none"` the weight is int8 and nothing else: `weight_slot` takes its gradient, has no memory, and is
+    in no state_dict. With "fp32" there is a float32 weight, `master`, in steps, and int8 is made of it in each forward
+    pass.
+
+    Args:
+        weight: float32, BatchNorm folded into it.
+        bias: float32 of shape (out,), or None.
+        windows: of a convolution.
+        input_step: the input's step at calibration.
+        output_grid: step and zero point of the output; None for one in float32.
+        low, high: the clamp behind it, as real numbers.
+        masters: see above.
+        headroom: see `weight_steps`.
+        seed: of the rounding of its updates.
+
+    Attributes:
+        weight: int8, in torch.channels_last where it has four dimensions; None with masters.
+        weight_scale: float32 of shape (out,): the steps.
+        bias: float32 of shape (out,), in units of `input_step` times `weight_scale`.
+        rounding: int64 of shape (2,): the seed, and how many updates were rounded.
+        saturated: int64 of shape (): how many weights updates wanted beyond 127 steps, so far.
+        scales_gradients: QAS, see `scale_gradients_`.
+    """
+
+    weight: Tensor
+    weight_scale: Tensor
+    weight_slot: nn.Parameter
+    master: nn.Parameter
+    bias: nn.Parameter | None
+    input_step: Tensor
+    output_grid: Tensor | None
+    rounding: Tensor
+    saturated: Tensor
+
+    def __init__(
+        self,
+        weight: Tensor,
+        bias: Tensor | None,
+        windows: Windows,
+        input_step: Tensor,
+        output_grid: Tensor | None,
+        *,
+        low: float | None = None,
+        high: float | None = None,
+        masters: Masters = "none",
+        headroom: float = 0.0,
+        seed: int = 0,
+    ) -> None:
+        super().__init__()
+        scale = weight_steps(weight, headroom)
+        steps = weight.detach() / scale.view(-1, *[1] * (weight.dim() - 1))
+        self.masters = masters
+        self.scales_gradients = False
+        self.windows, self.low, self.high = windows, low, high
+        if masters == "none":
+            self.register_buffer("weight", _whole(steps))
+            self.weight_slot = nn.Parameter(new_slot(weight.shape))
+        else:
+            self.master = nn.Parameter(steps.clone())
+        self.register_buffer("weight_scale", scale)
+        self.register_buffer("input_step", input_step.clone())
+        self.register_buffer("output_grid", output_grid)
+        self.register_buffer("rounding", torch.tensor([seed, 0]))
+        self.register_buffer("saturated", torch.tensor(0))
+        self.bias = None if bias is None else nn.Parameter(bias.detach() / (input_step * scale))
+
+    @property
+    def trained(self) -> nn.Parameter:
+        """The parameter that takes the weight's gradient, and whose `requires_grad` says whether the weight trains."""
+        return self.weight_slot if self.masters == "none" else self.master
+
+    def int8_weight(self) -> Tensor:
+        """The weight that the layer computes with."""
+        return self.weight if self.masters == "none" else _whole(self.master.detach())
+
+    def float_weight(self) -> Tensor:
+        """The real weight, float32; with masters what they hold, not rounded."""
+        steps = self.weight.float() if self.masters == "none" else self.master.detach()
+        return steps * self.weight_scale.view(-1, *[1] * (steps.dim() - 1))
+
+    def float_bias(self) -> Tensor | None:
+        """The real bias, float32."""
+        return None if self.bias is None else self.bias.detach() * (self.input_step * self.weight_scale)
+
+    def forward(self, x: Int8Activation) -> Int8Activation | Tensor:
+        x = require_activation(x, type(self).__name__)
+        tensors = LayerTensors(self.int8_weight(), self.trained, self.weight_scale, self.bias, self.input_step)
+        if self.output_grid is None:
+            return int8_layer_to_float(x, tensors, self.windows, scales_gradients=self.scales_gradients)
+        return int8_layer(
+            x, tensors, self.windows, self.output_grid, low=self.low, high=self.high,
+            scales_gradients=self.scales_gradients,
+        )  # fmt: skip
+
+    def unpack_(self) -> None:
+        """Give `weight_slot` the weight's numbers, in steps, for an optimizer to change."""
+        self.weight_slot.data = self.weight.float()
+
+    def pack_(self) -> None:
+        """Round what an optimizer made of them back to int8, stochastically, and take the memory away.
+
+        Raises:
+            RuntimeError: they are not finite; the weight is then as it was.
+        """
+        steps = self.weight_slot.data
+        if not bool(steps.isfinite().all()):
+            self._empty_slot()
+            raise RuntimeError("an update of int8 weights is not finite: the loss has diverged")
+        draws = torch.rand(steps.shape, generator=self._next_generator())
+        whole = steps.add_(draws).floor_()
+        self.saturated += int((whole.abs() > WEIGHT_MOST).sum())
+        self.weight.copy_(whole.clamp_(-WEIGHT_MOST, WEIGHT_MOST))
+        self._empty_slot()
+
+    def _next_generator(self) -> torch.Generator:
+        """Another one for each update, by its number."""
+        seed = zlib.crc32(self.rounding.numpy().tobytes())
+        self.rounding[1] += 1
+        return torch.Generator().manual_seed(seed)
+
+    def _empty_slot(self) -> None:
+        if self.masters == "none":
+            self.weight_slot.data = new_slot(self.weight.shape)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        super()._apply(fn, recurse)
+        self._empty_slot()
+        return self
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        # Copies of tensors are dense.
+        super().__setstate__(state)
+        self._empty_slot()
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination.pop(f"{prefix}weight_slot", None)
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, metadata: Any, *rest: Any) -> None:
+        missing: list[str] = rest[1]
+        super()._load_from_state_dict(state_dict, prefix, metadata, *rest)
+        if f"{prefix}weight_slot" in missing:
+            missing.remove(f"{prefix}weight_slot")
+
+    def extra_repr(self) -> str:
+        shape = tuple(self.trained.shape)
+        output = "float32" if self.output_grid is None else "int8"
+        masters = ", masters in float32" if self.masters == "fp32" else ""
+        return f"weight={shape} in int8, output in {output}{masters}"
+
+
+class Int8Conv2d(Int8Layer):
+    """A convolution in int8, see `Int8Layer`."""
+
+
+class Int8Linear(Int8Layer):
+    """A linear layer in int8, see `Int8Layer`."""
+
+
+class Quantize(nn.Module):
+    """From float32 to int8.
+
+    Args:
+        grid: step and zero point.
+    """
+
+    grid: Tensor
+
+    def __init__(self, grid: Tensor) -> None:
+        super().__init__()
+        self.register_buffer("grid", grid)
+
+    def forward(self, x: Tensor) -> Int8Activation:
+        return pointwise.quantize(x, self.grid)
+
+
+class Int8Add(nn.Module):
+    """The sum of two int8 activations, with the clamp behind it.
+
+    Args:
+        grid: step and zero point of the sum.
+        low, high: the clamp, as real numbers; None for none.
+    """
+
+    grid: Tensor
+
+    def __init__(self, grid: Tensor, low: float | None = None, high: float | None = None) -> None:
+        super().__init__()
+        self.register_buffer("grid", grid)
+        self.low, self.high = low, high
+
+    def forward(self, left: Int8Activation, right: Int8Activation) -> Int8Activation:
+        return pointwise.add(left, right, self.grid, low=self.low, high=self.high)
+
+
+class Int8Multiply(nn.Module):
+    """The product of two int8 activations, one of which may be broadcast.
+
+    Args:
+        grid: step and zero point of the product.
+    """
+
+    grid: Tensor
+
+    def __init__(self, grid: Tensor) -> None:
+        super().__init__()
+        self.register_buffer("grid", grid)
+
+    def forward(self, left: Int8Activation, right: Int8Activation) -> Int8Activation:
+        if left.values.numel() < right.values.numel():
+            left, right = right, left
+        return pointwise.multiply(left, right, self.grid)
+
+
+class Int8Concatenate(nn.Module):
+    """Int8 activations side by side.
+
+    Args:
+        grid: step and zero point of the result.
+        dim: along which they are put.
+    """
+
+    grid: Tensor
+
+    def __init__(self, grid: Tensor, dim: int) -> None:
+        super().__init__()
+        self.register_buffer("grid", grid)
+        self.dim = dim
+
+    def forward(self, *inputs: Int8Activation) -> Int8Activation:
+        return joining.concatenate(inputs, self.grid, self.dim)
+
+
+class Int8Function(nn.Module):
+    """A function of one number, by a table of its 256 values.
+
+    Args:
+        function: what it stands for: element by element, differentiable.
+        input_grid: at calibration; the input must come on this one.
+        grid: step and zero point of the output.
+    """
+
+    table: Tensor
+    slopes: Tensor
+    grid: Tensor
+
+    def __init__(self, function: nn.Module, input_grid: Tensor, grid: Tensor) -> None:
+        super().__init__()
+        self.name = type(function).__name__
+        step, zero = float(input_grid[0]), float(input_grid[1])
+        x = ((torch.arange(-128, 128) - zero) * step).requires_grad_()
+        with torch.enable_grad():
+            y = function(x * 1)
+            (slopes,) = torch.autograd.grad(y.sum(), x)
+        whole = y.detach().div(grid[0]).round_().add_(grid[1])
+        self.register_buffer("table", whole.clamp(-128, 127).to(torch.int8))
+        self.register_buffer("slopes", torch.where((whole >= -128) & (whole <= 127), slopes, 0.0))
+        self.register_buffer("grid", grid)
+
+    def forward(self, x: Int8Activation) -> Int8Activation:
+        return pointwise.look_up(require_activation(x, self.name), self.table, self.slopes, self.grid)
+
+    def extra_repr(self) -> str:
+        return self.name
+
+
+def _whole(steps: Tensor) -> Tensor:
+    whole = steps.round().clamp_(-WEIGHT_MOST, WEIGHT_MOST).to(torch.int8)
+    return whole.contiguous(memory_format=order_of(whole))
+
+
+class Int8Windows(nn.Module):
+    """A function of one activation that has no tensors of its own: pools and clamps.
+
+    Args:
+        function: called with the activation and the options.
+        options: by name.
+    """
+
+    def __init__(self, function: Callable[..., Int8Activation], **options: Any) -> None:
+        super().__init__()
+        self.function, self.options = function, options
+
+    def forward(self, x: Int8Activation) -> Int8Activation:
+        return self.function(x, **self.options)
+
+    def extra_repr(self) -> str:
+        return f"{self.function.__name__}, " + ", ".join(f"{name}={value}" for name, value in self.options.items())
+
+
+class Int8Dropout(nn.Module):
+    """Dropout of an int8 activation.
+
+    Args:
+        probability: of an element to become 0.
+    """
+
+    def __init__(self, probability: float) -> None:
+        super().__init__()
+        self.probability = probability
+
+    def forward(self, x: Int8Activation) -> Int8Activation:
+        return pointwise.drop(x, self.probability, self.training)

@@ -1,0 +1,212 @@
+"""Pooling of int8 activations: windows keep the grid, since neither maxima nor means leave the range."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torch_odt.ops import max_pool2d_with_offsets, max_pool2d_with_offsets_backward
+from torch_odt.quant.activation import Int8Activation, empty_in_order, fake_slot, like_in_order, new_slot, zero_of
+
+# Holds every int8 value exactly, in half the bytes of float32.
+_EXACT = torch.bfloat16
+
+
+@dataclass(frozen=True)
+class Pool:
+    """The windows of a pool, as in `torch.nn.MaxPool2d` and `torch.nn.AvgPool2d`."""
+
+    kernel_size: tuple[int, int]
+    stride: tuple[int, int]
+    padding: tuple[int, int] = (0, 0)
+    dilation: tuple[int, int] = (1, 1)
+    ceil_mode: bool = False
+
+
+def max_pool(input: Int8Activation, pool: Pool) -> Int8Activation:
+    """The largest element of each window; a byte an output is kept for the backward pass.
+
+    Raises:
+        RuntimeError: a window has more than 256 elements.
+    """
+    p = pool
+    window = (list(p.kernel_size), list(p.stride), list(p.padding), list(p.dilation), p.ceil_mode)
+    values, slot, _ = torch.ops.torch_odt.int8_max_pool(input.values, input.slot, *window)
+    return Int8Activation(values, slot, input.grid)
+
+
+def average_pool(input: Int8Activation, pool: Pool, *, count_include_pad: bool = True) -> Int8Activation:
+    """The mean of each window, rounded."""
+    p = pool
+    window = (list(p.kernel_size), list(p.stride), list(p.padding), p.ceil_mode, count_include_pad)
+    values, slot = torch.ops.torch_odt.int8_average_pool(*input, *window)
+    return Int8Activation(values, slot, input.grid)
+
+
+def adaptive_average_pool(input: Int8Activation, output_size: Sequence[int | None]) -> Int8Activation:
+    """The mean of each of so many windows, rounded; None keeps the input's size."""
+    size = [have if want is None else want for want, have in zip(output_size, input.values.shape[2:], strict=True)]
+    values, slot = torch.ops.torch_odt.int8_adaptive_average_pool(*input, size)
+    return Int8Activation(values, slot, input.grid)
+
+
+@torch.library.custom_op("torch_odt::int8_max_pool", mutates_args=())
+def _max_pool(
+    values: Tensor,
+    slot: Tensor,
+    kernel_size: list[int],
+    stride: list[int],
+    padding: list[int],
+    dilation: list[int],
+    ceil_mode: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    output, offsets = max_pool2d_with_offsets(values.to(_EXACT), kernel_size, stride, padding, dilation, ceil_mode)
+    return output.to(torch.int8), new_slot(output.shape), offsets
+
+
+@_max_pool.register_fake
+def _(values: Tensor, slot: Tensor, *window: Any) -> tuple[Tensor, Tensor, Tensor]:
+    output, _ = torch.ops.aten.max_pool2d_with_indices(values, *window)
+    return output, fake_slot(values, output.shape), torch.empty_like(output, dtype=torch.uint8)
+
+
+@torch.library.custom_op("torch_odt::int8_max_pool_backward", mutates_args=())
+def _max_pool_backward(
+    gradient: Tensor,
+    offsets: Tensor,
+    input_shape: list[int],
+    kernel_size: list[int],
+    stride: list[int],
+    padding: list[int],
+    dilation: list[int],
+    ceil_mode: bool,
+) -> Tensor:
+    like = torch.empty(input_shape, memory_format=torch.channels_last)
+    gradient = gradient.contiguous(memory_format=torch.channels_last)
+    return max_pool2d_with_offsets_backward(gradient, like, kernel_size, stride, padding, dilation, ceil_mode, offsets)
+
+
+@_max_pool_backward.register_fake
+def _(gradient: Tensor, offsets: Tensor, input_shape: list[int], *window: Any) -> Tensor:
+    return empty_in_order(input_shape, torch.float32, gradient)
+
+
+def _keep_offsets(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    values, _, offsets = output
+    ctx.mark_non_differentiable(values, offsets)
+    ctx.save_for_backward(offsets)
+    ctx.shape, ctx.window = list(inputs[0].shape), inputs[2:]
+
+
+def _max_gradient(ctx: Any, of_values: Any, gradient: Tensor, of_offsets: Any) -> tuple[Any, ...]:
+    found = _max_pool_backward(gradient, *ctx.saved_tensors, ctx.shape, *ctx.window)
+    return None, found, *[None] * len(ctx.window)
+
+
+_max_pool.register_autograd(_max_gradient, setup_context=_keep_offsets)
+
+
+@torch.library.custom_op("torch_odt::int8_average_pool", mutates_args=())
+def _average_pool(
+    values: Tensor,
+    slot: Tensor,
+    grid: Tensor,
+    kernel_size: list[int],
+    stride: list[int],
+    padding: list[int],
+    ceil_mode: bool,
+    count_include_pad: bool,
+) -> tuple[Tensor, Tensor]:
+    zero = zero_of(grid)
+    means = torch.nn.functional.avg_pool2d(
+        values.float().sub_(zero), kernel_size, stride, padding, ceil_mode, count_include_pad
+    )
+    return means.round_().add_(zero).to(torch.int8), new_slot(means.shape)
+
+
+@_average_pool.register_fake
+def _(
+    values: Tensor,
+    slot: Tensor,
+    grid: Tensor,
+    kernel_size: Any,
+    stride: Any,
+    padding: Any,
+    ceil_mode: bool,
+    count: bool,
+) -> tuple[Tensor, Tensor]:
+    like = values.new_empty(values.shape, dtype=torch.float32)
+    output = torch.nn.functional.avg_pool2d(like, kernel_size, stride, padding, ceil_mode, count)
+    return like_in_order(output, torch.int8), fake_slot(values, output.shape)
+
+
+@torch.library.custom_op("torch_odt::int8_average_pool_backward", mutates_args=())
+def _average_pool_backward(
+    gradient: Tensor,
+    input_shape: list[int],
+    kernel_size: list[int],
+    stride: list[int],
+    padding: list[int],
+    ceil_mode: bool,
+    count_include_pad: bool,
+) -> Tensor:
+    like = torch.empty(input_shape, memory_format=torch.channels_last)
+    found = torch.ops.aten.avg_pool2d_backward(
+        gradient, like, kernel_size, stride, padding, ceil_mode, count_include_pad, None
+    )
+    return found.contiguous(memory_format=torch.channels_last)
+
+
+@_average_pool_backward.register_fake
+def _(gradient: Tensor, input_shape: list[int], *window: Any) -> Tensor:
+    return empty_in_order(input_shape, torch.float32, gradient)
+
+
+def _keep_window(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    ctx.mark_non_differentiable(output[0])
+    ctx.shape, ctx.window = list(inputs[0].shape), inputs[3:]
+
+
+def _average_gradient(ctx: Any, of_values: Any, gradient: Tensor) -> tuple[Any, ...]:
+    found = _average_pool_backward(gradient, ctx.shape, *ctx.window)
+    return None, found, *[None] * (1 + len(ctx.window))
+
+
+_average_pool.register_autograd(_average_gradient, setup_context=_keep_window)
+
+
+@torch.library.custom_op("torch_odt::int8_adaptive_average_pool", mutates_args=())
+def _adaptive(values: Tensor, slot: Tensor, grid: Tensor, output_size: list[int]) -> tuple[Tensor, Tensor]:
+    zero = zero_of(grid)
+    means = torch.nn.functional.adaptive_avg_pool2d(values.float().sub_(zero), (output_size[0], output_size[1]))
+    whole = means.round_().add_(zero).to(torch.int8)
+    return whole.contiguous(memory_format=torch.channels_last), new_slot(means.shape)
+
+
+@_adaptive.register_fake
+def _(values: Tensor, slot: Tensor, grid: Tensor, output_size: list[int]) -> tuple[Tensor, Tensor]:
+    output = empty_in_order((*values.shape[:2], *output_size), torch.int8, values)
+    return output, fake_slot(values, output.shape)
+
+
+@torch.library.custom_op("torch_odt::int8_adaptive_average_pool_backward", mutates_args=())
+def _adaptive_backward(gradient: Tensor, input_shape: list[int]) -> Tensor:
+    like = torch.empty(input_shape, memory_format=torch.channels_last)
+    found = torch.ops.aten._adaptive_avg_pool2d_backward(gradient, like)
+    return found.contiguous(memory_format=torch.channels_last)
+
+
+@_adaptive_backward.register_fake
+def _(gradient: Tensor, input_shape: list[int]) -> Tensor:
+    return empty_in_order(input_shape, torch.float32, gradient)
+
+
+def _adaptive_gradient(ctx: Any, of_values: Any, gradient: Tensor) -> tuple[Any, ...]:
+    return None, _adaptive_backward(gradient, ctx.shape), None, None
+
+
+_adaptive.register_autograd(_adaptive_gradient, setup_context=_keep_window)

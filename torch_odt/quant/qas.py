@@ -1,0 +1,139 @@
+"""Quantization-aware scaling, and optimizers of torch that change int8 weights in place.
+
+J. Lin et al., "On-Device Training Under 256KB Memory", NeurIPS 2022, section 3.1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from torch_odt.quant.modules import Int8Layer
+
+
+def int8_layers(model: nn.Module) -> dict[str, Int8Layer]:
+    """The int8 layers of a converted model that have weights, by name."""
+    return {name: module for name, module in model.named_modules() if isinstance(module, Int8Layer)}
+
+
+def scale_gradients_(model: nn.Module, enabled: bool = True) -> None:
+    """Quantization-aware scaling (QAS): gradients of int8 layers come out as float32 training would have them.
+
+    A weight that is counted in steps s_W is larger than the real one by 1/s_W, and its gradient smaller by s_W: with a
+    learning rate of float32 training it would hardly move. With QAS the gradient of a weight is divided by s_W^2, of
+    each output channel, and that of a bias by (s_W s_x)^2. Gradient descent in steps is then the same as in float32,
+    learning rate, momentum and weight decay included. There is nothing to choose.
+
+    Choose it whenever int8 layers train with SGD. Adam divides gradients by their own size, so that scaling changes
+    nothing there but its epsilon.
+
+    The layers scale what they hand to autograd: any optimizer, `TrainStep`, `wrap` and a plain loop see it.
+
+    Args:
+        model: a converted one; changed in place.
+        enabled: False takes it back.
+
+    Raises:
+        ValueError: the model has no int8 layers.
+
+    Example:
+        >>> import torch_odt as odt
+        >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+        >>> _ = odt.quant.convert_(model, [torch.randn(16, 4)])
+        >>> odt.quant.scale_gradients_(model)
+    """
+    for layer in _layers_of(model).values():
+        layer.scales_gradients = enabled
+
+
+@dataclass
+class Int8Training:
+    """An optimizer that changes int8 weights, see `train_int8_`.
+
+    Attributes:
+        layers: those of the model whose weights are int8 alone, by name.
+    """
+
+    layers: dict[str, Int8Layer]
+    _remove: list[Callable[[], None]]
+
+    @property
+    def saturated(self) -> dict[str, int]:
+        """How many times updates wanted a weight beyond 127 steps, by layer; those with none are left out.
+
+        A weight that stays there is counted at each update. Many of them mean that a layer has outgrown its steps:
+        convert with more `headroom`, or train it with a lower rate.
+        """
+        counts = {name: int(layer.saturated) for name, layer in self.layers.items()}
+        return {name: count for name, count in counts.items() if count}
+
+    def stop(self) -> None:
+        """The optimizer is as before; it cannot change int8 weights any more."""
+        while self._remove:
+            self._remove.pop()()
+
+
+def train_int8_(model: nn.Module, optimizer: torch.optim.Optimizer) -> Int8Training:
+    """Let an optimizer of torch change the int8 weights of a converted model in place.
+
+    Choose it always, unless the model was converted with `masters="fp32"`. For the time of `optimizer.step()` the
+    weights that have gradients are float32, in steps; then they are rounded to int8, stochastically: up with the
+    probability of the fraction. An update of a hundredth of a step moves one of a hundred weights by one, so that
+    small updates are not lost, and nothing in float32 is kept. The draws depend on the layer and on the number of its
+    updates, both in the model's state_dict: a run that is resumed goes on bit for bit.
+
+    Without it the optimizer ends with torch's error that a tensor's elements share memory.
+
+    Args:
+        model: a converted one.
+        optimizer: made from its parameters; any one whose `step` takes no closure.
+
+    Returns:
+        What counts the weights that are clamped, and can be stopped.
+
+    Raises:
+        ValueError: the model has no int8 weights, or the optimizer holds none of them.
+
+    Example:
+        >>> import torch_odt as odt
+        >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+        >>> _ = odt.quant.convert_(model, [torch.randn(16, 4)])
+        >>> odt.quant.scale_gradients_(model)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        >>> training = odt.quant.train_int8_(model, optimizer)
+        >>> model(torch.randn(16, 4)).square().mean().backward()
+        >>> optimizer.step()
+        >>> model[0].weight.dtype
+        torch.int8
+    """
+    layers = {name: layer for name, layer in _layers_of(model).items() if layer.masters == "none"}
+    if not layers:
+        raise ValueError('the weights have masters in float32 (masters="fp32"), which any optimizer trains as it is')
+    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    layers = {name: layer for name, layer in layers.items() if id(layer.weight_slot) in held}
+    if not layers:
+        raise ValueError("the optimizer holds no int8 weight of this model: make it from model.parameters() as of now")
+
+    def unpack(*_: Any) -> None:
+        for layer in layers.values():
+            if layer.weight_slot.grad is not None:
+                layer.unpack_()
+
+    def pack(*_: Any) -> None:
+        for layer in layers.values():
+            if layer.weight_slot.grad is not None:
+                layer.pack_()
+
+    handles = [optimizer.register_step_pre_hook(unpack), optimizer.register_step_post_hook(pack)]
+    return Int8Training(layers, [handle.remove for handle in handles])
+
+
+def _layers_of(model: nn.Module) -> dict[str, Int8Layer]:
+    layers = int8_layers(model)
+    if not layers:
+        raise ValueError(f"{type(model).__name__} has no int8 layers: convert it with odt.quant.convert_ first")
+    return layers
