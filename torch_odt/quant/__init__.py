@@ -3,11 +3,32 @@
 from __future__ import annotations
 
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-__all__: list[str] = []
+if TYPE_CHECKING:
+    from torch_odt.quant.niti import NitiTraining, niti_
+    from torch_odt.quant.niti_functions import niti_cross_entropy
+    from torch_odt.quant.niti_sgd import NitiSGD
+    from torch_odt.quant.packed_weights import PackedWeights
+    from torch_odt.quant.rescaling import Rescaling
 
-_LAZY: dict[str, str] = {}
+__all__ = [
+    "NitiSGD",
+    "NitiTraining",
+    "PackedWeights",
+    "Rescaling",
+    "niti_",
+    "niti_cross_entropy",
+]
+
+_LAZY: dict[str, str] = {
+    "NitiSGD": "niti_sgd",
+    "NitiTraining": "niti",
+    "PackedWeights": "packed_weights",
+    "Rescaling": "rescaling",
+    "niti_": "niti",
+    "niti_cross_entropy": "niti_functions",
+}
 
 
 def __getattr__(name: str) -> Any:
