@@ -99,7 +99,7 @@ class _Kernels:
     """The int8 kernels of one layer over the parts of its batch."""
 
     def __init__(self, weight: Tensor, geometry: Geometry, how: How, sample_bytes: int, batch: int) -> None:
-        self.weight, self.how = weight, how
+        self._carrier, self.weight, self.how = weight, as_int8(weight), how
         self.windows: dict[str, Any] = {
             "stride": geometry.stride,
             "padding": geometry.padding,
@@ -111,7 +111,7 @@ class _Kernels:
 
     def packed(self, for_grad_input: bool) -> Tensor | None:
         """The weight as the kernels read it, packed once for all parts and attempts."""
-        return packs_of(self.how.packs).packed(self.weight, for_grad_input=for_grad_input, **self.windows)
+        return packs_of(self.how.packs).packed(self._carrier, for_grad_input=for_grad_input, **self.windows)
 
     def output(self, image: Tensor, bias: Tensor | None, shift: int) -> _Attempt:
         scale, packed = torch.tensor([2.0**-shift]), self.packed(False)
@@ -260,7 +260,7 @@ def niti_conv2d(
         kept, kept_exponent = torch.empty(0, dtype=CARRIER), torch.empty(0)
     rows, columns = geometry.output_size("niti_conv2d", image.shape[2:], weight.shape[2:])
     sample_bytes = _sample_bytes(image, rows * columns, weight.shape[0], manner.to_float)
-    kernels = _Kernels(as_int8(weight), geometry, manner, sample_bytes, len(image))
+    kernels = _Kernels(weight, geometry, manner, sample_bytes, len(image))
     sums_exponent = input_exponent + int(weight_exponent)
     added = _bias_sums(bias, bias_exponent, sums_exponent)
     if manner.to_float:
@@ -348,7 +348,7 @@ def niti_conv2d_backward(
         steps = steps.masked_fill(as_int8(output) <= 0, 0)
     pixels = as_int8(image)
     sample_bytes = _sample_bytes(pixels, steps.shape[2] * steps.shape[3], weight.shape[0], input_is_float)
-    kernels = _Kernels(as_int8(weight), geometry, manner, sample_bytes, len(pixels))
+    kernels = _Kernels(weight, geometry, manner, sample_bytes, len(pixels))
     of_input, of_weight = (Rescaling.of(row) for row in state)
     size = list(image.shape[2:])
     input_gradient, input_exponent = torch.empty(0, dtype=CARRIER), torch.empty(0)

@@ -94,6 +94,8 @@ def install(model: nn.Module, graph: fx.Graph) -> Callable[[], None]:
     """Let the model run the graph; returns what takes that back. The model stays an instance of its class."""
     old = type(model)
     forward = type(fx.GraphModule(model, graph)).forward
+    # What torch.fx writes belongs to no module; those who read a model's code want to know one.
+    forward.__module__ = old.__module__
     model.__class__ = type(old.__name__, (old,), {"forward": forward, "__module__": old.__module__})
 
     def undo() -> None:

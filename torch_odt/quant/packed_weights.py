@@ -51,17 +51,22 @@ class PackedWeights:
         return sum(packed.nbytes for _, _, packed in self._kept.values())
 
     def packed(self, weight: Tensor, *, for_grad_input: bool, **windows: Any) -> Tensor:
-        """What `int8_pack_weight` makes of a weight, from the last time where the weight is the same."""
+        """What `int8_pack_weight` makes of a weight, from the last time where the weight is the same.
+
+        Args:
+            weight: of one byte an element, as the layer has it: a view is known by what it is a view of.
+            for_grad_input, windows: see `int8_pack_weight`.
+        """
         base = weight if weight._base is None else weight._base
         if base.is_inference():
-            return int8_pack_weight(weight, for_grad_input=for_grad_input, **windows)
+            return int8_pack_weight(weight.view(torch.int8), for_grad_input=for_grad_input, **windows)
         key, state = (id(base), for_grad_input), (base._version, base.data_ptr())
         kept = self._kept.pop(key, None)
         if kept is not None and kept[0]() is base and kept[1] == state:
             self._kept[key] = kept
             self.reused_count += 1
             return kept[2]
-        packed = int8_pack_weight(weight, for_grad_input=for_grad_input, **windows)
+        packed = int8_pack_weight(weight.view(torch.int8), for_grad_input=for_grad_input, **windows)
         self.packed_count += 1
         self._make_room(packed.nbytes)
         if self.limit_bytes is None or packed.nbytes <= self.limit_bytes:
@@ -84,7 +89,7 @@ class _PackedForEachCall(PackedWeights):
     """Keeps nothing."""
 
     def packed(self, weight: Tensor, *, for_grad_input: bool, **windows: Any) -> Tensor:
-        return int8_pack_weight(weight, for_grad_input=for_grad_input, **windows)
+        return int8_pack_weight(weight.view(torch.int8), for_grad_input=for_grad_input, **windows)
 
 
 # Operators take tensors and numbers; this is how one of the objects is found by its number.
