@@ -6,6 +6,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from torch_odt.quant.co_scheduling import Placement, measure_placement
     from torch_odt.quant.niti import NitiTraining, niti_
     from torch_odt.quant.niti_functions import niti_cross_entropy
     from torch_odt.quant.niti_sgd import NitiSGD
@@ -16,7 +17,9 @@ __all__ = [
     "NitiSGD",
     "NitiTraining",
     "PackedWeights",
+    "Placement",
     "Rescaling",
+    "measure_placement",
     "niti_",
     "niti_cross_entropy",
 ]
@@ -25,7 +28,9 @@ _LAZY: dict[str, str] = {
     "NitiSGD": "niti_sgd",
     "NitiTraining": "niti",
     "PackedWeights": "packed_weights",
+    "Placement": "co_scheduling",
     "Rescaling": "rescaling",
+    "measure_placement": "co_scheduling",
     "niti_": "niti",
     "niti_cross_entropy": "niti_functions",
 }

@@ -120,6 +120,7 @@ def niti_(
     gradient_bits: int = 4,
     batch_norm: BatchNorms = "float32",
     start: Start = "model",
+    headroom_bits: int = 1,
     rounding: Rounding = "pseudo_stochastic",
     longest_period: int = 64,
     slack_bits: int = 1,
@@ -148,6 +149,8 @@ def niti_(
         gradient_bits: what is left of a weight's gradient (mu), which is the learning rate; from -8 to 7.
         batch_norm: "float32" or "fold".
         start: weights are those of the "model", or drawn anew by "xavier", uniformly, with biases of zero, as in NITI.
+        headroom_bits: by so many bits a weight may grow beyond the largest one at the start of its layer; the exponents of
+            weights never change. What is spared is lost at the other end.
         rounding: of activations and gradients, "pseudo_stochastic" or "nearest".
         longest_period: a scale that holds is looked at once in so many batches at least; 1 looks at it in each.
         slack_bits: see `Rescaling`.
@@ -174,7 +177,7 @@ def niti_(
         >>> training.converted
         ('0', '3')
     """
-    _check(model, gradient_bits, batch_norm, start, rounding, longest_period, slack_bits, split, keep_float32)
+    _check(model, gradient_bits, headroom_bits, batch_norm, start, rounding, longest_period, slack_bits, split, keep_float32)
     part_bytes = cache_bytes() if split == "cache" else split or 0
     rescaling = Rescaling(longest_period, slack_bits)
     between: list[str] = []
@@ -196,8 +199,8 @@ def niti_(
             kind = NitiConv2d if isinstance(layer, nn.Conv2d) else NitiLinear
             try:
                 made = kind(
-                    layer, gradient_bits=gradient_bits, rounding=rounding, rescaling=rescaling,
-                    part_bytes=part_bytes, packs=packs,
+                    layer, gradient_bits=gradient_bits, headroom_bits=headroom_bits, rounding=rounding,
+                    rescaling=rescaling, part_bytes=part_bytes, packs=packs,
                 )  # fmt: skip
             except ValueError as error:
                 in_float32[name] = str(error)
@@ -239,6 +242,7 @@ def _check_bits(bits: int) -> None:
 def _check(
     model: nn.Module,
     gradient_bits: int,
+    headroom_bits: int,
     batch_norm: str,
     start: str,
     rounding: str,
@@ -255,6 +259,8 @@ def _check(
     ):
         if value not in choices:
             raise ValueError(f"{name}={value!r}: it is one of {', '.join(choices)}")
+    if not 0 <= headroom_bits <= 5:
+        raise ValueError(f"headroom_bits={headroom_bits}: it is from 0 to 5")
     if longest_period < 1 or slack_bits < 0:
         raise ValueError("longest_period must be 1 or more, and slack_bits 0 or more")
     if isinstance(split, str) and split != "cache":

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from torch_odt import ops
-from torch_odt.ops.int8_arguments import Rounding
+from torch_odt.ops.int8_arguments import Rounding, WeightGradient
 from torch_odt.ops.int8_plain import Geometry
 from torch_odt.quant.batch_splitting import MOST_PIXELS, joined, parts_of
 from torch_odt.quant.niti_numbers import (
@@ -25,12 +25,13 @@ from torch_odt.quant.niti_numbers import (
     MOST,
     as_carrier,
     as_int8,
-    bits_of,
     clipped,
     dequantized,
     largest_of,
     quantized,
+    rescaled,
     shift_rounded,
+    where_positive,
 )
 from torch_odt.quant.packed_weights import packs_of
 from torch_odt.quant.rescaling import Rescaling
@@ -158,8 +159,8 @@ class _Kernels:
             ]
         )
 
-    def weight_sums(self, gradient: Tensor, image: Tensor) -> Tensor:
-        """The exact sums of the weight's gradient, int32 or, of several parts, int64."""
+    def weight_sums(self, gradient: Tensor, image: Tensor) -> WeightGradient:
+        """The exact sums of the gradients: the weight's are int32 or, of several parts, int64."""
         pixels = gradient.shape[2] * gradient.shape[3]
         fitting = max(1, MOST_PIXELS // max(pixels, 1))
         parts = [
@@ -169,26 +170,27 @@ class _Kernels:
         ]
         size = self.weight.shape[2:]
         sums = [
-            ops.int8_conv2d_grad_weight(gradient[part], image[part], tuple(size), **self.windows).weight
-            for part in parts
+            ops.int8_conv2d_grad_weight(gradient[part], image[part], tuple(size), **self.windows) for part in parts
         ]
         if len(sums) == 1:
             return sums[0]
-        total = sums[0].long()
+        weight, bias = sums[0].weight.long(), sums[0].bias
         for each in sums[1:]:
-            total += each
-        return total
+            weight += each.weight
+            bias += each.bias
+        return WeightGradient(weight, bias)
 
-    def weight_step(self, gradient: Tensor, image: Tensor, shift: int) -> Tensor:
-        """The weight's gradient as mantissas; in one piece, the sums are never stored."""
+    def weight_step(self, gradient: Tensor, image: Tensor, shift: int) -> WeightGradient:
+        """The weight's gradient as mantissas, and the bias's sums; in one piece, the weight's are never stored."""
         pixels = gradient.shape[2] * gradient.shape[3]
         if len(self.parts) > 1 or self._batch * pixels > MOST_PIXELS:
-            return clipped(shift_rounded(self.weight_sums(gradient, image), shift, self.how.rounding))
+            sums = self.weight_sums(gradient, image)
+            return sums._replace(weight=clipped(shift_rounded(sums.weight, shift, self.how.rounding)))
         less = torch.zeros_like(self.weight)
-        ops.int8_conv2d_update_weight_(
+        of_bias = ops.int8_conv2d_update_weight_(
             less, gradient, image, torch.tensor([2.0**-shift]), rounding=self.how.rounding, **self.windows
         )
-        return less.neg_()
+        return WeightGradient(less.neg_(), of_bias)
 
 
 def _settled(
@@ -345,7 +347,7 @@ def niti_conv2d_backward(
         steps, exponent = as_int8(gradient), int(gradient_exponent)
     steps = steps.contiguous(memory_format=torch.channels_last)
     if output is not None:
-        steps = steps.masked_fill(as_int8(output) <= 0, 0)
+        steps = where_positive(steps, as_int8(output))
     pixels = as_int8(image)
     sample_bytes = _sample_bytes(pixels, steps.shape[2] * steps.shape[3], weight.shape[0], input_is_float)
     kernels = _Kernels(weight, geometry, manner, sample_bytes, len(pixels))
@@ -363,12 +365,14 @@ def niti_conv2d_backward(
     weight_gradient, bias_gradient = (torch.empty(0, dtype=CARRIER) for _ in range(2))
     bits = int(gradient_bits)
     if wanted[1]:
-        mantissas, of_weight = _weight_gradient(
-            kernels, steps, pixels, of_weight, exponent + int(image_exponent), bits, manner.rounding
+        found_gradient, of_weight = _weight_gradient(
+            kernels, steps, pixels, of_weight, exponent + int(image_exponent), bits
         )
-        weight_gradient = as_carrier(mantissas)
+        weight_gradient, bias_sums = as_carrier(found_gradient.weight), found_gradient.bias
+    elif wanted[2]:
+        bias_sums = steps.sum((0, 2, 3), dtype=torch.int64)
     if wanted[2]:
-        bias_gradient = as_carrier(_few_bits(steps.sum((0, 2, 3), dtype=torch.int64), bits, manner.rounding))
+        bias_gradient = as_carrier(rescaled(bias_sums, manner.rounding, bits)[0])
     return (
         input_gradient,
         input_exponent,
@@ -379,32 +383,21 @@ def niti_conv2d_backward(
 
 
 def _weight_gradient(
-    kernels: _Kernels,
-    steps: Tensor,
-    pixels: Tensor,
-    state: Rescaling,
-    exponent: int,
-    bits: int,
-    rounding: Rounding,
-) -> tuple[Tensor, Rescaling]:
+    kernels: _Kernels, steps: Tensor, pixels: Tensor, state: Rescaling, exponent: int, bits: int
+) -> tuple[WeightGradient, Rescaling]:
     """Mantissas of so many bits; where the scale is not looked at, what is beyond them is clipped."""
     if state.is_due:
         sums = kernels.weight_sums(steps, pixels)
-        largest = largest_of(sums)
+        largest = largest_of(sums.weight)
         shift = state.fitting_shift(largest, bits, exponent)
-        mantissas = clipped(shift_rounded(sums, shift, rounding))
-        return mantissas, state.after_check(exponent + shift, is_zero=not largest)
-    mantissas = kernels.weight_step(steps, pixels, state.shift(exponent))
+        mantissas = clipped(shift_rounded(sums.weight, shift, kernels.how.rounding))
+        return sums._replace(weight=mantissas), state.after_check(exponent + shift, is_zero=not largest)
+    found = kernels.weight_step(steps, pixels, state.shift(exponent))
     most = 1 << max(bits, 0)
-    was_clipped = largest_of(mantissas) > most
+    was_clipped = largest_of(found.weight) > most
     if was_clipped:
-        mantissas.clamp_(-most, most)
-    return mantissas, state.after_batch(was_clipped=was_clipped)
-
-
-def _few_bits(sums: Tensor, bits: int, rounding: Rounding) -> Tensor:
-    shift = max(0, bits_of(largest_of(sums)) - bits)
-    return clipped(shift_rounded(sums, shift, rounding))
+        found.weight.clamp_(-most, most)
+    return found, state.after_batch(was_clipped=was_clipped)
 
 
 @niti_conv2d_backward.register_fake

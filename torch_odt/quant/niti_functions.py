@@ -23,6 +23,7 @@ from torch_odt.quant.niti_numbers import (
     dequantized,
     quantized,
     rescaled,
+    where_positive,
 )
 
 
@@ -179,10 +180,11 @@ def _(mantissas: Tensor, exponent: Tensor, ceiling: float | None) -> Tensor:
 @torch.library.custom_op("torch_odt::niti_relu_backward", mutates_args=())
 def _relu_backward(gradient: Tensor, output: Tensor, exponent: Tensor, ceiling: float | None) -> Tensor:
     values = as_int8(output)
-    is_cut = values <= 0
-    if ceiling is not None:
-        is_cut |= values >= min(MOST + 1.0, float(int(ceiling * 2.0 ** -float(exponent))))
-    return as_carrier(as_int8(gradient).masked_fill(is_cut, 0))
+    kept = where_positive(as_int8(gradient), values)
+    if ceiling is None:
+        return as_carrier(kept)
+    most = int(ceiling * 2.0 ** -float(exponent))
+    return as_carrier(where_positive(kept, most - values) if most <= MOST else kept)
 
 
 @_relu_backward.register_fake

@@ -47,6 +47,7 @@ class NitiLayer(nn.Module):
         layer: nn.Conv2d | nn.Linear,
         *,
         gradient_bits: int = 4,
+        headroom_bits: int = 0,
         rounding: Rounding = "pseudo_stochastic",
         rescaling: Rescaling | None = None,
         part_bytes: int = 0,
@@ -55,7 +56,7 @@ class NitiLayer(nn.Module):
         super().__init__()
         self.to_float = self.relu = False
         self.rounding, self.part_bytes, self.packs = rounding, part_bytes, packs
-        mantissas, exponent = quantized(layer.weight.detach(), name="weight")
+        mantissas, exponent = quantized(layer.weight.detach(), name="weight", spare_bits=headroom_bits)
         if not mantissas.any():
             raise ValueError("weight is all zeros: it has no scale")
         if mantissas.dim() == 4:

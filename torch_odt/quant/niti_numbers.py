@@ -116,6 +116,16 @@ def clipped(whole: Tensor) -> Tensor:
     return whole.clamp(-MOST, MOST).to(torch.int8)
 
 
+def where_positive(mantissas: Tensor, others: Tensor) -> Tensor:
+    """Mantissas where others are above 0, and 0 elsewhere; several times as fast as to fill by a mask.
+
+    Example:
+        >>> where_positive(torch.tensor([3, -3], dtype=torch.int8), torch.tensor([0, 5], dtype=torch.int8))
+        tensor([ 0, -3], dtype=torch.int8)
+    """
+    return (others > 0).view(torch.int8).neg_().bitwise_and_(mantissas)
+
+
 def rescaled(sums: Tensor, rounding: Rounding, bits: int = BITS) -> tuple[Tensor, int]:
     """Integers as mantissas of so many bits, and by how many they were shifted.
 
@@ -132,13 +142,16 @@ def rescaled(sums: Tensor, rounding: Rounding, bits: int = BITS) -> tuple[Tensor
     return clipped(shift_rounded(sums, shift, rounding)), shift
 
 
-def quantized(values: Tensor, rounding: Rounding = "nearest", name: str = "a tensor") -> tuple[Tensor, int]:
+def quantized(
+    values: Tensor, rounding: Rounding = "nearest", name: str = "a tensor", *, spare_bits: int = 0
+) -> tuple[Tensor, int]:
     """Floats as mantissas and an exponent; what already is of that form comes back exactly.
 
     Args:
         values: float32.
         rounding: "nearest" or "pseudo_stochastic"; that takes the fourteen bits behind the point for the dropped ones.
         name: for errors.
+        spare_bits: that even the largest leaves free.
 
     Raises:
         ValueError: a number is not finite.
@@ -148,7 +161,7 @@ def quantized(values: Tensor, rounding: Rounding = "nearest", name: str = "a ten
         (tensor([ 64, -32], dtype=torch.int8), -6)
     """
     largest = largest_of(values, name)
-    exponent = math.frexp(largest)[1] - BITS if largest else 0
+    exponent = math.frexp(largest)[1] - BITS + spare_bits if largest else 0
     # Two factors: one alone may leave the range of float32.
     half = exponent // 2
     steps = values * 2.0**-half
