@@ -79,8 +79,7 @@ def batches(count: int, size: int = 8, seed: int = 3) -> list[tuple[Tensor, Tens
 def bytes_of(model: nn.Module) -> dict[str, list[int]]:
     """Everything in a state_dict, byte by byte."""
     return {
-        name: tensor.reshape(-1).contiguous().view(torch.uint8).tolist()
-        for name, tensor in model.state_dict().items()
+        name: tensor.reshape(-1).contiguous().view(torch.uint8).tolist() for name, tensor in model.state_dict().items()
     }
 
 
@@ -113,7 +112,13 @@ class Reference:
 
 
 def reference(
-    image: Scaled, weight: Scaled, bias: Tensor, bias_exponent: int, gradient: Scaled, bits: int, windows: dict[str, int]
+    image: Scaled,
+    weight: Scaled,
+    bias: Tensor,
+    bias_exponent: int,
+    gradient: Scaled,
+    bits: int,
+    windows: dict[str, int],
 ) -> Reference:
     """What a convolution and its gradients are, from float64 sums, which hold them exactly."""
     x, w, g = (as_int8(tensor.mantissas.detach()).double() for tensor in (image, weight, gradient))

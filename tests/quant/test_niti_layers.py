@@ -214,7 +214,9 @@ def test_moving_and_retyping_a_layer_leaves_its_integers() -> None:
     before = {name: tensor.clone() for name, tensor in layer.state_dict().items()}
     layer.half().double().to("cpu")
     for name, tensor in layer.state_dict().items():
-        assert tensor.dtype == before[name].dtype and torch.equal(tensor.view(torch.int8), before[name].view(torch.int8))
+        assert tensor.dtype == before[name].dtype and torch.equal(
+            tensor.view(torch.int8), before[name].view(torch.int8)
+        )
     assert layer.weight.dtype == CARRIER
 
 

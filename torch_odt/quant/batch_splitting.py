@@ -1,8 +1,8 @@
 """Batch splitting (Mandheling): an operator whose tensors outgrow the cache runs in parts of its batch.
 
-D. Xu et al., MobiCom 2022, section 3.4. There each part is rescaled on its own, and the parts are aligned to the largest
-exponent afterwards, which rounds twice. Here the parts share the exponent that is held, and where a check finds that one
-part outgrows it, all are computed anew: the bits are those of the operator in one piece.
+D. Xu et al., MobiCom 2022. There each part is rescaled on its own, and the parts are aligned to the largest exponent
+afterwards, which rounds twice. Here the parts share the exponent that is held, and where a check finds that one part
+outgrows it, all are computed anew: the bits are those of the operator in one piece.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Co-scheduling (Mandheling): each layer goes where it is cheapest, integers or float32, by what it takes here.
 
-D. Xu et al., MobiCom 2022, section 3.2, places each operator on the CPU or on the accelerator for integers by measured
-time, and counts what it takes to go from the one to the other. Here both are the same cores: a layer of few channels, or
-one that lies alone between float32 neighbours, may take longer in integers than in float32.
+D. Xu et al., MobiCom 2022, place each operator on the CPU or on the accelerator for integers, and count what it takes
+to go from the one to the other. Here both are the same cores: a layer of few channels, or one that lies alone between
+float32 neighbours, may take longer in integers than in float32.
 
 Layers are taken for a chain in the order of their first call. For a chain the choice is the best one of all, by dynamic
 programming over where each layer runs and in which form its output leaves it. What lies between layers is not counted.
@@ -81,8 +81,8 @@ class Placement:
                 f"{place}"
             )
         lines.append(
-            f"together {1e3 * self.seconds:.1f} ms; all in float32 {1e3 * self.float32_seconds:.1f} ms, all in integers "
-            f"{1e3 * self.integer_seconds:.1f} ms"
+            f"together {1e3 * self.seconds:.1f} ms; all in float32 {1e3 * self.float32_seconds:.1f} ms, "
+            f"all in integers {1e3 * self.integer_seconds:.1f} ms"
         )
         return "\n".join(lines)
 
@@ -118,7 +118,8 @@ def measure_placement(
     seen = _seen(converted, inputs)
     kept = Cache.of_value(cache)
     key = f"niti layers; {machine_name()}; {settings_name()}; {torch.get_num_threads()} threads"
-    known, fresh = kept.load_profile(key), {}
+    known = kept.load_profile(key)
+    fresh: dict[str, dict[str, float]] = {}
     costs = []
     for name, call in seen.items():
         layer, made = model.get_submodule(name), training.layers()[name]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Collection
+from typing import Any
 
 import torch
 from torch import fx, nn
@@ -42,12 +44,9 @@ def fold_batch_norms(adapting: Adapting, graph: fx.Graph, names: Collection[str]
 
 
 def _folded(conv: nn.Conv2d, norm: nn.BatchNorm2d) -> nn.Conv2d:
-    folded = nn.Conv2d(
-        conv.in_channels, conv.out_channels, conv.kernel_size, conv.stride, conv.padding, conv.dilation, conv.groups  # type: ignore[arg-type]
-    )
-    weight, bias = fuse_conv_bn_weights(
-        conv.weight, conv.bias, norm.running_mean, norm.running_var, norm.eps, norm.weight, norm.bias  # type: ignore[arg-type]
-    )
+    folded = copy.deepcopy(conv)
+    of_norm: Any = (norm.running_mean, norm.running_var, norm.eps, norm.weight, norm.bias)
+    weight, bias = fuse_conv_bn_weights(conv.weight, conv.bias, *of_norm)
     folded.weight, folded.bias = (
         nn.Parameter(tensor.detach().clone(), requires_grad=conv.weight.requires_grad) for tensor in (weight, bias)
     )
@@ -69,4 +68,4 @@ class _Unfold:
         norm.running_mean.zero_()  # type: ignore[union-attr]
         norm.running_var.fill_(1 - norm.eps)  # type: ignore[union-attr]
         norm.weight.fill_(1)
-        norm.bias.copy_(self._folded.bias)
+        norm.bias.copy_(self._folded.bias)  # type: ignore[arg-type]

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -18,8 +18,8 @@ from torch_odt.ops.int8_arguments import Rounding
 from torch_odt.quant import niti_graph
 from torch_odt.quant.batch_splitting import cache_bytes
 from torch_odt.quant.fold_batch_norms import fold_batch_norms
-from torch_odt.quant.niti_convolution import ROUNDINGS
 from torch_odt.quant.niti_convertible import layers_of, reasons
+from torch_odt.quant.niti_convolution import ROUNDINGS
 from torch_odt.quant.niti_layers import LEAST_GRADIENT_BITS, MOST_GRADIENT_BITS, NitiConv2d, NitiLayer, NitiLinear
 from torch_odt.quant.packed_weights import PackedWeights
 from torch_odt.quant.rescaling import Rescaling
@@ -27,6 +27,12 @@ from torch_odt.quant.rescaling import Rescaling
 BatchNorms = Literal["float32", "fold"]
 Start = Literal["model", "xavier"]
 Split = int | Literal["cache"] | None
+MOST_HEADROOM_BITS = 5
+_CHOICES: dict[str, tuple[str, ...]] = {
+    "batch_norm": ("float32", "fold"),
+    "start": ("model", "xavier"),
+    "rounding": ROUNDINGS,
+}
 
 
 @dataclass
@@ -141,16 +147,16 @@ def niti_(
 
     The structure of the forward pass is read by `torch.fx`. Where that cannot, each layer is converted by itself, with
     float32 in between, and `between` says so; a layer that such a model calls twice in a step must then be in
-    `keep_float32`. Train with `NitiSGD`; a plain loop, `TrainStep` and `wrap` take the model as any other. `state_dict()`
-    holds all there is; to load it, convert a new model in the same way first.
+    `keep_float32`. Train with `NitiSGD`; a plain loop, `TrainStep` and `wrap` take the model as any other.
+    `state_dict()` holds all there is; to load it, convert a new model in the same way first.
 
     Args:
         model: changed in place.
         gradient_bits: what is left of a weight's gradient (mu), which is the learning rate; from -8 to 7.
         batch_norm: "float32" or "fold".
         start: weights are those of the "model", or drawn anew by "xavier", uniformly, with biases of zero, as in NITI.
-        headroom_bits: by so many bits a weight may grow beyond the largest one at the start of its layer; the exponents of
-            weights never change. What is spared is lost at the other end.
+        headroom_bits: by so many bits a weight may grow beyond the largest one of its layer at the start; the exponents
+            of weights never change. What is spared is lost at the other end.
         rounding: of activations and gradients, "pseudo_stochastic" or "nearest".
         longest_period: a scale that holds is looked at once in so many batches at least; 1 looks at it in each.
         slack_bits: see `Rescaling`.
@@ -177,7 +183,12 @@ def niti_(
         >>> training.converted
         ('0', '3')
     """
-    _check(model, gradient_bits, headroom_bits, batch_norm, start, rounding, longest_period, slack_bits, split, keep_float32)
+    _check_bits(gradient_bits)
+    _check_choices(batch_norm=batch_norm, start=start, rounding=rounding)
+    _check_numbers(headroom_bits, longest_period, slack_bits, split)
+    unknown = set(keep_float32) - {name for name, _ in model.named_modules()}
+    if unknown:
+        raise ValueError(f"keep_float32 names {', '.join(sorted(unknown))}, which the model does not have")
     part_bytes = cache_bytes() if split == "cache" else split or 0
     rescaling = Rescaling(longest_period, slack_bits)
     between: list[str] = []
@@ -196,7 +207,7 @@ def niti_(
             layer = model.get_submodule(name)
             if start == "xavier":
                 _draw(layer)
-            kind = NitiConv2d if isinstance(layer, nn.Conv2d) else NitiLinear
+            kind: Any = NitiConv2d if isinstance(layer, nn.Conv2d) else NitiLinear
             try:
                 made = kind(
                     layer, gradient_bits=gradient_bits, headroom_bits=headroom_bits, rounding=rounding,
@@ -239,34 +250,18 @@ def _check_bits(bits: int) -> None:
         raise ValueError(f"gradient_bits={bits}: it is from {LEAST_GRADIENT_BITS} to {MOST_GRADIENT_BITS}")
 
 
-def _check(
-    model: nn.Module,
-    gradient_bits: int,
-    headroom_bits: int,
-    batch_norm: str,
-    start: str,
-    rounding: str,
-    longest_period: int,
-    slack_bits: int,
-    split: Split,
-    keep_float32: Collection[str],
-) -> None:
-    _check_bits(gradient_bits)
-    for name, value, choices in (
-        ("batch_norm", batch_norm, ("float32", "fold")),
-        ("start", start, ("model", "xavier")),
-        ("rounding", rounding, ROUNDINGS),
-    ):
-        if value not in choices:
-            raise ValueError(f"{name}={value!r}: it is one of {', '.join(choices)}")
-    if not 0 <= headroom_bits <= 5:
-        raise ValueError(f"headroom_bits={headroom_bits}: it is from 0 to 5")
+def _check_choices(**options: str) -> None:
+    for name, value in options.items():
+        if value not in _CHOICES[name]:
+            raise ValueError(f"{name}={value!r}: it is one of {', '.join(_CHOICES[name])}")
+
+
+def _check_numbers(headroom_bits: int, longest_period: int, slack_bits: int, split: Split) -> None:
+    if not 0 <= headroom_bits <= MOST_HEADROOM_BITS:
+        raise ValueError(f"headroom_bits={headroom_bits}: it is from 0 to {MOST_HEADROOM_BITS}")
     if longest_period < 1 or slack_bits < 0:
         raise ValueError("longest_period must be 1 or more, and slack_bits 0 or more")
     if isinstance(split, str) and split != "cache":
         raise ValueError(f"split={split!r}: it is a number of bytes, 'cache' or None")
     if isinstance(split, int) and split < 1:
         raise ValueError(f"split={split}: a part takes one byte at least; None does not split")
-    unknown = set(keep_float32) - {name for name, _ in model.named_modules()}
-    if unknown:
-        raise ValueError(f"keep_float32 names {', '.join(sorted(unknown))}, which the model does not have")

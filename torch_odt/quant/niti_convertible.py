@@ -28,7 +28,10 @@ def reasons(model: nn.Module, calls: Counter[str] | None, keep_float32: Collecti
     """
     places = Counter(id(module) for _, module in model.named_modules(remove_duplicate=False))
     owners = Counter(
-        id(parameter) for module in model.modules() for parameter in module._parameters.values() if parameter is not None
+        id(parameter)
+        for module in model.modules()
+        for parameter in module._parameters.values()
+        if parameter is not None
     )
     found = {}
     for name, layer in layers_of(model):

@@ -26,7 +26,6 @@ from torch_odt.quant.niti_numbers import (
     as_carrier,
     as_int8,
     clipped,
-    dequantized,
     largest_of,
     quantized,
     rescaled,
@@ -169,9 +168,7 @@ class _Kernels:
             for start in range(part.start, part.stop, fitting)
         ]
         size = self.weight.shape[2:]
-        sums = [
-            ops.int8_conv2d_grad_weight(gradient[part], image[part], tuple(size), **self.windows) for part in parts
-        ]
+        sums = [ops.int8_conv2d_grad_weight(gradient[part], image[part], tuple(size), **self.windows) for part in parts]
         if len(sums) == 1:
             return sums[0]
         weight, bias = sums[0].weight.long(), sums[0].bias
@@ -427,7 +424,7 @@ def _(
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     (
-        input, exponent, weight, weight_exponent, bias, bias_exponent, _, backward_state, bits, how, *windows
+        input, exponent, weight, weight_exponent, bias, _, _, backward_state, bits, how, *windows
     ) = inputs  # fmt: skip
     made = Convolved(*output)
     manner = How.of(how)

@@ -95,7 +95,8 @@ def niti_fork(tensor: Scaled) -> tuple[Scaled, Scaled]:
 def niti_cross_entropy(logits: Tensor, target: Tensor) -> Tensor:
     """The mean cross-entropy, with the gradient in integers (NITI, section 3.4).
 
-    When to choose it: where the whole backward pass is to be of integers. The loss itself is for the reader, in float32.
+    When to choose it: where the whole backward pass is to be of integers. The loss itself is for the reader, and
+    float32.
 
     Args:
         logits: float32 of shape (N, classes); they are taken as mantissas of eight bits, which is what a converted
@@ -267,9 +268,7 @@ def _mean_weight(channels: int, kernel: list[int]) -> tuple[Tensor, int]:
 def _avg_pool(mantissas: Tensor, exponent: Tensor, windows: list[int]) -> tuple[Tensor, Tensor]:
     channels = mantissas.shape[1]
     weight, weight_exponent = _mean_weight(channels, windows[:2])
-    sums = ops.int8_conv2d(
-        as_int8(mantissas), weight, stride=windows[2:4], padding=windows[4:], groups=channels
-    )
+    sums = ops.int8_conv2d(as_int8(mantissas), weight, stride=windows[2:4], padding=windows[4:], groups=channels)
     pooled, shift = rescaled(sums, "nearest")
     return as_carrier(pooled), exponent + (weight_exponent + shift)
 
@@ -278,9 +277,7 @@ def _avg_pool(mantissas: Tensor, exponent: Tensor, windows: list[int]) -> tuple[
 def _(mantissas: Tensor, exponent: Tensor, windows: list[int]) -> tuple[Tensor, Tensor]:
     size = [
         (length + 2 * pad - kernel) // stride + 1
-        for length, kernel, stride, pad in zip(
-            mantissas.shape[2:], windows[:2], windows[2:4], windows[4:], strict=True
-        )
+        for length, kernel, stride, pad in zip(mantissas.shape[2:], windows[:2], windows[2:4], windows[4:], strict=True)
     ]
     pooled = torch.empty(
         (*mantissas.shape[:2], *size), dtype=CARRIER, device=mantissas.device, memory_format=torch.channels_last
@@ -365,7 +362,9 @@ class _Fork(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
         one, one_exponent, other, other_exponent = gradients
-        found: tuple[Tensor, Tensor] = _add(one, one_exponent, other, other_exponent, ROUNDINGS.index("pseudo_stochastic"))
+        found: tuple[Tensor, Tensor] = _add(
+            one, one_exponent, other, other_exponent, ROUNDINGS.index("pseudo_stochastic")
+        )
         return found
 
 

@@ -12,7 +12,7 @@ from torch_odt.ops.int8_arguments import Rounding
 from torch_odt.quant.niti_convolution import How, niti_conv2d
 from torch_odt.quant.niti_numbers import Scaled, as_carrier, as_int8, dequantized, quantized
 from torch_odt.quant.packed_weights import PackedWeights
-from torch_odt.quant.rescaling import WIDTH, Rescaling
+from torch_odt.quant.rescaling import Rescaling
 
 MOST_GRADIENT_BITS, LEAST_GRADIENT_BITS = 7, -8
 

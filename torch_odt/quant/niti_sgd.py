@@ -52,7 +52,7 @@ class NitiSGD(torch.optim.Optimizer):
         super().__init__(groups, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "kind": FLOATS})
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Apply what the backward pass has left; see `torch.optim.Optimizer.step`."""
         loss = None
         if closure is not None:

@@ -1,8 +1,8 @@
 """Weights as the int8 kernels read them, kept from one call to the next within a number of bytes (Mandheling).
 
-D. Xu et al., MobiCom 2022: what was prepared for a layer is used again in the next step, and where memory is short, what
-was used most recently is released. A training step asks for its layers in the same order each time, so the most recent
-one is that whose next use lies furthest ahead.
+D. Xu et al., MobiCom 2022: what was prepared for a layer is used again in the next step, and where memory is short,
+what was used most recently is released. A training step asks for its layers in the same order each time, so the most
+recent one is that whose next use lies furthest ahead.
 """
 
 from __future__ import annotations

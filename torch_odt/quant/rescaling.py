@@ -25,8 +25,8 @@ class Rescaling:
 
     Attributes:
         longest_period: the period doubles up to here; 1 checks every batch.
-        slack_bits: a scale still holds where so many bits more would fit. 0 is the paper's rule; with 1, a largest value
-            that goes to and fro over a power of two is no change.
+        slack_bits: a scale still holds where so many bits more would fit. 0 is the paper's rule; with 1, a largest
+            value that goes to and fro over a power of two is no change.
         is_known: whether there is a scale already.
         exponent: the one that is held.
         period: batches from a check to the next one.
@@ -50,8 +50,8 @@ class Rescaling:
     @classmethod
     def of(cls, row: Tensor) -> Rescaling:
         """From float64 of shape (WIDTH,)."""
-        numbers = [int(number) for number in row.tolist()]
-        return cls(*(bool(n) if f.type == "bool" else n for f, n in zip(fields(cls), numbers, strict=True)))
+        longest, slack, known, *rest = (int(number) for number in row.tolist())
+        return cls(longest, slack, bool(known), *rest)
 
     def row(self) -> Tensor:
         """As float64 of shape (WIDTH,)."""
@@ -99,9 +99,7 @@ class Rescaling:
     def after_batch(self, *, was_clipped: bool) -> Rescaling:
         """The state when a batch has taken the scale as it was."""
         if was_clipped:
-            return replace(
-                self, period=1, wait=0, batches=self.batches + 1, clipped_batches=self.clipped_batches + 1
-            )
+            return replace(self, period=1, wait=0, batches=self.batches + 1, clipped_batches=self.clipped_batches + 1)
         return replace(self, wait=self.wait - 1, batches=self.batches + 1)
 
 
