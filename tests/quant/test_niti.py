@@ -1,0 +1,280 @@
+"""Whole models in NITI's arithmetic: what is converted, that they learn, and that every door trains the same bits."""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from niti_cases import Means, Residual, batches, bytes_of, small_net
+from torch import Tensor, nn
+
+import torch_odt as odt
+from torch_odt.quant import NitiSGD, PackedWeights, niti_, niti_cross_entropy
+from torch_odt.quant.niti_layers import NitiLayer
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> Any:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        yield
+
+
+def with_norms() -> nn.Sequential:
+    return nn.Sequential(
+        nn.Conv2d(1, 6, 3, padding=1, bias=False), nn.BatchNorm2d(6), nn.ReLU(), nn.Conv2d(6, 6, 3), nn.BatchNorm2d(6),
+        nn.ReLU(), nn.Flatten(), nn.Dropout(0.1), nn.Linear(6 * 36, 4),
+    )  # fmt: skip
+
+
+def train(model: nn.Module, optimizer: NitiSGD, data: list[tuple[Tensor, Tensor]]) -> list[float]:
+    losses = []
+    for x, y in data:
+        optimizer.zero_grad()
+        loss = niti_cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+@pytest.mark.parametrize("make", [small_net, Residual, Means, with_norms])
+def test_it_computes_what_float32_does_but_for_rounding(make: Callable[[], nn.Module]) -> None:
+    model = make().eval()
+    plain = copy.deepcopy(model)
+    training = niti_(model)
+    assert isinstance(model, type(plain)) and not training.in_float32
+    x, _ = batches(1)[0]
+    expected = plain(x)
+    assert float((model(x) - expected).detach().norm() / expected.detach().norm()) < 0.1
+
+
+@pytest.mark.parametrize("make", [small_net, Residual, with_norms])
+def test_it_learns(make: Callable[[], nn.Module]) -> None:
+    model = make()
+    training = niti_(model, gradient_bits=4)
+    losses = train(model, NitiSGD(model, lr=0.05), batches(40, size=16))
+    assert sum(losses[-5:]) < 0.5 * sum(losses[:5])
+    weights = [layer.weight for layer in training.layers().values()]
+    assert all(weight.element_size() == 1 for weight in weights)
+
+
+def test_without_norms_everything_is_in_integers() -> None:
+    model = Residual()
+    training = niti_(model)
+    assert training.converted == ("stem", "first", "second", "beside", "head") and not training.between
+    head = model.head
+    assert isinstance(head, NitiLayer) and head.to_float, "the logits are the sums themselves"
+    assert model.stem.relu  # type: ignore[attr-defined]
+
+
+def test_norms_stay_float32_or_are_folded() -> None:
+    kept = niti_(with_norms())
+    assert len(kept.converted) == 3
+    assert {name.split(" ")[0] for name in kept.between} <= {"1", "4", "7"}
+    model = with_norms()
+    for module in model:
+        if isinstance(module, nn.BatchNorm2d):
+            nn.init.uniform_(module.weight, 0.5, 2)
+            nn.init.uniform_(module.running_var, 0.5, 2)
+            nn.init.normal_(module.running_mean)
+    model.eval()
+    plain, (x, _) = copy.deepcopy(model), batches(1)[0]
+    folded = niti_(model, batch_norm="fold")
+    assert [name for name in folded.between] == ["_7 (7)"] or "Dropout" in folded.between[0]
+    expected = plain(x).detach()
+    assert float((model(x) - expected).detach().norm() / expected.norm()) < 0.1
+    integers = model(x).detach()
+    folded.dequantize_()
+    assert type(model[0]) is nn.Conv2d and type(model[1]) is nn.BatchNorm2d
+    assert float((model(x).detach() - integers).norm() / integers.norm()) < 0.1
+
+
+def test_a_loop_and_a_step_train_the_same_bits() -> None:
+    data = batches(12)
+    for make in (small_net, Residual):
+        base = make()
+        loop, ours = copy.deepcopy(base), copy.deepcopy(base)
+        niti_(loop), niti_(ours)
+        expected = train(loop, NitiSGD(loop), data)
+        step = odt.TrainStep(ours, niti_cross_entropy, NitiSGD(ours), budget=odt.Budget("1GiB", of="training"))
+        with pytest.warns(odt.OdtWarning, match="departed from the plan"):
+            # An operator that looks at a scale allocates otherwise than one that does not.
+            found = [float(step(x, y)) for x, y in data]
+        assert found == expected
+        assert bytes_of(ours) == bytes_of(loop)
+
+
+def test_the_state_goes_on_where_it_was() -> None:
+    data = batches(20)
+    model = Residual()
+    start = copy.deepcopy(model)
+    niti_(model)
+    optimizer = NitiSGD(model)
+    train(model, optimizer, data[:9])
+    file = io.BytesIO()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
+    rest = train(model, optimizer, data[9:])
+    file.seek(0)
+    saved = torch.load(file)
+    again = niti_(start).model
+    again.load_state_dict(saved["model"])
+    resumed = NitiSGD(again)
+    resumed.load_state_dict(saved["optimizer"])
+    assert train(again, resumed, data[9:]) == rest
+    assert bytes_of(again) == bytes_of(model)
+
+
+def test_the_way_back_keeps_what_was_trained() -> None:
+    model = small_net()
+    keys = list(model.state_dict())
+    training = niti_(model)
+    train(model, NitiSGD(model), batches(5))
+    weight = model[0].float_weight()  # type: ignore[operator]
+    assert training.dequantize_() is model and training.dequantize_() is model
+    assert list(model.state_dict()) == keys and type(model) is nn.Sequential
+    assert torch.equal(model[0].weight, weight)
+
+
+def test_scales_are_looked_at_less_and_less_often() -> None:
+    model = small_net()
+    training = niti_(model, gradient_bits=2)
+    train(model, NitiSGD(model), batches(60))
+    seldom = training.checked_share()
+    assert 0 < seldom < 0.4
+    always = niti_(small_net(), longest_period=1)
+    train(always.model, NitiSGD(always.model), batches(4))
+    assert always.checked_share() == 1 and always.clipped_share() == 0
+    assert "looked at in 100.0%" in str(always)
+
+
+def test_a_batch_that_is_split_and_packed_weights_change_nothing() -> None:
+    base, data = Residual(), batches(8)
+    found = []
+    for options in ({}, {"split": 600}, {"packs": PackedWeights(limit_bytes=1 << 20)}, {"split": "cache"}):
+        model = copy.deepcopy(base)
+        niti_(model, **options)
+        found.append((train(model, NitiSGD(model), data), bytes_of(model)))
+    assert all(each == found[0] for each in found[1:])
+
+
+def test_saturation_is_counted_and_told() -> None:
+    model = small_net()
+    training = niti_(model)
+    quiet, (x, y) = batches(6), batches(1)[0]
+    optimizer = NitiSGD(model)
+    train(model, optimizer, [(0.01 * images, labels) for images, labels in quiet])
+    training.set_gradient_bits(-8)
+    train(model, optimizer, [(x, y)] + [(100 * x, y)] * 2)
+    clipped = {name: each.clipped_batches for name, each in training.rescalings().items() if each.clipped_batches}
+    assert clipped and training.clipped_share() > 0
+    name = max(clipped, key=lambda each: clipped[each])
+    assert f"clipped     {name}" in str(training) or len(clipped) > 3
+
+
+def test_what_cannot_be_converted_is_named() -> None:
+    class Awkward(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fine = nn.Conv2d(1, 4, 3)
+            self.circular = nn.Conv2d(4, 4, 3, padding=1, padding_mode="circular")
+            self.twice = nn.Conv2d(4, 4, 1)
+            self.transposed = nn.ConvTranspose2d(4, 4, 2)
+            self.zeros = nn.Conv2d(4, 4, 1, bias=False)
+            nn.init.zeros_(self.zeros.weight)
+            self.unused = nn.Linear(2, 2)
+            self.wanted = nn.Conv2d(4, 4, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.twice(self.twice(self.circular(self.fine(x))))
+            found: Tensor = self.wanted(self.zeros(self.transposed(x)))
+            return found
+
+    training = niti_(Awkward(), keep_float32=["wanted"])
+    assert training.converted == ("fine",)
+    for name, reason in {
+        "circular": "padding_mode", "twice": "called 2 times", "transposed": "ConvTranspose2d", "zeros": "all zeros",
+        "unused": "none does", "wanted": "asked for",
+    }.items():  # fmt: skip
+        assert reason in training.in_float32[name]
+        assert name in str(training)
+    assert training.model(torch.randn(2, 1, 6, 6)).isfinite().all()
+
+
+def test_a_forward_pass_that_cannot_be_traced_converts_layer_by_layer() -> None:
+    class Conditional(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv, self.head = nn.Conv2d(1, 4, 3), nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = torch.relu(self.conv(x))
+            found: Tensor = self.head(x.mean((2, 3)) if x.sum() > 0 else x.amax((2, 3)))
+            return found
+
+    model = Conditional()
+    training = niti_(model)
+    assert training.converted == ("conv", "head") and "torch.fx cannot trace Conditional" in training.between[0]
+    losses = train(model, NitiSGD(model), batches(30, size=16))
+    assert sum(losses[-5:]) < sum(losses[:5])
+
+
+def test_wrong_options_are_refused() -> None:
+    for options, text in (
+        ({"gradient_bits": 8}, "from -8 to 7"),
+        ({"batch_norm": "integers"}, "float32, fold"),
+        ({"start": "zeros"}, "model, xavier"),
+        ({"rounding": "stochastic"}, "nearest, pseudo_stochastic"),
+        ({"longest_period": 0}, "1 or more"),
+        ({"split": "l2"}, "'cache'"),
+        ({"split": 0}, "None does not split"),
+        ({"keep_float32": ["99"]}, "which the model does not have"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            niti_(small_net(), **options)
+    with pytest.raises(ValueError, match="no layer that can be converted"):
+        niti_(nn.Sequential(nn.ReLU()))
+    with pytest.raises(ValueError, match="convert it by odt"):
+        NitiSGD(small_net())
+    training = niti_(small_net())
+    with pytest.raises(ValueError, match="1 is not in NITI's arithmetic"):
+        training.set_gradient_bits(2, ["1"])
+    with pytest.raises(ValueError, match="logits of shape"):
+        niti_cross_entropy(torch.zeros(2, 3), torch.zeros(3, dtype=torch.long))
+
+
+def test_a_batch_with_nan_is_refused_and_changes_nothing() -> None:
+    model = small_net()
+    niti_(model)
+    before = bytes_of(model)
+    with pytest.raises(ValueError, match="not finite"):
+        model(torch.full((2, 1, 8, 8), float("nan")))
+    assert bytes_of(model) == before
+
+
+def test_weights_drawn_as_in_niti() -> None:
+    model = small_net()
+    niti_(model, start="xavier")
+    layer = model[4]
+    assert isinstance(layer, NitiLayer) and layer.float_bias() is not None
+    assert not layer.float_bias().any()  # type: ignore[union-attr]
+    bound = (6 / (8 + 16)) ** 0.5
+    assert 0.8 * bound < float(layer.float_weight().abs().max()) <= 1.01 * bound
+
+
+@pytest.mark.parametrize("make", [small_net, Residual])
+def test_operators_are_registered_as_torch_wants_them(make: Callable[[], nn.Module]) -> None:
+    """Traced, the step is the same graph of operators with the same shapes and bits."""
+    model = make()
+    niti_(model)
+    data = batches(3)
+    wrapped = copy.deepcopy(model)
+    expected = train(model, NitiSGD(model), data)
+    compiled = torch.compile(wrapped, backend="aot_eager", fullgraph=True)
+    optimizer = NitiSGD(wrapped)
+    assert train(compiled, optimizer, data) == expected  # type: ignore[arg-type]
+    assert bytes_of(wrapped) == bytes_of(model)

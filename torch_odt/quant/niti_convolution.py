@@ -1,0 +1,463 @@
+"""A convolution in NITI's arithmetic, forward and backward: the operators behind `NitiConv2d` and `NitiLinear`.
+
+Both are functions: what they make of the state of rescaling is a result. The backward operator gives the new state of
+its own rescalings as a "gradient" of the old one, and the weight's gradient as the integers that are to be taken off;
+`NitiSGD` applies both. So a step may be captured, its operators recomputed and its tensors moved, as any other's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from torch_odt import ops
+from torch_odt.ops.int8_arguments import Rounding, WeightGradient
+from torch_odt.ops.int8_plain import Geometry
+from torch_odt.quant.batch_splitting import MOST_PIXELS, joined, parts_of
+from torch_odt.quant.niti_numbers import (
+    BITS,
+    CARRIER,
+    LARGEST_SHIFT,
+    MOST,
+    as_carrier,
+    as_int8,
+    clipped,
+    largest_of,
+    quantized,
+    rescaled,
+    shift_rounded,
+    where_positive,
+)
+from torch_odt.quant.packed_weights import packs_of
+from torch_odt.quant.rescaling import Rescaling
+
+ROUNDINGS: tuple[Rounding, ...] = ("nearest", "pseudo_stochastic")
+MOST_BIAS = float(1 << LARGEST_SHIFT)
+
+
+@dataclass(frozen=True)
+class How:
+    """How a layer computes, beside its windows.
+
+    Attributes:
+        to_float: the output is float32, not rescaled.
+        relu: the output is clamped at 0.
+        rounding: of activations and gradients.
+        part_bytes: what a part of a batch may take, see `parts_of`; 0 does not split.
+        packs: the number of a `PackedWeights`; 0 packs for each call.
+        training: whether scales are looked at.
+    """
+
+    to_float: bool = False
+    relu: bool = False
+    rounding: Rounding = "pseudo_stochastic"
+    part_bytes: int = 0
+    packs: int = 0
+    training: bool = True
+
+    def numbers(self) -> list[int]:
+        """As an operator takes it."""
+        return [self.to_float, self.relu, ROUNDINGS.index(self.rounding), self.part_bytes, self.packs, self.training]
+
+    @classmethod
+    def of(cls, numbers: list[int]) -> How:
+        to_float, relu, rounding, part_bytes, packs, training = numbers
+        return cls(bool(to_float), bool(relu), ROUNDINGS[rounding], part_bytes, packs, bool(training))
+
+
+class Convolved(NamedTuple):
+    """What the forward operator returns.
+
+    Attributes:
+        output: mantissas, or float32.
+        exponent: of the output; without a meaning where that is float32.
+        kept: the input's mantissas where it was float32, and empty otherwise.
+        kept_exponent: theirs.
+        state: of the output's rescaling, after this batch.
+    """
+
+    output: Tensor
+    exponent: Tensor
+    kept: Tensor
+    kept_exponent: Tensor
+    state: Tensor
+
+
+@dataclass(frozen=True)
+class _Attempt:
+    """Mantissas for a shift, and the largest magnitude of what was shifted."""
+
+    mantissas: Tensor
+    largest: float
+
+
+class _Kernels:
+    """The int8 kernels of one layer over the parts of its batch."""
+
+    def __init__(self, weight: Tensor, geometry: Geometry, how: How, sample_bytes: int, batch: int) -> None:
+        self._carrier, self.weight, self.how = weight, as_int8(weight), how
+        self.windows: dict[str, Any] = {
+            "stride": geometry.stride,
+            "padding": geometry.padding,
+            "dilation": geometry.dilation,
+            "groups": geometry.groups,
+        }
+        self.parts = parts_of(batch, sample_bytes, weight.nbytes, how.part_bytes)
+        self._batch = batch
+
+    def packed(self, for_grad_input: bool) -> Tensor | None:
+        """The weight as the kernels read it, packed once for all parts and attempts."""
+        return packs_of(self.how.packs).packed(self._carrier, for_grad_input=for_grad_input, **self.windows)
+
+    def output(self, image: Tensor, bias: Tensor | None, shift: int) -> _Attempt:
+        scale, packed = torch.tensor([2.0**-shift]), self.packed(False)
+        low = 0 if self.how.relu else -MOST
+        found = [
+            ops.int8_conv2d_quantized(
+                image[part], self.weight, scale, bias, packed=packed, low=low, high=MOST, rounding=self.how.rounding,
+                **self.windows,
+            )
+            for part in self.parts
+        ]  # fmt: skip
+        largest = max(float(each.largest) for each in found)
+        return _Attempt(joined([each.output for each in found]), largest * 2.0**shift)
+
+    def float_output(self, image: Tensor, bias: Tensor | None, exponent: int) -> Tensor:
+        scale, packed = torch.tensor([2.0**exponent]), self.packed(False)
+        return joined(
+            [
+                ops.int8_conv2d_scaled(image[part], self.weight, scale, bias, packed=packed, **self.windows)
+                for part in self.parts
+            ]
+        )
+
+    def input_gradient(self, gradient: Tensor, size: list[int], shift: int) -> _Attempt:
+        scale, packed = torch.tensor([2.0**-shift]), self.packed(True)
+        found = [
+            ops.int8_conv2d_grad_input_quantized(
+                gradient[part], self.weight, scale, size, packed=packed, rounding=self.how.rounding, **self.windows
+            )
+            for part in self.parts
+        ]
+        largest = max(float(each.largest) for each in found)
+        mantissas = joined([each.gradient for each in found])
+        return _Attempt(mantissas.clamp_(min=-MOST) if largest > MOST else mantissas, largest * 2.0**shift)
+
+    def float_input_gradient(self, gradient: Tensor, size: list[int], exponent: int) -> Tensor:
+        scale, packed = torch.tensor([2.0**exponent]), self.packed(True)
+        return joined(
+            [
+                ops.int8_conv2d_grad_input_scaled(
+                    gradient[part], self.weight, scale, size, packed=packed, **self.windows
+                )
+                for part in self.parts
+            ]
+        )
+
+    def weight_sums(self, gradient: Tensor, image: Tensor) -> WeightGradient:
+        """The exact sums of the gradients: the weight's are int32 or, of several parts, int64."""
+        pixels = gradient.shape[2] * gradient.shape[3]
+        fitting = max(1, MOST_PIXELS // max(pixels, 1))
+        parts = [
+            slice(start, min(start + fitting, part.stop))
+            for part in self.parts
+            for start in range(part.start, part.stop, fitting)
+        ]
+        size = self.weight.shape[2:]
+        sums = [ops.int8_conv2d_grad_weight(gradient[part], image[part], tuple(size), **self.windows) for part in parts]
+        if len(sums) == 1:
+            return sums[0]
+        weight, bias = sums[0].weight.long(), sums[0].bias
+        for each in sums[1:]:
+            weight += each.weight
+            bias += each.bias
+        return WeightGradient(weight, bias)
+
+    def weight_step(self, gradient: Tensor, image: Tensor, shift: int) -> WeightGradient:
+        """The weight's gradient as mantissas, and the bias's sums; in one piece, the weight's are never stored."""
+        pixels = gradient.shape[2] * gradient.shape[3]
+        if len(self.parts) > 1 or self._batch * pixels > MOST_PIXELS:
+            sums = self.weight_sums(gradient, image)
+            return sums._replace(weight=clipped(shift_rounded(sums.weight, shift, self.how.rounding)))
+        less = torch.zeros_like(self.weight)
+        of_bias = ops.int8_conv2d_update_weight_(
+            less, gradient, image, torch.tensor([2.0**-shift]), rounding=self.how.rounding, **self.windows
+        )
+        return WeightGradient(less.neg_(), of_bias)
+
+
+def _settled(
+    state: Rescaling, exponent: int, attempt: Callable[[int], _Attempt], training: bool
+) -> tuple[Tensor, int, Rescaling]:
+    """Sums of an exponent as mantissas, at the scale that is held or that a check finds."""
+    shift = state.shift(exponent)
+    found = attempt(shift)
+    if not (state.is_due if training else not state.is_known):
+        was_clipped = found.largest * 2.0**-shift >= MOST + 1
+        return found.mantissas, exponent + shift, state.after_batch(was_clipped=was_clipped) if training else state
+    fitting = state.fitting_shift(found.largest, BITS, exponent)
+    mantissas = found.mantissas if fitting == shift else attempt(fitting).mantissas
+    after = state.after_check(exponent + fitting, is_zero=not found.largest) if training else state
+    return mantissas, exponent + fitting, after
+
+
+def _bias_sums(bias: Tensor | None, bias_exponent: Tensor | None, exponent: int) -> Tensor | None:
+    """A bias in units of the sums."""
+    if bias is None or bias_exponent is None:
+        return None
+    units = as_int8(bias).double() * 2.0 ** (int(bias_exponent) - exponent)
+    return units.round_().clamp_(-MOST_BIAS, MOST_BIAS).to(torch.int32)
+
+
+def _sample_bytes(image: Tensor, output_pixels: int, channels: int, to_float: bool) -> int:
+    return image[0].numel() + output_pixels * channels * (4 if to_float else 1) if len(image) else 0
+
+
+@torch.library.custom_op("torch_odt::niti_conv2d", mutates_args=())
+def niti_conv2d(
+    input: Tensor,
+    exponent: Tensor | None,
+    weight: Tensor,
+    weight_exponent: Tensor,
+    bias: Tensor | None,
+    bias_exponent: Tensor | None,
+    state: Tensor,
+    backward_state: Tensor,
+    gradient_bits: Tensor,
+    how: list[int],
+    stride: list[int],
+    padding: list[int],
+    dilation: list[int],
+    groups: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """A convolution of mantissas, or of float32 that is quantised first; see `Convolved` for what it returns.
+
+    Args:
+        input: mantissas as `CARRIER`, or float32, of shape (N, C, H, W).
+        exponent: float32 of shape (1,); None for float32.
+        weight, weight_exponent, bias, bias_exponent: mantissas as `CARRIER`, and theirs.
+        state: of the output's rescaling, float64 of shape (WIDTH,).
+        backward_state: of those of the input's and the weight's gradient, float64 of shape (2, WIDTH).
+        gradient_bits: int64 of shape (1,): what is left of a weight's gradient.
+        how: see `How`.
+        stride, padding, dilation, groups: as in `torch.nn.Conv2d`.
+
+    Raises:
+        ValueError: a number of a float32 input is not finite.
+    """
+    geometry, manner = Geometry(stride, padding, dilation, groups), How.of(how)
+    if exponent is None:
+        image, input_exponent = quantized(input, name="the input of a convolution")
+        image = image.contiguous(memory_format=torch.channels_last)
+        kept, kept_exponent = as_carrier(image), torch.tensor([float(input_exponent)])
+    else:
+        image, input_exponent = as_int8(input), int(exponent)
+        kept, kept_exponent = torch.empty(0, dtype=CARRIER), torch.empty(0)
+    rows, columns = geometry.output_size("niti_conv2d", image.shape[2:], weight.shape[2:])
+    sample_bytes = _sample_bytes(image, rows * columns, weight.shape[0], manner.to_float)
+    kernels = _Kernels(weight, geometry, manner, sample_bytes, len(image))
+    sums_exponent = input_exponent + int(weight_exponent)
+    added = _bias_sums(bias, bias_exponent, sums_exponent)
+    if manner.to_float:
+        output = kernels.float_output(image, added, sums_exponent)
+        return Convolved(output, torch.zeros(1), kept, kept_exponent, state.clone())
+    mantissas, found, after = _settled(
+        Rescaling.of(state), sums_exponent, lambda shift: kernels.output(image, added, shift), manner.training
+    )
+    return Convolved(as_carrier(mantissas), torch.tensor([float(found)]), kept, kept_exponent, after.row())
+
+
+@niti_conv2d.register_fake
+def _(
+    input: Tensor,
+    exponent: Tensor | None,
+    weight: Tensor,
+    weight_exponent: Tensor,
+    bias: Tensor | None,
+    bias_exponent: Tensor | None,
+    state: Tensor,
+    backward_state: Tensor,
+    gradient_bits: Tensor,
+    how: list[int],
+    *windows: Any,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    size = Geometry(*windows).output_size("niti_conv2d", input.shape[2:], weight.shape[2:])
+    dtype = torch.float32 if How.of(how).to_float else CARRIER
+    output = _image([input.shape[0], weight.shape[0], *size], dtype, input)
+    one = torch.empty(1, device=input.device)
+    if exponent is None:
+        kept, kept_exponent = _image(input.shape, CARRIER, input), torch.empty_like(one)
+    else:
+        kept = torch.empty(0, dtype=CARRIER, device=input.device)
+        kept_exponent = torch.empty(0, device=input.device)
+    return output, one, kept, kept_exponent, torch.empty_like(state)
+
+
+def _image(shape: Any, dtype: torch.dtype, like: Tensor) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device=like.device, memory_format=torch.channels_last)
+
+
+@torch.library.custom_op("torch_odt::niti_conv2d_backward", mutates_args=())
+def niti_conv2d_backward(
+    gradient: Tensor,
+    gradient_exponent: Tensor | None,
+    output: Tensor | None,
+    image: Tensor,
+    image_exponent: Tensor,
+    weight: Tensor,
+    weight_exponent: Tensor,
+    state: Tensor,
+    gradient_bits: Tensor,
+    input_is_float: bool,
+    wanted: list[bool],
+    how: list[int],
+    stride: list[int],
+    padding: list[int],
+    dilation: list[int],
+    groups: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The gradients of `niti_conv2d`; what is not wanted is empty.
+
+    Args:
+        gradient, gradient_exponent: mantissas and theirs, or float32 and None.
+        output: of the layer where it ends in a ReLU.
+        image, image_exponent: the input's mantissas, and theirs.
+        weight, weight_exponent, state, gradient_bits, how: as they were given.
+        input_is_float: the input's gradient is to be float32.
+        wanted: whether the gradients of input, weight and bias are.
+
+    Returns:
+        The input's gradient and its exponent, the weight's and the bias's as mantissas of `gradient_bits` bits, and the
+        state after this batch.
+
+    Raises:
+        ValueError: a number of a float32 gradient is not finite.
+    """
+    geometry, manner = Geometry(stride, padding, dilation, groups), How.of(how)
+    if gradient_exponent is None:
+        steps, exponent = quantized(gradient, manner.rounding, "the gradient of a convolution's output")
+    else:
+        steps, exponent = as_int8(gradient), int(gradient_exponent)
+    steps = steps.contiguous(memory_format=torch.channels_last)
+    if output is not None:
+        steps = where_positive(steps, as_int8(output))
+    pixels = as_int8(image)
+    sample_bytes = _sample_bytes(pixels, steps.shape[2] * steps.shape[3], weight.shape[0], input_is_float)
+    kernels = _Kernels(weight, geometry, manner, sample_bytes, len(pixels))
+    of_input, of_weight = (Rescaling.of(row) for row in state)
+    size = list(image.shape[2:])
+    input_gradient, input_exponent = torch.empty(0, dtype=CARRIER), torch.empty(0)
+    sums_exponent = exponent + int(weight_exponent)
+    if wanted[0] and input_is_float:
+        input_gradient = kernels.float_input_gradient(steps, size, sums_exponent)
+    elif wanted[0]:
+        mantissas, found, of_input = _settled(
+            of_input, sums_exponent, lambda shift: kernels.input_gradient(steps, size, shift), manner.training
+        )
+        input_gradient, input_exponent = as_carrier(mantissas), torch.tensor([float(found)])
+    weight_gradient, bias_gradient = (torch.empty(0, dtype=CARRIER) for _ in range(2))
+    bits = int(gradient_bits)
+    if wanted[1]:
+        found_gradient, of_weight = _weight_gradient(
+            kernels, steps, pixels, of_weight, exponent + int(image_exponent), bits
+        )
+        weight_gradient, bias_sums = as_carrier(found_gradient.weight), found_gradient.bias
+    elif wanted[2]:
+        bias_sums = steps.sum((0, 2, 3), dtype=torch.int64)
+    if wanted[2]:
+        bias_gradient = as_carrier(rescaled(bias_sums, manner.rounding, bits)[0])
+    return (
+        input_gradient,
+        input_exponent,
+        weight_gradient,
+        bias_gradient,
+        torch.stack([of_input.row(), of_weight.row()]),
+    )
+
+
+def _weight_gradient(
+    kernels: _Kernels, steps: Tensor, pixels: Tensor, state: Rescaling, exponent: int, bits: int
+) -> tuple[WeightGradient, Rescaling]:
+    """Mantissas of so many bits; where the scale is not looked at, what is beyond them is clipped."""
+    if state.is_due:
+        sums = kernels.weight_sums(steps, pixels)
+        largest = largest_of(sums.weight)
+        shift = state.fitting_shift(largest, bits, exponent)
+        mantissas = clipped(shift_rounded(sums.weight, shift, kernels.how.rounding))
+        return sums._replace(weight=mantissas), state.after_check(exponent + shift, is_zero=not largest)
+    found = kernels.weight_step(steps, pixels, state.shift(exponent))
+    most = 1 << max(bits, 0)
+    was_clipped = largest_of(found.weight) > most
+    if was_clipped:
+        found.weight.clamp_(-most, most)
+    return found, state.after_batch(was_clipped=was_clipped)
+
+
+@niti_conv2d_backward.register_fake
+def _(
+    gradient: Tensor,
+    gradient_exponent: Tensor | None,
+    output: Tensor | None,
+    image: Tensor,
+    image_exponent: Tensor,
+    weight: Tensor,
+    weight_exponent: Tensor,
+    state: Tensor,
+    gradient_bits: Tensor,
+    input_is_float: bool,
+    wanted: list[bool],
+    *rest: Any,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    nothing = torch.empty(0, dtype=CARRIER, device=image.device)
+    of_input, exponent = nothing, torch.empty(0, device=image.device)
+    if wanted[0]:
+        of_input = _image(image.shape, torch.float32 if input_is_float else CARRIER, image)
+        exponent = exponent if input_is_float else torch.empty(1, device=image.device)
+    of_weight = torch.empty_like(weight) if wanted[1] else torch.empty_like(nothing)
+    bias = torch.empty(weight.shape[0], dtype=CARRIER, device=image.device) if wanted[2] else torch.empty_like(nothing)
+    return of_input, exponent, of_weight, bias, torch.empty_like(state)
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    (
+        input, exponent, weight, weight_exponent, bias, _, _, backward_state, bits, how, *windows
+    ) = inputs  # fmt: skip
+    made = Convolved(*output)
+    manner = How.of(how)
+    image, image_exponent = (made.kept, made.kept_exponent) if exponent is None else (input, exponent)
+    ctx.save_for_backward(
+        made.output if manner.relu else None, image, image_exponent, weight, weight_exponent, backward_state, bits
+    )
+    ctx.manner, ctx.how, ctx.windows = manner, how, windows
+    ctx.input_is_float, ctx.has_bias = exponent is None, bias is not None
+    ctx.mark_non_differentiable(made.kept, made.kept_exponent, made.state)
+    if manner.to_float:
+        ctx.mark_non_differentiable(made.exponent)
+
+
+def _gradients(ctx: Any, gradient: Tensor, exponent: Tensor | None, *_: Any) -> tuple[Any, ...]:
+    output, image, image_exponent, weight, weight_exponent, backward_state, bits = ctx.saved_tensors
+    needs = ctx.needs_input_grad
+    wanted = [needs[0], needs[2], needs[4]]
+    of_input, input_exponent, of_weight, of_bias, state = niti_conv2d_backward(
+        gradient, None if ctx.manner.to_float else exponent, output, image, image_exponent, weight, weight_exponent,
+        backward_state, bits, ctx.input_is_float, wanted, ctx.how, *ctx.windows,
+    )  # fmt: skip
+    return (
+        of_input if wanted[0] else None,
+        input_exponent if wanted[0] and not ctx.input_is_float else None,
+        of_weight if wanted[1] else None,
+        None,
+        of_bias if wanted[2] else None,
+        None,
+        None,
+        state if needs[7] else None,
+        *[None] * 6,
+    )
+
+
+niti_conv2d.register_autograd(_gradients, setup_context=_keep)

@@ -1,0 +1,91 @@
+"""The optimizer of a model in NITI's arithmetic: integers are taken off integers, and SGD does the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torch_odt.quant.niti_layers import NitiLayer
+from torch_odt.quant.niti_numbers import MOST, as_int8
+
+INTEGERS, STATES, FLOATS = "integers", "states", "floats"
+
+
+class NitiSGD(torch.optim.Optimizer):
+    """W := clip(W - g, -127, 127) for mantissas, with no learning rate: a layer's `gradient_bits` say how large g is.
+
+    When to choose it: for a model that `niti_` has converted. What of it stayed float32 (BatchNorm, for one) trains by
+    SGD with momentum. Gradients of mantissas cannot be added, clipped or scaled: one `backward()` for each `step()`.
+
+    Args:
+        model: converted by `niti_`.
+        lr, momentum, weight_decay: of what is float32, as in `torch.optim.SGD`.
+
+    Raises:
+        ValueError: nothing of the model is in NITI's arithmetic, or a number is negative.
+
+    Example:
+        >>> from torch import nn
+        >>> import torch_odt as odt
+        >>> model = nn.Linear(4, 2)
+        >>> training = odt.quant.niti_(nn.Sequential(model), gradient_bits=3)
+        >>> optimizer = odt.quant.NitiSGD(training.model)
+        >>> [group["kind"] for group in optimizer.param_groups]
+        ['integers', 'states']
+    """
+
+    def __init__(self, model: nn.Module, *, lr: float = 0.1, momentum: float = 0.9, weight_decay: float = 0.0) -> None:
+        if min(lr, momentum, weight_decay) < 0:
+            raise ValueError("lr, momentum and weight_decay must not be negative")
+        layers = [module for module in model.modules() if isinstance(module, NitiLayer)]
+        if not layers:
+            raise ValueError("no layer of the model is in NITI's arithmetic: convert it by odt.quant.niti_")
+        integers = [p for layer in layers for p in (layer.weight, layer.bias) if p is not None and p.requires_grad]
+        states = [layer.gradient_rescaling for layer in layers]
+        known = {id(parameter) for parameter in (*integers, *states)}
+        floats = [p for p in model.parameters() if p.requires_grad and id(p) not in known]
+        groups = [{"params": params, "kind": kind} for params, kind in
+                  ((integers, INTEGERS), (states, STATES), (floats, FLOATS)) if params]  # fmt: skip
+        super().__init__(groups, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "kind": FLOATS})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Apply what the backward pass has left; see `torch.optim.Optimizer.step`."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                if group["kind"] == INTEGERS:
+                    _take_off(parameter, parameter.grad)
+                elif group["kind"] == STATES:
+                    parameter.copy_(parameter.grad)
+                else:
+                    self._descend(parameter, group)
+        return loss
+
+    def _descend(self, parameter: Tensor, group: dict[str, Any]) -> None:
+        gradient: Tensor = parameter.grad  # type: ignore[assignment]
+        if group["weight_decay"]:
+            gradient = gradient.add(parameter, alpha=group["weight_decay"])
+        if group["momentum"]:
+            state = self.state[parameter]
+            if "momentum_buffer" not in state:
+                state["momentum_buffer"] = gradient.clone()
+            else:
+                state["momentum_buffer"].mul_(group["momentum"]).add_(gradient)
+            gradient = state["momentum_buffer"]
+        parameter.add_(gradient, alpha=-group["lr"])
+
+
+def _take_off(parameter: Tensor, gradient: Tensor) -> None:
+    mantissas, step = as_int8(parameter), as_int8(gradient)
+    # A weight that stays as it is need not be packed again.
+    if step.any():
+        mantissas.copy_(mantissas.to(torch.int16).sub_(step).clamp_(-MOST, MOST))

@@ -1,0 +1,103 @@
+"""Weights as the int8 kernels read them, kept from one call to the next within a number of bytes (Mandheling).
+
+D. Xu et al., MobiCom 2022: what was prepared for a layer is used again in the next step, and where memory is short,
+what was used most recently is released. A training step asks for its layers in the same order each time, so the most
+recent one is that whose next use lies furthest ahead.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torch_odt.ops import int8_pack_weight
+
+_Key = tuple[int, bool]
+
+
+class PackedWeights:
+    """Packed weights of all layers of a model.
+
+    When to choose it: where weights are used more than once before they change: in the parts of a batch that is split,
+    in a check that computes again, in accumulation, evaluation, and where an update was nothing but zeros.
+
+    Args:
+        limit_bytes: of what is kept; None sets no limit, and 0 keeps nothing.
+
+    Attributes:
+        number: by which operators know it.
+        packed_count, reused_count, released_count: how often something was packed, found and released.
+    """
+
+    def __init__(self, limit_bytes: int | None = None) -> None:
+        self.limit_bytes = limit_bytes
+        self.packed_count = self.reused_count = self.released_count = 0
+        self.number = next(_numbers)
+        # In the order of their use, the latest last.
+        self._kept: dict[_Key, tuple[weakref.ref[Any], tuple[int, int], Tensor]] = {}
+        _known[self.number] = self
+
+    def __reduce__(self) -> tuple[type[PackedWeights], tuple[int | None]]:
+        """A copy keeps its own."""
+        return type(self), (self.limit_bytes,)
+
+    @property
+    def kept_bytes(self) -> int:
+        """What is held now."""
+        return sum(packed.nbytes for _, _, packed in self._kept.values())
+
+    def packed(self, weight: Tensor, *, for_grad_input: bool, **windows: Any) -> Tensor:
+        """What `int8_pack_weight` makes of a weight, from the last time where the weight is the same.
+
+        Args:
+            weight: of one byte an element, as the layer has it: a view is known by what it is a view of.
+            for_grad_input, windows: see `int8_pack_weight`.
+        """
+        base = weight if weight._base is None else weight._base
+        if base.is_inference():
+            return int8_pack_weight(weight.view(torch.int8), for_grad_input=for_grad_input, **windows)
+        key, state = (id(base), for_grad_input), (base._version, base.data_ptr())
+        kept = self._kept.pop(key, None)
+        if kept is not None and kept[0]() is base and kept[1] == state:
+            self._kept[key] = kept
+            self.reused_count += 1
+            return kept[2]
+        packed = int8_pack_weight(weight.view(torch.int8), for_grad_input=for_grad_input, **windows)
+        self.packed_count += 1
+        self._make_room(packed.nbytes)
+        if self.limit_bytes is None or packed.nbytes <= self.limit_bytes:
+            self._kept[key] = (weakref.ref(base), state, packed)
+        return packed
+
+    def release(self) -> None:
+        """Give everything back."""
+        self._kept.clear()
+
+    def _make_room(self, nbytes: int) -> None:
+        for key in [key for key, (weight, _, _) in self._kept.items() if weight() is None]:
+            del self._kept[key]
+        while self.limit_bytes is not None and self._kept and self.kept_bytes + nbytes > self.limit_bytes:
+            self._kept.popitem()
+            self.released_count += 1
+
+
+class _PackedForEachCall(PackedWeights):
+    """Keeps nothing."""
+
+    def packed(self, weight: Tensor, *, for_grad_input: bool, **windows: Any) -> Tensor:
+        return int8_pack_weight(weight.view(torch.int8), for_grad_input=for_grad_input, **windows)
+
+
+# Operators take tensors and numbers; this is how one of the objects is found by its number.
+_numbers = itertools.count()
+_known: weakref.WeakValueDictionary[int, PackedWeights] = weakref.WeakValueDictionary()
+_FOR_EACH_CALL = _PackedForEachCall()
+
+
+def packs_of(number: int) -> PackedWeights:
+    """The object of that number; one that keeps nothing for 0, and where it is gone."""
+    return _known.get(number, _FOR_EACH_CALL)
