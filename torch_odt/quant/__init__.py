@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-__all__: list[str] = []
+if TYPE_CHECKING:
+    from torch_odt.quant.fake_quant import fake_quantize_
 
-_LAZY: dict[str, str] = {}
+__all__ = [
+    "fake_quantize_",
+]
+
+# Loaded when first used.
+_LAZY = {
+    "fake_quantize_": "fake_quant",
+}
 
 
 def __getattr__(name: str) -> Any:
