@@ -7,14 +7,19 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torch_odt.quant.fake_quant import fake_quantize_
+    from torch_odt.quant.octo import Octo, octo_
 
 __all__ = [
+    "Octo",
     "fake_quantize_",
+    "octo_",
 ]
 
 # Loaded when first used.
 _LAZY = {
+    "Octo": "octo",
     "fake_quantize_": "fake_quant",
+    "octo_": "octo",
 }
 
 
