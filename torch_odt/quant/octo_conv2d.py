@@ -11,12 +11,14 @@ operand's squared rounding error, with the rounding treated as in learned step s
 
     d(log |e|^2 / 2) / d(log share)  =  (sum of e e where t is within the bounds, of e v elsewhere) / |e|^2
 
-It is 1 where nothing is clipped, and 0 where clipping costs as much as it gains. It is limited to -1, and does not
-depend on the size of the loss.
+It is 1 where nothing is clipped, and 0 where clipping costs as much as it gains. What a parameter gets is a tenth of
+it, between -0.1 and 0.1, so that shares follow slowly; the loss's size makes no difference to it. Of inputs and
+gradients the first samples of a batch are looked at, some 65,536 elements.
 """
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -27,6 +29,8 @@ from torch_odt.ops.int8_convolution import int8_conv2d_scaled
 from torch_odt.ops.int8_gradients import int8_conv2d_grad_input_scaled, int8_conv2d_grad_weight_scaled
 from torch_odt.quant.ranges import HIGH, LOW
 
+CLIP_RATE = 0.1
+SEEN_ELEMENTS = 1 << 16
 OPERANDS = ("input", "weight", "gradient")
 _INPUT, _WEIGHT, _GRADIENT = range(3)
 
@@ -42,6 +46,7 @@ def octo_conv2d(
     dilation: list[int],
     groups: int,
     keeps: bool,
+    clips: bool,
     learns: bool,
     is_stochastic: bool,
     layer: str,
@@ -56,7 +61,8 @@ def octo_conv2d(
         seed: int64 of one number, for stochastic rounding of the output's gradient: give each step its own.
         stride, padding, dilation, groups: as in `torch.nn.Conv2d`.
         keeps: whether there will be a backward pass.
-        learns: whether `log_clip` gets its gradient; it is 0 otherwise, and nothing is spent on it.
+        clips: whether ranges are clipped; `log_clip` is taken for 0 otherwise.
+        learns: whether `log_clip` gets its gradient; that is 0 otherwise, and nothing is spent on it.
         is_stochastic: whether the output's gradient is rounded stochastically, or to the nearest.
         layer: a name for errors.
 
@@ -71,7 +77,7 @@ def octo_conv2d(
         >>> weight = torch.tensor([[[[1.0]], [[0.5]]]], requires_grad=True)
         >>> one, seed = torch.zeros(3), torch.tensor(1)
         >>> windows = ([1, 1], [0, 0], [1, 1], 1)
-        >>> output = octo_conv2d(torch.ones(1, 2, 1, 1), weight, one, seed, *windows, True, False, True, "first")[0]
+        >>> output = octo_conv2d(torch.ones(1, 2, 1, 1), weight, one, seed, *windows, True, False, False, True, "first")[0]
         >>> output.sum().backward()
         >>> round(output.item(), 1), weight.grad.flatten()
         (1.5, tensor([1., 1.]))
@@ -89,17 +95,16 @@ def octo_conv2d(
     if not keeps:
         nothing = input.new_empty(0, dtype=torch.int8)
         return output, nothing, nothing.clone(), input.new_empty(0), torch.empty(0, dtype=torch.int64), gradients
-    shares = log_clip.exp().clamp(max=1)
-    if shares[_INPUT] < 1:
-        low, high = low * shares[_INPUT], high * shares[_INPUT]
+    # Not where a share is below 1: what is allocated must not depend on numbers, because a plan counts on it.
+    if clips:
+        shares = log_clip.exp().clamp(max=1)
+        low, high, steps = low * shares[_INPUT], high * shares[_INPUT], steps * shares[_WEIGHT]
         step, zero = _affine(low, high)
-        image = _rounded(input, step, zero, least=LOW)
-    if shares[_WEIGHT] < 1:
-        steps = steps * shares[_WEIGHT]
-        kernel = _rounded(weight, _by_channel(steps, weight))
+        image, kernel = _rounded(input, step, zero, least=LOW), _rounded(weight, _by_channel(steps, weight))
     if learns:
         bound = _by_channel(steps * HIGH, weight)
-        of_input = _clip_gradient(input, (image.float() - zero).mul_(step), (input >= low) & (input <= high))
+        seen = _first(input)
+        of_input = _clip_gradient(seen, (_first(image).float() - zero).mul_(step), (seen >= low) & (seen <= high))
         of_weight = _clip_gradient(weight, kernel.float() * _by_channel(steps, weight), weight.abs() <= bound)
         gradients = torch.stack([of_input, of_weight])
     return output, image, kernel, torch.cat([steps, step]), torch.tensor([zero]), gradients
@@ -136,6 +141,7 @@ def octo_conv2d_backward(
     groups: int,
     wants_input: bool,
     wants_weight: bool,
+    clips: bool,
     learns: bool,
     is_stochastic: bool,
     layer: str,
@@ -152,7 +158,7 @@ def octo_conv2d_backward(
     largest = scaled.abs().amax() if scaled.numel() else scaled.new_zeros(())
     if not bool(largest.isfinite()):
         raise RuntimeError(f"{layer}: the gradient of its output is not finite; training has diverged behind it")
-    bound = largest * log_clip[_GRADIENT].exp().clamp(max=1)
+    bound = largest * log_clip[_GRADIENT].exp().clamp(max=1) if clips else largest
     step = torch.where(bound > 0, bound / HIGH, 1.0).reshape(1)
     draws = int(seed) if is_stochastic else None
     quantized = _rounded(scaled, step, seed=draws)
@@ -167,8 +173,8 @@ def octo_conv2d_backward(
         )
     of_share = gradient.new_zeros(1)
     if learns:
-        nearest = quantized if draws is None else _rounded(scaled, step)
-        of_share[0] = _clip_gradient(scaled, nearest.float().mul_(step), scaled.abs() <= bound)
+        seen = _first(scaled)
+        of_share[0] = _clip_gradient(seen, _rounded(seen, step).float().mul_(step), seen.abs() <= bound)
     nothing = gradient.new_empty(0)
     return (
         nothing if of_input is None else of_input,
@@ -192,27 +198,25 @@ def _(
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    _, _, log_clip, seed, *windows, keeps, learns, is_stochastic, layer = inputs
+    _, _, log_clip, seed, *windows, keeps, clips, learns, is_stochastic, layer = inputs
     ctx.save_for_backward(*output[1:], log_clip, seed)
     ctx.mark_non_differentiable(*output[1:])
-    ctx.windows, ctx.keeps, ctx.how = windows, keeps, (learns, is_stochastic, layer)
+    ctx.windows, ctx.keeps, ctx.how = windows, keeps, (clips, learns, is_stochastic, layer)
 
 
 def _gradients(ctx: Any, gradient: Tensor, *_: Any) -> tuple[Any, ...]:
-    learns, is_stochastic, layer = ctx.how
     if not ctx.keeps:
-        raise RuntimeError(f"{layer} kept nothing for a backward pass: call octo_conv2d with keeps=True")
+        raise RuntimeError(f"{ctx.how[-1]} kept nothing for a backward pass: call octo_conv2d with keeps=True")
     image, kernel, steps, zero, of_operands, log_clip, seed = ctx.saved_tensors
     wants_input, wants_weight, wants_clip = ctx.needs_input_grad[:3]
     of_input, of_weight, of_share = octo_conv2d_backward(
-        gradient, image, kernel, steps, zero, log_clip, seed, *ctx.windows, wants_input, wants_weight, learns,
-        is_stochastic, layer,
-    )  # fmt: skip
+        gradient, image, kernel, steps, zero, log_clip, seed, *ctx.windows, wants_input, wants_weight, *ctx.how
+    )
     return (
         of_input if wants_input else None,
         of_weight if wants_weight else None,
         torch.cat([of_operands, of_share]) if wants_clip else None,
-        *[None] * 9,
+        *[None] * 10,
     )
 
 
@@ -263,9 +267,14 @@ def _rounded(
     return whole.to(torch.int8, memory_format=torch.channels_last)
 
 
+def _first(values: Tensor) -> Tensor:
+    """The first samples."""
+    return values[: max(1, SEEN_ELEMENTS // max(1, math.prod(values.shape[1:])))]
+
+
 def _clip_gradient(values: Tensor, rounded: Tensor, within: Tensor) -> Tensor:
     """Of the logarithm of the share, see this module's docstring."""
     error = rounded - values
     square = error.square().sum()
     gain = torch.where(within, error, rounded).mul_(error).sum()
-    return torch.where(square > 0, gain / square, 0.0).clamp(-1, 1)
+    return CLIP_RATE * torch.where(square > 0, gain / square, 0.0).clamp(-1, 1)

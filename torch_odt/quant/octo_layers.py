@@ -42,7 +42,8 @@ class _OctoLayer(nn.Module):
             number: another one for each layer of the model.
             shape: of the compensation, or None for none.
         """
-        self.label, self.number, self.learns, self.is_stochastic = label, number, learns, is_stochastic
+        self.label, self.number, self.is_stochastic = label, number, is_stochastic
+        self.clips = learns or clip < 1
         like = self.weight.detach()
         self.log_clip = nn.Parameter(like.new_full((len(OPERANDS),), math.log(clip)), requires_grad=learns)
         for name in ("alpha", "mu", "delta"):
@@ -68,7 +69,7 @@ class _OctoLayer(nn.Module):
             self.steps_made.add_(1)
         seed = self.steps_made * _SEEDS + self.number
         output: Tensor = octo_conv2d(
-            x, weight, self.log_clip, seed, stride, padding, dilation, groups, keeps,
+            x, weight, self.log_clip, seed, stride, padding, dilation, groups, keeps, self.clips,
             keeps and self.log_clip.requires_grad, self.is_stochastic, self.label,
         )[0]  # fmt: skip
         return output
