@@ -21,7 +21,7 @@ from torch_odt.capture.layouts import RealLayouts
 
 # Arguments that are variances or their inverse roots, of which a negative one would give NaN, or sizes of int8's steps.
 _POSITIVE_ARGUMENTS = frozenset(
-    {"running_var", "save_var", "save_invstd", "save_rstd", "invstd", "rstd", "var", "steps"}
+    {"running_var", "save_var", "save_invstd", "save_rstd", "invstd", "rstd", "var", "steps", "relative_steps"}
 )
 _TILE_ELEMENTS = 1 << 18
 

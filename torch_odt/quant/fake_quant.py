@@ -21,7 +21,7 @@ from torch_odt.adapt.layers import evaluating
 from torch_odt.errors import CaptureError
 from torch_odt.quant.batch_norm_pairs import batch_norms_behind
 from torch_odt.quant.layer_choice import choose_layers, copy_layer
-from torch_odt.quant.ranges import HIGH, LOW, NONE_SEEN, checked_steps, observed_range, steps_of_range, weight_steps
+from torch_odt.quant.ranges import HIGH, LOW, NONE_SEEN, learned_steps, observed_range, steps_of_range, weight_steps
 
 Ranges = Literal["observed", "learned"]
 BatchNorms = Literal["keep", "fold"]
@@ -34,8 +34,10 @@ class _FakeQuantized(nn.Module):
         weight, bias: those of the layer in whose place it is.
         norm: the BatchNorm that is folded into them, with the statistics that it has; or None.
         input_range: observed: the average of least and greatest value of the input, float32 of shape (2,).
-        input_step, input_zero: learned: the size of a step and the value that stands for 0, float32 of shape (1,).
-        weight_step: learned: the size of a step for each output channel, float32.
+        input_step, weight_step: learned: the size of a step, of weights for each output channel, in units of what it was
+            at first; see `learned_steps`.
+        input_unit, weight_unit: learned: those units.
+        input_zero: learned: the value that stands for 0, float32 of shape (1,); it is rounded.
     """
 
     weight: nn.Parameter
@@ -43,8 +45,10 @@ class _FakeQuantized(nn.Module):
     norm: _BatchNorm | None
     input_range: Tensor
     input_step: nn.Parameter
+    input_unit: Tensor
     input_zero: nn.Parameter
     weight_step: nn.Parameter
+    weight_unit: Tensor
 
     def prepare(self, label: str, ranges: Ranges, averaging: float, norm: _BatchNorm | None, span: Tensor) -> None:
         """Everything that the plain layer has not.
@@ -63,20 +67,24 @@ class _FakeQuantized(nn.Module):
                 "another sample, or name the layer in `skip`"
             )
         step, zero = steps_of_range(span)
-        self.input_step = nn.Parameter(step.reshape(1))
+        self.register_buffer("input_unit", step.reshape(1))
         self.input_zero = nn.Parameter(zero.float().reshape(1))
         with torch.no_grad():
             weight, _ = self._folded()
             mean = weight.abs().flatten(1).mean(1)
             # Esser et al., section 2.1.
-            self.weight_step = nn.Parameter(torch.where(mean > 0, 2 * mean / math.sqrt(HIGH), 1.0).float())
+            self.register_buffer("weight_unit", torch.where(mean > 0, 2 * mean / math.sqrt(HIGH), 1.0).float())
+        self.input_step, self.weight_step = (
+            nn.Parameter(torch.ones_like(unit)) for unit in (self.input_unit, self.weight_unit)
+        )
 
     def operands(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """Input, weight and bias, the first two as int8 would hold them."""
         weight, bias = self._folded()
         if self.ranges == "observed":
             return self._observed(x), _rounded_weight(weight, weight_steps(weight.detach(), self.label)), bias
-        step, weight_step = checked_steps(self.input_step, self.label), checked_steps(self.weight_step, self.label)
+        step = learned_steps(self.input_step, self.input_unit, self.label)
+        weight_step = learned_steps(self.weight_step, self.weight_unit, self.label)
         # Esser et al., section 2.2: gradients of steps as large as those of weights, relative to what they belong to.
         of_input = 1 / math.sqrt(max(1, x[:1].numel()) * HIGH)
         of_weight = 1 / math.sqrt(weight[0].numel() * HIGH)

@@ -33,9 +33,8 @@ def observed_range(x: Tensor, before: Tensor, averaging: float, layer: str) -> T
         >>> observed_range(torch.tensor([-1.0, 2.0]), torch.tensor(NONE_SEEN), 0.1, "first")
         tensor([-1.,  2.])
     """
-    is_first = bool(before.isnan().any())
     if averaging == 0 or not x.numel():
-        if is_first:
+        if bool(before.isnan().any()):
             raise RuntimeError(
                 f"{layer} has seen no batch, so that its input's range is not known: train a step first, or give "
                 "`sample` to the verb that quantized the model"
@@ -45,7 +44,8 @@ def observed_range(x: Tensor, before: Tensor, averaging: float, layer: str) -> T
     now = torch.stack([low.clamp(max=0), high.clamp(min=0)]).to(before)
     if not bool(now.isfinite().all()):
         raise RuntimeError(f"{layer}: its input holds numbers that are not finite; training has diverged before it")
-    return now if is_first else before.lerp(now, averaging)
+    # Whatever came first, the same allocations: a plan counts on them.
+    return torch.where(before.isnan(), now, before.lerp(now, averaging))
 
 
 @observed_range.register_fake
@@ -53,31 +53,53 @@ def _(x: Tensor, before: Tensor, averaging: float, layer: str) -> Tensor:
     return torch.empty_like(before)
 
 
-@torch.library.custom_op("torch_odt::checked_steps", mutates_args=())
-def checked_steps(steps: Tensor, layer: str) -> Tensor:
-    """The same numbers, which have to be positive and finite; their gradient is the result's.
+@torch.library.custom_op("torch_odt::learned_steps", mutates_args=())
+def learned_steps(relative_steps: Tensor, steps: Tensor, layer: str) -> Tensor:
+    """Sizes of steps that are learned, in units of those that learning started from.
+
+    The gradient is that of the result divided by `steps`, not multiplied. So gradient descent moves the result as if it
+    were the parameter, and Adam, whose moves have a size of their own, moves it by a share of what it was.
+
+    Args:
+        relative_steps: the parameter, which starts from 1; float32 of shape (n,).
+        steps: where the result starts; float32 of shape (n,).
+        layer: a name for errors.
+
+    Returns:
+        `relative_steps * steps`.
 
     Raises:
-        RuntimeError: one of them is not.
+        RuntimeError: one of them is not positive, or not finite.
+
+    Example:
+        >>> relative = torch.ones(1, requires_grad=True)
+        >>> learned_steps(relative, torch.tensor([0.5]), "first").backward()
+        >>> relative.grad
+        tensor([2.])
     """
-    if not bool((steps.isfinite() & (steps > 0)).all()):
+    result = relative_steps * steps
+    if not bool((result.isfinite() & (result > 0)).all()):
         raise RuntimeError(
             f"{layer}: learning has brought a range to zero, below it, or to a number that is not finite; give the "
             "ranges a lower learning rate"
         )
-    return steps.clone()
+    return result
 
 
-@checked_steps.register_fake
-def _(steps: Tensor, layer: str) -> Tensor:
-    return torch.empty_like(steps)
+@learned_steps.register_fake
+def _(relative_steps: Tensor, steps: Tensor, layer: str) -> Tensor:
+    return torch.empty_like(relative_steps)
 
 
-def _same(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-    return gradient, None
+def _keep_start(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(inputs[1])
 
 
-checked_steps.register_autograd(_same)
+def _over_start(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+    return gradient / ctx.saved_tensors[0], None, None
+
+
+learned_steps.register_autograd(_over_start, setup_context=_keep_start)
 
 
 def steps_of_range(span: Tensor) -> tuple[Tensor, Tensor]:
