@@ -34,14 +34,14 @@ class _FakeQuantized(nn.Module):
         weight, bias: those of the layer in whose place it is.
         norm: the BatchNorm that is folded into them, with the statistics that it has; or None.
         input_range: observed: the average of least and greatest value of the input, float32 of shape (2,).
-        input_step, weight_step: learned: the size of a step, of weights for each output channel, in units of what it was
-            at first; see `learned_steps`.
+        input_step, weight_step: learned: the size of a step, of weights for each output channel, in units of what it
+            was at first; see `learned_steps`.
         input_unit, weight_unit: learned: those units.
         input_zero: learned: the value that stands for 0, float32 of shape (1,); it is rounded.
     """
 
-    weight: nn.Parameter
-    bias: nn.Parameter | None
+    weight: Tensor
+    bias: Any
     norm: _BatchNorm | None
     input_range: Tensor
     input_step: nn.Parameter
@@ -264,9 +264,7 @@ def _norms(adapting: Adapting, layers: dict[str, nn.Module]) -> dict[str, str]:
         if name in layers and isinstance(norm, _BatchNorm) and norm.running_mean is not None:
             folded[name] = norm_name
     kept = [
-        name
-        for name, module in model.named_modules()
-        if isinstance(module, _BatchNorm) and name not in folded.values()
+        name for name, module in model.named_modules() if isinstance(module, _BatchNorm) and name not in folded.values()
     ]
     if kept:
         adapting.notes.append(f"BatchNorms that are behind no quantized layer alone are kept: {', '.join(kept)}")

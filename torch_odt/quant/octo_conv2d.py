@@ -11,8 +11,8 @@ operand's squared rounding error, with the rounding treated as in learned step s
 
     d(log |e|^2 / 2) / d(log share)  =  (sum of e e where t is within the bounds, of e v elsewhere) / |e|^2
 
-It is 1 where nothing is clipped, and 0 where clipping costs as much as it gains. What a parameter gets is a tenth of
-it, between -0.1 and 0.1, so that shares follow slowly; the loss's size makes no difference to it. Of inputs and
+It is 1 where nothing is clipped, and 0 where clipping costs as much as it gains. What a parameter gets is a hundredth
+of it, between -0.01 and 0.01, so that shares follow slowly; the loss's size makes no difference to it. Of inputs and
 gradients the first samples of a batch are looked at, some 65,536 elements.
 """
 
@@ -29,7 +29,7 @@ from torch_odt.ops.int8_convolution import int8_conv2d_scaled
 from torch_odt.ops.int8_gradients import int8_conv2d_grad_input_scaled, int8_conv2d_grad_weight_scaled
 from torch_odt.quant.ranges import HIGH, LOW
 
-CLIP_RATE = 0.1
+CLIP_RATE = 0.01
 SEEN_ELEMENTS = 1 << 16
 OPERANDS = ("input", "weight", "gradient")
 _INPUT, _WEIGHT, _GRADIENT = range(3)
@@ -76,8 +76,8 @@ def octo_conv2d(
     Example:
         >>> weight = torch.tensor([[[[1.0]], [[0.5]]]], requires_grad=True)
         >>> one, seed = torch.zeros(3), torch.tensor(1)
-        >>> windows = ([1, 1], [0, 0], [1, 1], 1)
-        >>> output = octo_conv2d(torch.ones(1, 2, 1, 1), weight, one, seed, *windows, True, False, False, True, "first")[0]
+        >>> windows, how = ([1, 1], [0, 0], [1, 1], 1), (True, False, False, True, "first")
+        >>> output = octo_conv2d(torch.ones(1, 2, 1, 1), weight, one, seed, *windows, *how)[0]
         >>> output.sum().backward()
         >>> round(output.item(), 1), weight.grad.flatten()
         (1.5, tensor([1., 1.]))
@@ -254,9 +254,7 @@ def _by_channel(steps: Tensor, weight: Tensor) -> Tensor:
     return steps.reshape(-1, *(1 for _ in weight.shape[1:]))
 
 
-def _rounded(
-    values: Tensor, step: Tensor, zero: int = 0, *, least: int = -HIGH, seed: int | None = None
-) -> Tensor:
+def _rounded(values: Tensor, step: Tensor, zero: int = 0, *, least: int = -HIGH, seed: int | None = None) -> Tensor:
     """As int8 from `least` up; with a seed, rounded up with the probability of the fraction."""
     whole = values.div(step)
     if seed is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,8 +25,8 @@ class _OctoLayer(nn.Module):
         steps_made: int64, so many passes that keep something for a backward pass; stochastic rounding goes by it.
     """
 
-    weight: nn.Parameter
-    bias: nn.Parameter | None
+    weight: Tensor
+    bias: Any
     log_clip: nn.Parameter
     alpha: nn.Parameter | None
     mu: nn.Parameter | None
@@ -86,9 +87,7 @@ class OctoConv2d(_OctoLayer, nn.Conv2d):
         padding = padding_of(self)
         assert padding is not None
         batch = x if x.dim() == 4 else x[None]
-        output = self.convolved(
-            batch, self.weight, list(self.stride), list(padding), list(self.dilation), self.groups
-        )
+        output = self.convolved(batch, self.weight, list(self.stride), list(padding), list(self.dilation), self.groups)
         shift = self.bias if self.bias is None else self.bias[:, None, None]
         compensation = self.compensation()
         if compensation is not None:
