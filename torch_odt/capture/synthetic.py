@@ -19,8 +19,10 @@ from torch_odt import memory
 from torch_odt.capture.graph import Op, Ref, TrainingGraph, map_refs
 from torch_odt.capture.layouts import RealLayouts
 
-# Arguments that are variances or their inverse roots: a negative one would give NaN.
-_POSITIVE_ARGUMENTS = frozenset({"running_var", "save_var", "save_invstd", "save_rstd", "invstd", "rstd", "var"})
+# Arguments that are variances or their inverse roots, of which a negative one would give NaN, or sizes of int8's steps.
+_POSITIVE_ARGUMENTS = frozenset(
+    {"running_var", "save_var", "save_invstd", "save_rstd", "invstd", "rstd", "var", "steps", "relative_steps"}
+)
 _TILE_ELEMENTS = 1 << 18
 
 
