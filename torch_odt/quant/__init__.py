@@ -3,11 +3,27 @@
 from __future__ import annotations
 
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-__all__: list[str] = []
+if TYPE_CHECKING:
+    from torch_odt.quant.filters import filter_scores, kept_filters
+    from torch_odt.quant.pruning import Pruning, load_pruned_, prune_
 
-_LAZY: dict[str, str] = {}
+__all__ = [
+    "Pruning",
+    "filter_scores",
+    "kept_filters",
+    "load_pruned_",
+    "prune_",
+]
+
+_LAZY: dict[str, str] = {
+    "Pruning": "pruning",
+    "filter_scores": "filters",
+    "kept_filters": "filters",
+    "load_pruned_": "pruning",
+    "prune_": "pruning",
+}
 
 
 def __getattr__(name: str) -> Any:
