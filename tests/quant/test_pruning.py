@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-import torch_odt as odt
 from torch_odt.quant import kept_filters, load_pruned_, prune_
 from torch_odt.quant.channel_ids import find_channel_ids
 
@@ -229,20 +228,6 @@ def test_a_pruned_network_comes_back_from_its_state_dict() -> None:
         load_pruned_(_Residual(), {})
     with pytest.raises(ValueError, match=r"'stem.0.weight' is \(8, 1, 3, 3\).*\(4, 1, 3, 3\)"):
         load_pruned_(_Residual(4), _Residual(8).state_dict())
-
-
-def test_it_trains_in_a_step_of_its_own_inside_of_a_budget() -> None:
-    model, x = _made("residual", 2), torch.randn(4, 1, 8, 8)
-    y = torch.tensor([0, 1, 2, 0])
-    prune_(model, x, ratio=0.5)
-    plain = copy.deepcopy(model)
-    optimizer, other = (torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, plain))
-    step = odt.TrainStep(model, F.cross_entropy, optimizer, budget=odt.Budget("1GiB", of="training"))
-    F.cross_entropy(plain(x), y).backward()
-    other.step()
-    step(x, y)
-    for found, expected in zip(model.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(found, expected)
 
 
 def test_bad_input_is_named() -> None:

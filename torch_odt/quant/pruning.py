@@ -6,7 +6,7 @@ computes what the other one does without those channels is found out by running 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -158,6 +158,33 @@ def load_pruned_(model: nn.Module, state_dict: Mapping[str, Any]) -> nn.Module:
         shrinking.set_sizes(module)
     model.load_state_dict(state_dict)
     return model
+
+
+def keep_outputs_(layer: nn.Module, outputs: Sequence[int]) -> None:
+    """Keep some of a layer's outputs, in the order given, in place: of a classifier, some of its classes.
+
+    Args:
+        layer: linear, or a convolution of one group.
+
+    Raises:
+        ValueError: the layer is none of these, or it has no such output.
+
+    Example:
+        >>> layer = nn.Linear(3, 10)
+        >>> keep_outputs_(layer, [7, 2])
+        >>> layer
+        Linear(in_features=3, out_features=2, bias=True)
+    """
+    if type(layer) not in (*CONVOLUTIONS, nn.Linear) or getattr(layer, "groups", 1) > 1:
+        raise ValueError(f"{layer} is no linear layer, and no convolution of one group")
+    rows = torch.tensor(list(outputs), dtype=torch.int64)
+    count = layer.get_parameter("weight").shape[0]
+    if not len(rows) or bool(((rows < 0) | (rows >= count)).any()):
+        raise ValueError(f"outputs={list(outputs)}: the layer has those of 0 to {count - 1}")
+    shrinking = _Shrinking()
+    for name, tensor in list(layer.named_parameters(recurse=False)):
+        shrinking.set(layer, name, tensor.detach()[rows.to(tensor.device)])
+    shrinking.set_sizes(layer)
 
 
 def _chosen(channels: ChannelIds, model: nn.Module, layers: Iterable[str] | None) -> set[str]:
