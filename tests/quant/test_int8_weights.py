@@ -6,7 +6,7 @@ import io
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from torch_odt.quant import load_int8_weights_, prune_, restore_float_weights_, store_int8_weights_
 from torch_odt.quant.int8_weights import float_weights
@@ -28,7 +28,7 @@ def test_weights_are_within_half_a_step_and_take_a_quarter() -> None:
 
 
 def test_codes_of_what_codes_stood_for_are_the_same() -> None:
-    model, x = _net(), torch.randn(2, 1, 8, 8)
+    model, x = _net(), _x()
     store_int8_weights_(model)
     codes, y = model[3].codes.clone(), model(x)
     restore_float_weights_(model)
@@ -38,7 +38,7 @@ def test_codes_of_what_codes_stood_for_are_the_same() -> None:
 
 
 def test_a_pruned_network_in_8_bits_is_read_back_bit_for_bit() -> None:
-    model, x = _net(), torch.randn(2, 1, 8, 8)
+    model, x = _net(), _x()
     prune_(model, x, ratio=0.5)
     store_int8_weights_(model, ["0", "3"])
     file = io.BytesIO()
@@ -65,8 +65,14 @@ def test_layers_that_cannot_be_stored_are_named() -> None:
         restore_float_weights_(_net(), ["0"])
 
 
+def _x() -> Tensor:
+    return torch.randn(2, 1, 8, 8, generator=torch.Generator().manual_seed(0))
+
+
 def _net() -> nn.Sequential:
-    return nn.Sequential(
-        nn.Conv2d(1, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 16, 3, stride=2, padding=1, groups=8), nn.ReLU(),
-        nn.Flatten(), nn.Linear(144, 3),
-    )  # fmt: skip
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return nn.Sequential(
+            nn.Conv2d(1, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 16, 3, stride=2, padding=1, groups=8),
+            nn.ReLU(), nn.Flatten(), nn.Linear(144, 3),
+        )  # fmt: skip

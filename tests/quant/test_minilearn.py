@@ -43,7 +43,7 @@ def test_a_smaller_network_learns_the_classes_from_stored_features(tmp_path: Pat
 
 
 def test_the_model_comes_back_from_its_state_dict_bit_for_bit() -> None:
-    model, x = _net(), torch.randn(4, 1, 12, 12)
+    model, x = _net(), _x(4)
     minilearn_(model, _data(16), at="2", classes=CLASSES, epochs=1, head_epochs=1, criterion="geometric_median")
     file = io.BytesIO()
     torch.save(model.state_dict(), file)
@@ -53,7 +53,7 @@ def test_the_model_comes_back_from_its_state_dict_bit_for_bit() -> None:
 
 
 def test_parts_are_the_model_before_and_after_each_step() -> None:
-    model, x = _net(), torch.randn(3, 1, 12, 12)
+    model, x = _net(), _x(3)
     flow = MiniLearn(model, x, at="2", classes=CLASSES)
     data = _data(12)
 
@@ -73,10 +73,11 @@ def test_parts_are_the_model_before_and_after_each_step() -> None:
     optimizer = torch.optim.SGD(flow.back.parameters(), lr=0.1)
     train_on_features(flow.back, store, optimizer, epochs=1, batch_size=4)
     frozen = {name: value.clone() for name, value in flow.front.state_dict().items()}
-    trained = model(x)
+    weight = model[3].weight.detach()
     flow.requantize_()
     torch.testing.assert_close(whole(), model(x))
-    torch.testing.assert_close(model(x), trained, atol=0.1, rtol=0.1)
+    largest = weight.abs().amax((1, 2, 3), keepdim=True)
+    assert bool(((model[3].weight() - weight).abs() <= largest / 254 * (1 + 1e-5)).all())
     body = {name: value.clone() for name, value in flow.body.state_dict().items()}
     assert [name for name, each in flow.back.named_parameters() if each.requires_grad] == [
         "8.weight", "8.bias", "10.weight", "10.bias",
@@ -99,7 +100,7 @@ def test_it_trains_by_steps_inside_of_a_budget_to_the_same_network() -> None:
         minilearn_(
             model, _data(16), at="2", classes=CLASSES, epochs=2, head_epochs=1, batch_size=8, make_step=make_step
         )
-    x = torch.randn(4, 1, 12, 12)
+    x = _x(4)
     torch.testing.assert_close(models[0](x), models[1](x), atol=1e-2, rtol=1e-2)
     assert sum(int((a - b).abs().max() > 1) for a, b in _codes(*models)) == 0
 
@@ -107,7 +108,7 @@ def test_it_trains_by_steps_inside_of_a_budget_to_the_same_network() -> None:
 def test_residual_networks_lose_what_may_go() -> None:
     models = pytest.importorskip("torchvision.models")
     model = models.resnet18(num_classes=6)
-    x = torch.randn(2, 3, 32, 32)
+    x = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))
     flow = MiniLearn(model, x, at="layer1.1.relu", classes=CLASSES)
     pruning = flow.prune_(0.75)
     assert "layer2.0.conv1" in pruning.kept and not any(name.startswith("layer1") for name in pruning.kept)
@@ -169,6 +170,10 @@ def _data(count: int, *, seed: int = 0) -> list[tuple[Tensor, int]]:
         x[..., slice(0, 6) if number % 2 == 0 else slice(6, 12)] += 1.5
         samples.append((x, CLASSES[number % 2]))
     return samples
+
+
+def _x(samples: int) -> Tensor:
+    return torch.randn(samples, 1, 12, 12, generator=torch.Generator().manual_seed(3))
 
 
 def _accuracy(model: nn.Module, data: list[tuple[Tensor, int]]) -> float:
