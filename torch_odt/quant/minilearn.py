@@ -149,12 +149,13 @@ class MiniLearn:
 
     def _to_int8(self, of: nn.Module) -> tuple[str, ...]:
         """The weights of a part's layers, in the model and in all parts that have them."""
-        stored = store_int8_weights_(self.model, storable_layers(self.model).keys() & dict(of.named_modules()).keys())
+        own = dict(of.named_modules())
+        stored = store_int8_weights_(self.model, [name for name in storable_layers(self.model) if name in own])
         for part in (self.front, self.back, self.body, self.head):
             with Adapting(part) as adapting:
-                own = dict(part.named_modules())
+                layers = dict(part.named_modules())
                 for name in stored:
-                    if name in own:
+                    if name in layers:
                         adapting.replace(name, self.model.get_submodule(name))
         return stored
 
