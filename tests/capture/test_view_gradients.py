@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from tests.capture.micro_batches import check_equal, separate
-from tests.capture.test_rewrite import capture, check_against_plain, ops_named
+from tests.capture.test_rewrite import check_against_plain, ops_named
 from torch_odt.capture.batch_axis import NotSeparable
 from torch_odt.capture.view_gradients import SCATTER
 
@@ -26,7 +26,7 @@ def _seeded() -> Iterator[None]:
 
 
 class Applied(nn.Module):
-    """A convolution of images in channels_last, a function of what it returns, and a layer in which all samples meet."""
+    """A convolution of images in channels_last, a function of what it returns, and a linear layer."""
 
     def __init__(self, function: Callable[[Tensor], Tensor], features: int) -> None:
         super().__init__()

@@ -56,7 +56,8 @@ def _written(graph: TrainingGraph, uses: Uses, view: Op) -> int | None:
         return None
     shape, stride = view.args[1:3]
     axes = [(size, step) for size, step in zip(shape, stride, strict=True) if size != 1]
-    if axes != list(zip(*scatter.args[2:4], strict=True)) or not _fills(*scatter.args[2:4], prod(zeros.args[1])):
+    sizes, strides = scatter.args[2:4]
+    if axes != list(zip(sizes, strides, strict=True)) or not _fills(sizes, strides, prod(zeros.args[1])):
         return None
     value = source.args[1].value
     while graph.values[value].shape != tuple(shape):
