@@ -6,12 +6,12 @@
 Nothing is downloaded: word pieces and weights are made from the queries of every second intent. The others are then
 learnt from the same start, by so many steps on the same queries in the same order: everything trains, biases and the
 classifier (`odt.adapt.bias_only_`), the classifier alone, and, where peft is installed, LoRA of rank 8 at queries and
-values. The learning rate of each is the best of three on a fifth of the training queries, by a seed of its own.
+values. The learning rate of each is the best of four on a fifth of the training queries, by a seed of its own.
 
 Accuracies are of the test set's queries. Bytes are what a process of its own holds above its level before there was a
 model, for a step over texts of `--bytes-length` word pieces: in plain PyTorch, where what is frozen has
 `requires_grad=False`, in `TrainStep` with room for everything, and in `TrainStep` with half the bytes that its plan
-took then. The recipe ends with code 1 where biases are not at least 5 points better than the classifier alone, are more
+took then, or the fewest that it can be planned in. The recipe ends with code 1 where biases are not at least 5 points better than the classifier alone, are more
 than 3 points below full fine-tuning, or take more than half of the bytes that this takes in plain PyTorch.
 """
 
@@ -40,9 +40,9 @@ from recipes.common.process_bytes import ROOMY, Training, TrainingBytes, trainin
 from recipes.common.small_bert import PAD, Pretraining, bert_config, make_classifier, make_tokenizer, token_ids
 from torch_odt.cache import default_folder
 
-# Of AdamW, for each way to train; three, the middle one and those by a factor below and above it, are tried.
+# Of AdamW, for each way to train; four are tried, by these factors below and above.
 RATES = {"full": 5e-4, "biases": 4e-3, "classifier": 1e-2, "LoRA": 4e-3}
-FACTORS = (1 / 3, 1.0, 3.0)
+FACTORS = (1 / 3, 1.0, 3.0, 9.0)
 # Of the models that rates are chosen by; those that are tested have 0, 1, 2 ...
 TUNING_SEED = 1000
 WAYS = ("plain", "roomy", "half")
@@ -77,7 +77,7 @@ class Row:
         accuracies: on the test set, one a seed.
         rate: the best on queries held out.
         plain, roomy, half: what a step takes in plain PyTorch, by `TrainStep` that has room for everything, and in half
-            the bytes of that plan.
+            the bytes of that plan, or the fewest.
     """
 
     accuracies: list[float]
@@ -120,7 +120,7 @@ def main(arguments: list[str] | None = None) -> int:
         if method == "LoRA" and importlib.util.find_spec("peft") is None:
             continue
         train = partial(_trained, options, config, encoder, method)
-        tried = [(train(middle, kept, held_out, TUNING_SEED), middle) for middle in _rates(method)]
+        tried = [(train(rate, kept, held_out, TUNING_SEED), rate) for rate in _rates(method)]
         rate = max(tried)[1]
         accuracies = [train(rate, second, test, seed) for seed in range(options.seeds)]
         taken = [training_bytes(_training, long, method, options.bytes_batch, way) for way in WAYS]
@@ -291,7 +291,7 @@ def _training(config: BertConfig, method: str, batch: int, way: str) -> Training
         return Training(odt.TrainStep(model, None, optimizer, budget=ROOMY, cache=False), optimizer, kwargs=rows)
     if way == "half":
         roomy = odt.plan(model, None, rows, budget=ROOMY, optimizer=optimizer, cache=False)
-        budget = odt.Budget(roomy.peak_bytes // 2, of="training")
+        budget = odt.Budget(max(roomy.peak_bytes // 2, roomy.smallest_feasible_bytes or 0), of="training")
         return Training(odt.TrainStep(model, None, optimizer, budget=budget, cache=False), optimizer, kwargs=rows)
 
     def step(**batch: Tensor) -> None:

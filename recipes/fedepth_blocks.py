@@ -135,7 +135,7 @@ def main(arguments: list[str] | None = None) -> int:
     }
     found: dict[str, list[tuple[float, float]]] = {name: [] for name in methods}
     smallest: dict[str, tuple[Device, int]] = {}
-    for seed in range(options.seeds):
+    for seed in _seeds(options):
         setting = Setting(options, _clients(speakers, seed), memory_bytes, devices)
         for name, method in methods.items():
             torch.manual_seed(seed)
@@ -258,6 +258,7 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--lr", type=float, default=0.1, help="in the first round; it falls as a cosine")
     parser.add_argument("--alpha", type=float, default=0.5, help="of the Dirichlet distribution; smaller is less even")
     parser.add_argument("--seeds", type=int, default=1, help="each gives the clients other sizes, too")
+    parser.add_argument("--first-seed", type=int, default=0, help="to go on behind those of an earlier run")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--cache", type=Path, default=default_folder() / "recipes", help="for recordings and plans")
     parser.add_argument("--out", type=Path, help="folder for the results")
@@ -271,6 +272,10 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     if options.quick:
         options.rounds = 3
     return options
+
+
+def _seeds(options: argparse.Namespace) -> range:
+    return range(options.first_seed, options.first_seed + options.seeds)
 
 
 def _load(options: argparse.Namespace) -> dict[str, Samples]:
@@ -396,6 +401,7 @@ def _report(
         report = {
             "data": options.data,
             "rounds": options.rounds,
+            "seeds": list(_seeds(options)),
             "torch": torch.__version__,
             "memory_bytes": memory_bytes,
             "rows": [asdict(row) for row in rows],

@@ -240,6 +240,14 @@ def test_blocks_of_ones_own() -> None:
         odt.adapt.tinytl_(own_model(), blocks={OwnBlock: "stem"}, input_size=16)
 
 
+def test_trains_one_sample_at_a_time_in_channels_last() -> None:
+    model = own_model().double().to(memory_format=torch.channels_last)
+    odt.adapt.tinytl_(model, blocks={OwnBlock: "branch"}, input_size=16)
+    nn.init.normal_(lites(model)[0].last_norm.weight)
+    x = torch.randn(4, 3, 16, 16, dtype=torch.float64).contiguous(memory_format=torch.channels_last)
+    assert_trained_alike(train_both(model, [(x, torch.tensor([0, 1, 1, 0]))], micro_batch=1))
+
+
 def test_blocks_are_left_out_by_name() -> None:
     two = nn.Sequential(
         nn.Conv2d(3, 4, 1), OwnBlock(), OwnBlock(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 2)

@@ -24,6 +24,7 @@ from torch_odt.capture.overwrite import overwrite_activations, overwrite_gradien
 from torch_odt.capture.pack_activation_masks import pack_activation_masks
 from torch_odt.capture.pack_dropout_masks import APPLY, DROPOUT, PACKED, pack_dropout_masks, scaled
 from torch_odt.capture.update_in_backward import UpdateRule, update_in_backward
+from torch_odt.capture.view_gradients import view_gradients
 
 Pass = Callable[[TrainingGraph], str | None]
 Stage = Literal["traced", "numbered", "whole batch", "optimizer"]
@@ -335,6 +336,7 @@ REWRITES = {
     row.apply.__name__: row
     for row in (
         Rewrite(remove_copies),
+        Rewrite(view_gradients),
         Rewrite(mask_unused_gradients),
         Rewrite(sum_bias_gradients, is_exact=False),
         Rewrite(fold_batch_norm, is_exact=False),
