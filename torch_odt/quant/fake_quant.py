@@ -21,7 +21,15 @@ from torch_odt.adapt.layers import evaluating
 from torch_odt.errors import CaptureError
 from torch_odt.quant.batch_norm_pairs import batch_norms_behind
 from torch_odt.quant.layer_choice import choose_layers, copy_layer
-from torch_odt.quant.observed_ranges import HIGH, LOW, NONE_SEEN, learned_steps, observed_range, steps_of_range, weight_steps
+from torch_odt.quant.observed_ranges import (
+    HIGH,
+    LOW,
+    NONE_SEEN,
+    learned_steps,
+    observed_range,
+    steps_of_range,
+    weight_steps,
+)
 
 Ranges = Literal["observed", "learned"]
 BatchNorms = Literal["keep", "fold"]
