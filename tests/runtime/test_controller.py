@@ -150,7 +150,7 @@ def test_the_smallest_plan_is_remembered_for_a_while() -> None:
     assert world.step(391, need=392) == 390
     assert world.step(380, need=390) == 390 and controller.is_scarce
     assert [world.step(612, need=390) for _ in range(6)][-1] == 612
-    assert world.step(300, need=600, seconds=31) == 281 and not controller.is_scarce
+    assert world.step(300, need=600, seconds=301) == 281 and not controller.is_scarce
 
 
 def test_room_is_what_is_allowed_beyond_what_is_held() -> None:

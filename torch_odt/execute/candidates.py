@@ -219,10 +219,10 @@ class Candidates:
         Returns:
             Whether there is something that has not been.
         """
-        was_limited, self._limited = self._limited, False
+        self._limited = False
         count = len(self._sized)
         self._sized = {size: sized for size, sized in self._sized.items() if sized.is_measured}
-        return was_limited or len(self._sized) < count
+        return len(self._sized) < count
 
     def smallest(self, micro_batch: int | None = None) -> Candidate:
         """The way that needs the fewest bytes."""

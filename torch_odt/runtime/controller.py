@@ -31,6 +31,8 @@ RUNGS_PER_DOUBLING = 6
 GROW_AFTER_SECONDS = 2.0
 # What a plan was refused or failed at is not tried again so soon.
 _RETREAT_SECONDS = 30.0
+# What the smallest plan takes changes only with what else the process holds.
+_SMALLEST_SECONDS = 300.0
 _MOST_REMEMBERED = 1000
 # Others take in much less time what has been given back; who still wants more then is given more at once.
 _PRESSED_STEPS = 4
@@ -287,7 +289,7 @@ class Controller:
     def refused(self, smallest_bytes: int) -> Allotment:
         """No plan fits into what was decided: the smallest one is followed, even if that is more than is allowed."""
         self._known.pop(self.current.total_bytes, None)
-        self._smallest_bytes, self._smallest_until = smallest_bytes, self._clock() + _RETREAT_SECONDS
+        self._smallest_bytes, self._smallest_until = smallest_bytes, self._clock() + _SMALLEST_SECONDS
         self._decide_for_smallest(self._last_allowed, self._read())
         return self.current
 
