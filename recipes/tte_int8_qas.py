@@ -44,6 +44,7 @@ from torch_odt.commands.data import load_data
 MOMENTUM = 0.9
 WARM_UP = 0.1
 CALIBRATION_BATCHES, CALIBRATION_SAMPLES = 4, 64
+FOLDERS = ("data_dir", "cache", "out")
 POINTS_BELOW, POINTS_THAT_COUNT = 0.01, 0.03
 
 
@@ -108,7 +109,7 @@ def main(arguments: list[str] | None = None) -> int:
     if options.out is not None:
         options.out.mkdir(parents=True, exist_ok=True)
         report = {
-            "options": {name: str(value) for name, value in vars(options).items()},
+            "options": {name: str(value) for name, value in vars(options).items() if name not in FOLDERS},
             "torch": torch.__version__,
             "rows": {name: asdict(row) for name, row in rows.items()},
             "missed": missed,

@@ -182,10 +182,35 @@ def test_reasons() -> None:
     assert conversion.layers == ("fine",)
     assert conversion.kept["reflected"] == "it is padded by 'reflect'"
     assert conversion.kept["twice"] == "it is called more than once"
-    assert "shares its weight with tied" in conversion.kept["other"]
+    assert conversion.kept["tied"] == conversion.kept["other"] == "its weight is shared by tied, other"
     assert conversion.kept["zero"] == "its weight is 0"
     assert "output is 0 in all calibration batches" in conversion.kept["dead"]
     assert conversion.kept["amax"] == "there is no int8 form of amax"
+
+
+class InPlace(nn.Module):
+    """What is written in place is read under its old name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.relu = nn.Conv2d(3, 4, 1), nn.Conv2d(4, 4, 1), nn.ReLU(inplace=True)
+        self.third = nn.Conv2d(4, 4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        y = self.second(self.relu(x))
+        x += y
+        same = x
+        y = self.third(F.relu(same) - 0.5)
+        return (x + y).mean([2, 3])
+
+
+def test_what_is_written_in_place_is_seen_under_its_old_name() -> None:
+    model = InPlace()
+    expected = model(images(8, 0)).detach()
+    conversion = odt.quant.convert_(model, calibration())
+    assert conversion.layers == ("first", "second", "third")
+    assert relative_error(model(images(8, 0)), expected) < 0.03
 
 
 @pytest.mark.parametrize("name", NETWORKS)

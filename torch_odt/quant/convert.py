@@ -217,15 +217,11 @@ def _nbytes(model: nn.Module) -> int:
     return sum(storage.nbytes() for storage in storages.values())
 
 
-def _shared_parameters(model: nn.Module) -> dict[str, str]:
-    """Of parameters that several modules hold: by their id, the name of one of these."""
-    first: dict[int, str] = {}
-    shared: dict[str, str] = {}
+def _shared_parameters(model: nn.Module) -> dict[int, list[str]]:
+    """Of parameters that several modules hold: by their id, the names of these."""
+    holders: dict[int, list[str]] = {}
     for name, module in model.named_modules():
         for parameter in module._parameters.values():
-            if parameter is None:
-                continue
-            if id(parameter) in first:
-                shared[str(id(parameter))] = first[id(parameter)]
-            first.setdefault(id(parameter), name)
-    return shared
+            if parameter is not None:
+                holders.setdefault(id(parameter), []).append(name)
+    return {parameter: names for parameter, names in holders.items() if len(names) > 1}

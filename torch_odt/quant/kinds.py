@@ -75,6 +75,16 @@ def kind_of(node: fx.Node, modules: Mapping[str, nn.Module]) -> Kind:
     return OTHER
 
 
+def is_in_place(node: fx.Node, modules: Mapping[str, nn.Module]) -> bool:
+    """Whether a node writes to its first input, so that whoever reads that later sees the result."""
+    if node.op == "call_module":
+        return bool(getattr(modules[str(node.target)], "inplace", False))
+    name = node.target if node.op == "call_method" else getattr(node.target, "__name__", "")
+    if str(name).endswith("_") or node.target in (operator.iadd, operator.imul):
+        return True
+    return bool(node.kwargs.get("inplace")) or any(argument is True for argument in node.args)
+
+
 def _of_module(node: fx.Node, module: nn.Module) -> Kind:
     if len(node.args) != 1 or node.kwargs or not isinstance(node.args[0], fx.Node):
         return OTHER

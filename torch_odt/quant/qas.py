@@ -31,7 +31,8 @@ def scale_gradients_(model: nn.Module, enabled: bool = True) -> None:
     Choose it whenever int8 layers train with SGD. Adam divides gradients by their own size, so that scaling changes
     nothing there but its epsilon.
 
-    The layers scale what they hand to autograd: any optimizer, `TrainStep`, `wrap` and a plain loop see it.
+    The layers scale what they hand to autograd: any optimizer, `TrainStep`, `wrap` and a plain loop see it. Call it
+    before the first step, since one that was captured stays as it was.
 
     Args:
         model: a converted one; changed in place.

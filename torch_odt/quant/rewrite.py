@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -13,7 +13,7 @@ from torch import Tensor, fx, nn
 
 from torch_odt.quant import pointwise, pooling
 from torch_odt.quant.activation import Int8Activation, in_memory_order
-from torch_odt.quant.kinds import Kind, folded, kind_of
+from torch_odt.quant.kinds import Kind, folded, is_in_place, kind_of
 from torch_odt.quant.layer import Windows
 from torch_odt.quant.modules import (
     Int8Add,
@@ -79,7 +79,7 @@ class _NotInInt8(Exception):
 class _Rewriter:
     part: TracedModule
     options: Options
-    names: dict[str, str]
+    shared: Mapping[int, Sequence[str]]
     graph: fx.Graph = field(default_factory=fx.Graph)
     values: dict[fx.Node, Any] = field(default_factory=dict)
     replaced: dict[str, nn.Module] = field(default_factory=dict)
@@ -97,6 +97,7 @@ class _Rewriter:
                 calls[module] = calls.get(module, 0) + 1
         self.called_once = {module for module, count in calls.items() if count == 1}
         self.done: set[fx.Node] = set()
+        self.order = {node: position for position, node in enumerate(self.part.graph.nodes)}
 
     def run(self) -> Rewritten:
         for node in self.part.graph.nodes:
@@ -112,9 +113,18 @@ class _Rewriter:
                 is_int8 = False
             if not is_int8:
                 self._copy(node)
+            if self._is_seen_by_others(node):
+                self.values[self.kinds[node].inputs[0]] = self.values[node]
         if self.added and hasattr(self.part.module, ROOM):
             raise ValueError(f"the model has an attribute {ROOM!r}, where int8 operators are to live: rename it")
         return Rewritten(self._install, self.layers, self.kept, len(self.added))
+
+    def _is_seen_by_others(self, node: fx.Node) -> bool:
+        """Whether it writes to its input, which is read again later."""
+        inputs = self.kinds[node].inputs
+        if not inputs or not is_in_place(node, self.modules):
+            return False
+        return any(self.order[user] > self.order[node] for user in inputs[0].users)
 
     def _name_of(self, node: fx.Node) -> str:
         local = str(node.target) if node.op == "call_module" else node.name
@@ -283,8 +293,8 @@ class _Rewriter:
             raise _NotInInt8(f"{type(layer).__name__} may compute something of its own")
         if layer not in self.called_once:
             raise _NotInInt8("it is called more than once")
-        if self.names.get(str(id(layer.weight))):
-            raise _NotInInt8(f"it shares its weight with {self.names[str(id(layer.weight))]}")
+        if id(layer.weight) in self.shared:
+            raise _NotInInt8(f"its weight is shared by {', '.join(self.shared[id(layer.weight)])}")
         if layer.weight.dtype != torch.float32 or layer.weight.device.type != "cpu":
             raise _NotInInt8(f"its weight is {layer.weight.dtype} on {layer.weight.device}, not float32 on the CPU")
         if isinstance(layer, nn.Linear):
@@ -320,7 +330,8 @@ class _Rewriter:
 
     def _int8_add(self, node: fx.Node, kind: Kind) -> bool:
         self._require_shapes(kind, same=True)
-        low, high, end = self._clamp_behind(node)
+        # Where the sum itself is seen elsewhere, the clamp is another operator.
+        low, high, end = (None, None, node) if self._is_seen_by_others(node) else self._clamp_behind(node)
         grid = self._grid(end)
         inputs = [self._in_int8(each)[0] for each in kind.inputs]
         new = self._add(node.name, Int8Add(grid, low, high), *inputs)
@@ -423,11 +434,11 @@ def reshaped(input: Int8Activation, method: str, *args: Any, **kwargs: Any) -> I
     return Int8Activation(in_memory_order(values), slot, input.grid)
 
 
-def rewrite(part: TracedModule, options: Options, shared: dict[str, str]) -> Rewritten:
+def rewrite(part: TracedModule, options: Options, shared: Mapping[int, Sequence[str]]) -> Rewritten:
     """Rewrite a traced and calibrated module to int8. The module itself is changed by what is returned.
 
     Args:
-        shared: by the id of a parameter that several modules hold, one that does.
+        shared: by the id of a parameter that several modules hold, their names.
 
     Raises:
         ValueError: a range or a weight is not finite.
