@@ -86,7 +86,7 @@ def main(arguments: list[str] | None = None) -> int:
     if options.out is not None:
         options.out.mkdir(parents=True, exist_ok=True)
         report = {
-            "options": {name: str(value) for name, value in vars(options).items()},
+            "options": {name: value for name, value in vars(options).items() if not isinstance(value, Path)},
             "torch": torch.__version__,
             "rows": {name: asdict(row) for name, row in rows.items()},
             "missed": missed,
