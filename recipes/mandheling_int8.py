@@ -8,8 +8,9 @@ A network like VGG, without BatchNorm, is trained from the same weights in float
 activations, gradients and updates are int8 with a power of two for each tensor. Both are tuned on samples held out of
 the training set, with a seed of their own: float32 takes the learning rate of `--rates` that is best there (cosine
 decay), the integers how many bits of a weight's gradient they begin with (`--bits`; one less in the third quarter of
-the training, two less in the last). The recipe ends with code 1 where the integers' accuracy on the test set, as the mean over seeds, is
-more than two points below float32's, or where a tensor's scale was looked at in more than a fifth of the batches.
+the training, two less in the last). The recipe ends with code 1 where the integers' accuracy on the test set, as the
+mean over seeds, is more than two points below float32's, or where scales were looked at in more than a fifth of the
+batches, as the mean over tensors.
 
 Then self-adaptive rescaling, batch splitting, reuse of packed weights and co-scheduling are each switched off once:
 seconds a step, all ways in turn within each round, beside float32.
