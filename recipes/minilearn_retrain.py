@@ -10,7 +10,8 @@ trains what is left, and fine-tunes the fully connected layers. Beside it stands
 classes, as it is (any class may be named) and with its answers restricted to the three. Tasks: a small CNN on
 Fashion-MNIST, one on spoken digits (log-mel images), and torchvision's ResNet-18 on Fashion-MNIST.
 
-The recipe ends with code 1 where, with the most samples, MiniLearn in the mean over seeds is less accurate than the
+The recipe ends with code 1 where the deployed network recognises less than 70 % of all classes, so that the comparison
+says nothing, and where, with the most samples, MiniLearn in the mean over seeds is less accurate than the
 deployed network, inference takes less than 48 % less time or weights and activations less than 50 % fewer bytes. What
 is stored to retrain (features, labels and the small network) stands beside inputs, labels and the full network, both
 in int8; the paper's savings are 58 to 94 % for 100 samples and 8 to 80 % for 600. These savings are reported, and not
@@ -45,6 +46,9 @@ from torch_odt.commands.data import load_data
 from torch_odt.quant import MiniLearned, minilearn_, restore_float_weights_, store_int8_weights_
 
 LEAST_TIME_SAVED, LEAST_BYTES_SAVED = 0.48, 0.50
+# A deployed network that has learnt nothing is no comparison.
+LEAST_DEPLOYED = 0.7
+PRETRAINING_RATE = 0.02
 USER_CLASSES = 3
 LABEL_BYTES = 8
 TIMED_PAIRS = 15
@@ -143,12 +147,13 @@ def main(arguments: list[str] | None = None) -> int:
     missed = []
     for name in options.tasks:
         task = TASKS[name](options)
-        deployed = _deployed(name, task, options)
+        deployed, accuracy = _deployed(name, task, options)
         rows, made = _rows(name, task, deployed, options)
         inferences = _inferences(deployed, made, task)
         _print(name, rows, inferences, made)
-        missed += [f"{name}: {text}" for text in _missed(rows, inferences)]
+        missed += [f"{name}: {text}" for text in _missed(accuracy, rows, inferences)]
         report[name] = {
+            "deployed_accuracy": accuracy,
             "rows": [asdict(row) for row in rows],
             "inference": [asdict(each) for each in inferences],
             "pruned": list(made.pruning.kept),
@@ -244,26 +249,29 @@ def _of_classes(samples: Samples, classes: Sequence[int], most: int | None = Non
     return samples[0][rows], samples[1][rows]
 
 
-def _deployed(name: str, task: Task, options: argparse.Namespace) -> nn.Module:
-    """Trained on all classes, with int8 weights; remembered from run to run."""
+def _deployed(name: str, task: Task, options: argparse.Namespace) -> tuple[nn.Module, float]:
+    """Trained on all classes, with int8 weights, and how accurate it is; weights are remembered from run to run."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = task.make_model()
-        path = options.cache / f"minilearn_{name}_{len(task.pretrain[1])}_{task.epochs}.pt"
+        path = options.cache / f"minilearn_{name}_{len(task.pretrain[1])}_{task.epochs}_{PRETRAINING_RATE:g}.pt"
         if path.exists():
             model.load_state_dict(torch.load(path, weights_only=True))
         else:
             _pretrain(model, task)
             torch.save(model.state_dict(), path)
-    print(f"{name}: {_accuracy(model, task.test, list(range(10))):.1%} of all classes, in float32", flush=True)
     store_int8_weights_(model)
-    return model.eval()
+    accuracy = _accuracy(model, task.test, list(range(10)))
+    print(f"{name}: the deployed network recognises {accuracy:.1%} of all classes", flush=True)
+    return model.eval(), accuracy
 
 
 def _pretrain(model: nn.Module, task: Task) -> None:
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=5e-4, nesterov=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=PRETRAINING_RATE, momentum=0.9, weight_decay=5e-4, nesterov=True)
     steps = task.epochs * (len(task.pretrain[1]) // 64)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, steps, pct_start=0.2, cycle_momentum=False)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(
+        optimizer, PRETRAINING_RATE, steps, pct_start=0.2, cycle_momentum=False
+    )
     draw = torch.Generator().manual_seed(0)
     model.train()
     for _ in range(task.epochs):
@@ -392,8 +400,10 @@ def _activation_bytes(model: nn.Module, x: Tensor) -> int | None:
     return None if before is None or peak is None else peak - before
 
 
-def _missed(rows: list[Row], inferences: tuple[Inference, Inference]) -> list[str]:
+def _missed(accuracy: float, rows: list[Row], inferences: tuple[Inference, Inference]) -> list[str]:
     missed = []
+    if accuracy < LEAST_DEPLOYED:
+        missed.append(f"the task says nothing: the deployed network reaches {accuracy:.1%}, not {LEAST_DEPLOYED:.0%}")
     most = max(row.samples for row in rows)
     for criterion in dict.fromkeys(row.criterion for row in rows):
         found = [row for row in rows if row.criterion == criterion and row.samples == most]
