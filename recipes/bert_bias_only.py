@@ -11,8 +11,9 @@ values. The learning rate of each is the best of four on a fifth of the training
 Accuracies are of the test set's queries. Bytes are what a process of its own holds above its level before there was a
 model, for a step over texts of `--bytes-length` word pieces: in plain PyTorch, where what is frozen has
 `requires_grad=False`, in `TrainStep` with room for everything, and in `TrainStep` with half the bytes that its plan
-took then, or the fewest that it can be planned in. The recipe ends with code 1 where biases are not at least 5 points better than the classifier alone, are more
-than 3 points below full fine-tuning, or take more than half of the bytes that this takes in plain PyTorch.
+took then, or the fewest that it can be planned in. The recipe ends with code 1 where biases are not at least 5 points
+better than the classifier alone, are more than 3 points below full fine-tuning, or take more than half of the bytes
+that this takes in plain PyTorch.
 """
 
 from __future__ import annotations
