@@ -173,10 +173,11 @@ def details_of(cell: Cell) -> list[str]:
         f"{name} {value}" if isinstance(value, str) else result_text(name, value)
         for name, value in cell.factors.items()
     ]
+    optimizer = [cell.optimizer] if cell.optimizer != "sgd" else []
     experiment = [cell.experiment] if cell.experiment != "step" else []
     # What the breakdown measures may be a step of another suite, too.
     suite = ["breakdown"] if cell.suite == "breakdown" else []
-    return [*factors, *batch, series_of(cell).name, *threads, *governor, *experiment, *suite]
+    return [*factors, *batch, series_of(cell).name, *threads, *governor, *optimizer, *experiment, *suite]
 
 
 def threads_text(count: int) -> str:
@@ -209,9 +210,7 @@ def is_least(cell: Cell) -> bool:
 def results_text(cell: Cell) -> list[str]:
     """The results of an experiment, for people."""
     return [
-        f"largest batch at least {value:g}"
-        if name == "largest_batch" and is_least(cell)
-        else result_text(name, value)
+        f"largest batch at least {value:g}" if name == "largest_batch" and is_least(cell) else result_text(name, value)
         for name, value in cell.results.items()
     ]
 

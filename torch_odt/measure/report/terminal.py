@@ -6,7 +6,16 @@ from collections.abc import Callable, Iterator, Sequence
 
 from torch_odt.commands.table import ABSENT, bytes_text, render, seconds_text
 from torch_odt.measure.record import Cell, Record
-from torch_odt.measure.report.selection import cell_name, grouped, model_of, notes_of, ratio, refusals, results_text, way_of
+from torch_odt.measure.report.selection import (
+    cell_name,
+    grouped,
+    model_of,
+    notes_of,
+    ratio,
+    refusals,
+    results_text,
+    way_of,
+)
 from torch_odt.planning.plan_text import format_joules
 
 _CIRCUMSTANCES = ("network", "factors", "batch", "threads", "governor", "device", "step", "budget", "engine")
@@ -121,7 +130,21 @@ def _model(cell: Cell) -> str:
 def _circumstances(cell: Cell) -> tuple[object, ...]:
     """What cells have in common that are compared."""
     factors = tuple(sorted(cell.factors.items()))
-    return cell.suite, model_of(cell), factors, cell.batch_size, cell.threads, cell.governor, cell.mode, cell.device
+    return (
+        cell.suite,
+        model_of(cell),
+        factors,
+        cell.batch_size,
+        cell.threads,
+        cell.governor,
+        cell.mode,
+        cell.device,
+        _optimizer(cell),
+    )
+
+
+def _optimizer(cell: Cell) -> str:
+    return "" if cell.mode == "inference" else cell.optimizer
 
 
 def _result_row(cell: Cell) -> list[str]:
