@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 from terminals import Terminal
 
-from torch_odt.measure.record import CATEGORIES, Record, append_line
-
+from torch_odt.commands.measure import _status
+from torch_odt.measure.record import CATEGORIES, Cell, Record, append_line
 
 FAILS_IN_TRAINING = """
 
@@ -137,6 +137,25 @@ def test_a_record_of_another_machine_is_refused(terminal: Terminal, tmp_path: Pa
     append_line(out, Machine(name="other", processor="another", cores=99))
     outcome = terminal("measure", "--quick", "--out", out)
     assert outcome.code == 2 and "give another --out" in outcome.err
+
+
+def test_an_interrupt_says_how_to_go_on(
+    terminal: Terminal, measure: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from torch_odt.measure.run import Run
+
+    def interrupted(self: Run, **options: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Run, "go", interrupted)
+    out = tmp_path / "run.jsonl"
+    outcome = terminal(*measure, "--out", out)
+    assert outcome.code == 130 and f"the same command with --out {out} goes on from here" in outcome.out
+
+
+def test_progress_names_experiment_and_threads() -> None:
+    cell = Cell(suite="s", model="net", batch_size=8, mode="training", engine="torch", threads=2, experiment="long run")
+    assert _status(cell, 7.0) == "net batch 8 long run torch, 2 threads: done, 7 s left"
 
 
 def _until(is_so: Callable[[], bool]) -> None:

@@ -131,7 +131,12 @@ def _measured(arguments: argparse.Namespace) -> Record:
         progress = stack.enter_context(Progress("measuring", waiting, quiet=arguments.json))
         if not arguments.json and waiting < len(going.jobs):
             progress.say(f"{len(going.jobs) - waiting} of {len(going.jobs)} cells are in {out} already")
-        return going.go(done=lambda cell: progress.advance(_status(cell, going.seconds_left)))
+        try:
+            return going.go(done=lambda cell: progress.advance(_status(cell, going.seconds_left)))
+        except KeyboardInterrupt:
+            if arguments.out is not None and not arguments.json:
+                progress.say(f"Interrupted: the same command with --out {out} goes on from here")
+            raise
 
 
 def _choices(arguments: argparse.Namespace, cores: int) -> Any:
@@ -190,11 +195,14 @@ def _checked(arguments: argparse.Namespace, choices: Any) -> Any:
 
 
 def _status(cell: Cell, seconds_left: float | None) -> str:
+    from torch_odt.measure.report.selection import threads_text
+
     median = cell.median_seconds
     result = cell.outcome if cell.outcome != "ok" else (seconds_text(median) if median is not None else "done")
     left = "" if seconds_left is None else f", {_duration(seconds_left)} left"
     batch = f" batch {cell.batch_size}" if cell.batch_size else ""
-    return f"{cell.model}{batch} {cell.mode} {cell.engine}: {result}{left}"
+    what = cell.mode if cell.experiment == "step" else cell.experiment
+    return f"{cell.model}{batch} {what} {cell.engine}, {threads_text(cell.threads)}: {result}{left}"
 
 
 def _duration(seconds: float) -> str:

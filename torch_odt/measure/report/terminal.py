@@ -31,7 +31,8 @@ def table(record: Record) -> str:
 
     Returns:
         Lines without colours: the machine; steps, plain PyTorch's numbers beside torch_odt's; results of the other
-        experiments; what is to be known beside the numbers; what could not be measured, and why. What ran out of memory says so in the place of its seconds.
+        experiments; what is to be known beside the numbers; what could not be measured,
+        and why. What ran out of memory says so in the place of its seconds.
 
     Example:
         >>> from torch_odt.measure.record import Cell, Machine, Record
