@@ -14,7 +14,21 @@ from pathlib import Path
 import pytest
 from terminals import Terminal
 
-from torch_odt.measure.record import CATEGORIES, Record, append_line
+from torch_odt.commands.measure import _status
+from torch_odt.measure.record import CATEGORIES, Cell, Record, append_line
+
+FAILS_IN_TRAINING = """
+
+class Fails(nn.Linear):
+    def forward(self, x):
+        if self.training:
+            raise RuntimeError("not in training")
+        return super().forward(x.flatten(1))
+
+
+def fails():
+    return Fails(3072, 10)
+"""
 
 
 @pytest.fixture
@@ -57,20 +71,25 @@ def test_cells_of_both_engines_and_all_reports(
 
 def test_a_cell_without_memory_is_recorded(terminal: Terminal, measure: tuple[str, ...], tmp_path: Path) -> None:
     out = tmp_path / "run.jsonl"
-    outcome = terminal(*measure, "--out", out, "--limit", "1MiB", "--json")
+    refused = terminal(*measure, "--limit", "1MiB")
+    assert refused.code == 2 and "--limit 1MiB: a cell's process holds" in refused.err
+    smallest = refused.err.split("the smallest useful limit is about ")[1].split()
+    words = [word if word != "4" else "8192" for word in measure]
+    outcome = terminal(*words, "--out", out, "--limit", "".join(smallest), "--json")
     assert outcome.code == 0, outcome.err
     document = json.loads(outcome.out)
     assert [cell["outcome"] for cell in document["cells"]] == ["out of memory", "out of memory"]
-    assert all("OutOfMemoryError" in cell["reason"] for cell in document["cells"])
-    assert [cell.limit_bytes for cell in Record.read(out).cells] == [1 << 20, 1 << 20]
+    assert all("Error" in cell["reason"] for cell in document["cells"])
+    assert all(cell.limit_bytes > 1 << 20 for cell in Record.read(out).cells)
 
 
 def test_a_cell_that_fails_does_not_end_the_run(terminal: Terminal, measure: tuple[str, ...], net: Path) -> None:
-    words = [word.replace(":make", ":no_scores") for word in measure]
+    net.write_text(net.read_text() + FAILS_IN_TRAINING)
+    words = [word.replace(":make", ":fails") for word in measure]
     outcome = terminal(*words, "--json")
     assert outcome.code == 1
     plain, planned = json.loads(outcome.out)["cells"]
-    assert plain["outcome"] == planned["outcome"] == "failed" and "returns no class scores" in plain["reason"]
+    assert plain["outcome"] == planned["outcome"] == "failed" and "not in training" in plain["reason"]
 
 
 @pytest.mark.slow
@@ -91,6 +110,13 @@ def test_an_interrupted_run_goes_on(measure: tuple[str, ...], tmp_path: Path) ->
     [
         (("--budget", "x%"), "a share is written as 50%"),
         (("--budget", "much"), "--budget"),
+        (("--budget", "0%"), "must be above 0"),
+        (("--budget", "0"), "give a positive number"),
+        (("--batch-sizes", ","), "names nothing"),
+        (("--device", "nowhere"), "--device nowhere: torch cannot compute there"),
+        (("--model", "nosuchnet"), "no model is called 'nosuchnet'"),
+        (("--model", "reduced_resnet", "--model", "{net}:flat"), "give its samples' shape as --sample"),
+        (("--model", "{net}:autoencoder", "--batch-sizes", "2,4"), "brings a batch of its own, of 4"),
         (("--limit", "much"), "--limit"),
         (("--out", "nowhere/run.jsonl"), "there is no folder nowhere"),
         (("--compare", "a.jsonl", "b.jsonl"), "a.jsonl: No such file"),
@@ -98,8 +124,9 @@ def test_an_interrupted_run_goes_on(measure: tuple[str, ...], tmp_path: Path) ->
         (("--watts", "1,2,3"), "is not BUSY or BUSY,IDLE"),
     ],
 )
-def test_what_is_wrong_is_named(terminal: Terminal, words: tuple[str, ...], text: str) -> None:
-    outcome = terminal("measure", "--quick", *words)
+def test_what_is_wrong_is_named(terminal: Terminal, net: Path, words: tuple[str, ...], text: str) -> None:
+    net.write_text(net.read_text() + "\n\ndef flat():\n    return nn.Linear(7, 2)\n")
+    outcome = terminal("measure", "--quick", *(word.replace("{net}", str(net)) for word in words))
     assert outcome.code == 2 and text in outcome.err
 
 
@@ -110,6 +137,25 @@ def test_a_record_of_another_machine_is_refused(terminal: Terminal, tmp_path: Pa
     append_line(out, Machine(name="other", processor="another", cores=99))
     outcome = terminal("measure", "--quick", "--out", out)
     assert outcome.code == 2 and "give another --out" in outcome.err
+
+
+def test_an_interrupt_says_how_to_go_on(
+    terminal: Terminal, measure: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from torch_odt.measure.run import Run
+
+    def interrupted(self: Run, **options: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Run, "go", interrupted)
+    out = tmp_path / "run.jsonl"
+    outcome = terminal(*measure, "--out", out)
+    assert outcome.code == 130 and f"the same command with --out {out} goes on from here" in outcome.out
+
+
+def test_progress_names_experiment_and_threads() -> None:
+    cell = Cell(suite="s", model="net", batch_size=8, mode="training", engine="torch", threads=2, experiment="long run")
+    assert _status(cell, 7.0) == "net batch 8 long run torch, 2 threads: done, 7 s left"
 
 
 def _until(is_so: Callable[[], bool]) -> None:

@@ -14,7 +14,7 @@ from tensorboard_writer import Written
 
 from torch_odt.integrations.tensorboard import log_record
 from torch_odt.measure.record import Cell, Machine, Record
-from torch_odt.measure.report import table, write_chrome_trace
+from torch_odt.measure.report import compare, page, table, write_chrome_trace
 
 
 def lines_of(*cells: Cell) -> list[str]:
@@ -57,6 +57,28 @@ def test_shapes_are_told_where_a_network_has_several() -> None:
 def test_a_breakdown_is_not_compared_with_another_suite() -> None:
     cells = [make("torch", step_seconds=[0.2]), replace(make("torch_odt", step_seconds=[0.1]), suite="breakdown")]
     assert not any("×" in line for line in lines_of(*cells))
+
+
+def test_notes_stand_below_the_tables_once() -> None:
+    note = "50% is 214 KiB, which is too small: the smallest budget was taken, 11.6 MiB"
+    lines = lines_of(*(make("torch_odt", budget=each, step_seconds=[0.1], notes=[note]) for each in ("50%", "25%")))
+    names = "; ".join(f"net, batch 8, torch_odt ({each}), training, 2 threads" for each in ("50%", "25%"))
+    assert lines[lines.index("Notes") + 1] == f"  {note}: {names}"
+
+
+@pytest.mark.parametrize(
+    "note", ["the search was ended after 30 s: a larger batch may fit", "no more than 1024 samples were tried"]
+)
+def test_a_largest_batch_that_was_not_shut_in_is_the_least_it_may_be(note: str) -> None:
+    plain = make("torch", experiment="largest batch", results={"largest_batch": 8})
+    ours = make("torch_odt", experiment="largest batch", results={"largest_batch": 32}, notes=[note])
+    assert lines_of(plain, ours)[4].endswith("largest batch at least 32")
+    record = Record(sample_machine(), [plain, ours])
+    text = page(record)
+    assert ">at least 32<" in text and f"{note}</li>" in text and "4× plain" not in text
+    assert "4× plain" in page(Record(sample_machine(), [plain, replace(ours, notes=[])]))
+    compared = compare(record, record)
+    assert "at least 32  at least 32" in str(compared)
 
 
 def test_every_experiment_is_there() -> None:

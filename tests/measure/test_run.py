@@ -62,6 +62,28 @@ def test_cells_that_are_there_are_not_measured_again_and_failed_ones_are(tmp_pat
     assert {cell.key for cell in Record.read(out).cells} == {cell.key for cell in record.cells}
 
 
+def test_another_optimizer_is_another_cell_and_old_records_are_of_sgd(tmp_path: Path) -> None:
+    out = tmp_path / "run.jsonl"
+    Run([make_job("a")], sample_machine(), out, Measurer()).go()
+    out.write_text(out.read_text().replace('"optimizer": "sgd", ', "", 1))
+    going = Run([make_job("a"), make_job("a", optimizer="adam")], sample_machine(), out, Measurer())
+    assert [job.cell.optimizer for job in going.waiting] == ["adam"]
+
+
+def test_what_ran_out_of_memory_is_tried_again_with_a_higher_limit(tmp_path: Path) -> None:
+    out, job = tmp_path / "run.jsonl", make_job("a")
+    Run([job], sample_machine(), out, Measurer(a="out of memory")).go()
+    higher = Job(job.cell, replace(HOW, limit_bytes=2000))
+    assert [len(Run([each], sample_machine(), out, Measurer()).waiting) for each in (job, higher)] == [0, 1]
+
+
+def test_what_is_skipped_beforehand_is_recorded_and_not_measured(tmp_path: Path) -> None:
+    measurer = Measurer()
+    job = make_job("a", outcome="skipped", reason="because")
+    (cell,) = Run([job], sample_machine(), tmp_path / "run.jsonl", measurer).go().cells
+    assert (cell.outcome, cell.reason, measurer.jobs) == ("skipped", "because", [])
+
+
 def test_an_interrupt_leaves_what_was_measured(tmp_path: Path) -> None:
     out, jobs = tmp_path / "run.jsonl", [make_job("a"), make_job("b"), make_job("c")]
     with pytest.raises(KeyboardInterrupt):

@@ -54,6 +54,15 @@ def test_a_users_model_takes_the_users_samples() -> None:
     assert all(job.how.layers for job in SUITES["breakdown"](choices))
 
 
+def test_a_models_own_batch_is_measured_as_it_is() -> None:
+    choices = Choices(quick=True, models=("a.py:make",), own_batches={"a.py:make": (3, (12,))})
+    cells = [job.cell for job in SUITES["ubiquitous"](choices)]
+    assert {cell.batch_size for cell in cells if cell.experiment != "largest batch"} == {3}
+    assert {tuple(cell.input_shape) for cell in cells} == {(12,)}
+    searches = [cell for cell in cells if cell.experiment == "largest batch"]
+    assert len(searches) == 2 and all("a batch of its own" in cell.reason for cell in searches)
+
+
 def test_jobs_travel() -> None:
     job = next(iter(SUITES["ubiquitous"](Choices(how=How(watts=(3.0, 1.0), budget_bytes=5)))))
     again = Job.from_json(job.to_json())

@@ -8,17 +8,19 @@ import signal
 import tempfile
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from torch_odt.commands import options
 from torch_odt.commands.errors import UserError, as_user_errors
+from torch_odt.commands.measure_check import look
 from torch_odt.commands.optimizers import NAMES
 from torch_odt.commands.progress import Progress
 from torch_odt.commands.table import seconds_text
 from torch_odt.measure.record import Cell, Record
-from torch_odt.memory._units import parse_bytes
+from torch_odt.memory._units import format_bytes, parse_bytes
 
 NAME = "measure"
 SUMMARY = "measure what training costs on this device, with plain PyTorch and with torch_odt"
@@ -26,6 +28,7 @@ SUMMARY = "measure what training costs on this device, with plain PyTorch and wi
 SUITE_NAMES = ("ubiquitous", "architectures", "breakdown")
 WORKER = "torch_odt.commands.measure_worker"
 LIMIT_SHARE = 0.9
+LEAST_SPARE_BYTES = 64 << 20
 QUICK_REPETITIONS, REPETITIONS = 5, 20
 QUICK_SECONDS, MOST_SECONDS = 3.0, 60.0
 QUICK_RUN_SECONDS, RUN_SECONDS = 8.0, 600.0
@@ -116,7 +119,7 @@ def _measured(arguments: argparse.Namespace) -> Record:
     if arguments.executorch and (reason := executorch_reason()):
         raise UserError(f"--executorch: {reason}")
     machine = describe_machine(arguments.name)
-    choices = _choices(arguments, machine.cores)
+    choices = _checked(arguments, _choices(arguments, machine.cores))
     with ExitStack() as stack:
         if arguments.out is None:
             out = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="torch_odt_"))) / "record.jsonl"
@@ -128,7 +131,12 @@ def _measured(arguments: argparse.Namespace) -> Record:
         progress = stack.enter_context(Progress("measuring", waiting, quiet=arguments.json))
         if not arguments.json and waiting < len(going.jobs):
             progress.say(f"{len(going.jobs) - waiting} of {len(going.jobs)} cells are in {out} already")
-        return going.go(done=lambda cell: progress.advance(_status(cell, going.seconds_left)))
+        try:
+            return going.go(done=lambda cell: progress.advance(_status(cell, going.seconds_left)))
+        except KeyboardInterrupt:
+            if arguments.out is not None and not arguments.json:
+                progress.say(f"Interrupted: the same command with --out {out} goes on from here")
+            raise
 
 
 def _choices(arguments: argparse.Namespace, cores: int) -> Any:
@@ -165,12 +173,36 @@ def _choices(arguments: argparse.Namespace, cores: int) -> Any:
     )
 
 
+def _checked(arguments: argparse.Namespace, choices: Any) -> Any:
+    """The choices with the batches that models bring; what no cell could be measured with is refused."""
+    if not (arguments.model or arguments.limit or arguments.device != "cpu"):
+        return choices
+    seen = look({model: choices.shape_of(model) for model in arguments.model}, arguments.device)
+    if arguments.limit and choices.how.limit_bytes <= seen.held_bytes:
+        smallest = format_bytes(seen.held_bytes + LEAST_SPARE_BYTES)
+        raise UserError(
+            f"--limit {arguments.limit}: a cell's process holds {format_bytes(seen.held_bytes)} before it begins; the "
+            f"smallest useful limit is about {smallest}"
+        )
+    for model, own in seen.own_batches.items():
+        if set(arguments.batch_sizes) - {own.batch_size}:
+            raise UserError(
+                f"--batch-sizes: --model {model} brings a batch of its own, of {own.batch_size}: leave --batch-sizes "
+                "out, or let the function return the module alone"
+            )
+    own_batches = {model: (own.batch_size, own.input_shape) for model, own in seen.own_batches.items()}
+    return replace(choices, own_batches=own_batches)
+
+
 def _status(cell: Cell, seconds_left: float | None) -> str:
+    from torch_odt.measure.report.selection import threads_text
+
     median = cell.median_seconds
     result = cell.outcome if cell.outcome != "ok" else (seconds_text(median) if median is not None else "done")
     left = "" if seconds_left is None else f", {_duration(seconds_left)} left"
     batch = f" batch {cell.batch_size}" if cell.batch_size else ""
-    return f"{cell.model}{batch} {cell.mode} {cell.engine}: {result}{left}"
+    what = cell.mode if cell.experiment == "step" else cell.experiment
+    return f"{cell.model}{batch} {what} {cell.engine}, {threads_text(cell.threads)}: {result}{left}"
 
 
 def _duration(seconds: float) -> str:
@@ -234,7 +266,9 @@ def _check_budget(text: str) -> None:
         share = float(text.strip().removesuffix("%"))
     except ValueError:
         share = math.nan
-    if not share > 0:
+    if share <= 0:
+        raise UserError(f"--budget {text}: it must be above 0")
+    if not math.isfinite(share):
         raise UserError(f"--budget {text}: a share is written as 50%")
 
 
@@ -250,7 +284,10 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 
 def _words(text: str) -> tuple[str, ...]:
-    return tuple(word.strip() for word in text.split(",") if word.strip())
+    words = tuple(word.strip() for word in text.split(",") if word.strip())
+    if not words:
+        raise argparse.ArgumentTypeError(f"{text!r} names nothing: write a list such as 1,4")
+    return words
 
 
 def _watts(text: str) -> tuple[float, float]:

@@ -33,12 +33,13 @@ WITHOUT_AUXILIARY = ("googlenet", "inception_v3")
 
 @dataclass
 class Task:
-    """What a command works on: a model, its loss and one batch."""
+    """What a command works on: a model, its loss and one batch, which a user's function may have brought."""
 
     name: str
     model: nn.Module
     loss_fn: Callable[..., torch.Tensor]
     batch: tuple[Any, Any]
+    brings_batch: bool = False
 
 
 def load_model(name: str, *, classes: int, image_size: int | None = None, channels_last: bool = False) -> nn.Module:
@@ -75,7 +76,7 @@ def load_task(name: str, *, shape: tuple[int, ...], classes: int, channels_last:
     if channels_last:
         model = model.to(memory_format=torch.channels_last)
         batch = (_channels_last(batch[0]), batch[1])
-    return Task(name, model, loss_fn, batch)
+    return Task(name, model, loss_fn, batch, brings_batch=isinstance(made, tuple))
 
 
 def task_of(arguments: argparse.Namespace) -> Task:

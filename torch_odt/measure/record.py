@@ -177,6 +177,7 @@ class Cell:
         governor: that was set; empty where the machine's was left.
         device: as torch names it.
         budget: what torch_odt was given, as it was written; empty for the others.
+        optimizer: by name; inference, which has none, has the first one's.
         factors: what else was varied: {"layer": "convolution", "width": 64, "depth": 2}, {"neighbour": "training"}.
 
     What happened:
@@ -221,6 +222,7 @@ class Cell:
     governor: str = ""
     device: str = "cpu"
     budget: str = ""
+    optimizer: str = "sgd"
     factors: Mapping[str, Number | str] = field(default_factory=dict)
 
     outcome: Outcome = "ok"
@@ -301,7 +303,7 @@ class Cell:
 
 _IDENTITY = (
     "suite", "experiment", "model", "batch_size", "input_shape", "mode", "engine", "threads", "governor", "device",
-    "budget",
+    "budget", "optimizer",
 )  # fmt: skip
 
 

@@ -20,7 +20,8 @@ from torch_odt.memory._units import parse_bytes
 Measure = Callable[[Job], Cell]
 # What planning adds to the time of a cell, about, for the guess of the time that is left.
 _PLANNED_WEIGHT = 3.0
-_AGAIN = ("failed",)
+# What is available differs a little each time: so much more is another limit.
+_HIGHER = 1.05
 
 
 @dataclass
@@ -30,7 +31,8 @@ class Run:
     Args:
         jobs: in order.
         machine: that they are measured on.
-        out: the record; where it exists, its cells are not measured again, unless they failed.
+        out: the record; where it exists, its cells are not measured again, unless they failed, or ran out of
+            memory below a lower limit.
         measure: measures one, such as `in_process`.
 
     Attributes:
@@ -53,7 +55,7 @@ class Run:
     @property
     def waiting(self) -> list[Job]:
         """What is still to be measured."""
-        return [job for job in self.jobs if (cell := self.cells.get(job.cell.key)) is None or cell.outcome in _AGAIN]
+        return [job for job in self.jobs if _is_waiting(job, self.cells.get(job.cell.key))]
 
     @property
     def seconds_left(self) -> float | None:
@@ -83,6 +85,8 @@ class Run:
         return Record(self.machine, [self.cells[job.cell.key] for job in self.jobs if job.cell.key in self.cells])
 
     def _measured(self, job: Job) -> Cell:
+        if job.cell.outcome != "ok":
+            return job.cell
         ready = self._with_budget(job)
         if isinstance(ready, Cell):
             return ready
@@ -146,6 +150,14 @@ def _read(job: Job, code: int, out: str, err: str) -> Cell:
         return replace(job.cell, outcome="failed", reason=reason, limit_bytes=limit)
     last = next((line for line in reversed(err.splitlines()) if line.strip()), f"exit code {code}")
     return replace(job.cell, outcome="failed", reason=last.strip()[:500], limit_bytes=limit)
+
+
+def _is_waiting(job: Job, before: Cell | None) -> bool:
+    if before is None or before.outcome == "failed":
+        return True
+    limit = job.how.limit_bytes
+    is_higher = before.limit_bytes > 0 and (limit is None or limit > _HIGHER * before.limit_bytes)
+    return before.outcome == "out of memory" and is_higher
 
 
 def _weight(job: Job) -> float:

@@ -6,7 +6,7 @@ it took.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from torch_odt.measure.job import How, Job
@@ -27,6 +27,7 @@ class Choices:
         quick: fewer and smaller cells, for some minutes on two cores.
         models: by name.
         sample_shape: of one sample, for models that are not the suite's own.
+        own_batches: size of the batch and shape of a sample, by model, of those that bring a batch of their own.
         batch_sizes, threads, governors: to measure with.
         cores: of this machine.
         device: to train on, beside the CPU where it is another.
@@ -39,6 +40,7 @@ class Choices:
     quick: bool = False
     models: Sequence[str] = ()
     sample_shape: tuple[int, ...] = ()
+    own_batches: Mapping[str, tuple[int, tuple[int, ...]]] = field(default_factory=dict)
     batch_sizes: Sequence[int] = ()
     threads: Sequence[int] = ()
     governors: Sequence[str] = ()
@@ -54,7 +56,13 @@ class Choices:
         """Ascending; as many as there are cores at last, unless others were chosen."""
         return sorted(set(self.threads) or {1, max(1, self.cores // 2), self.cores})
 
+    def batches_of(self, model: str, usual: Sequence[int]) -> list[int]:
+        """The sizes to measure a model with: its own batch's, those that were chosen, or the suite's."""
+        return [self.own_batches[model][0]] if model in self.own_batches else list(self.batch_sizes or usual)
+
     def shape_of(self, model: str) -> tuple[int, ...]:
+        if model in self.own_batches:
+            return self.own_batches[model][1]
         if model in IMAGE_SHAPES:
             return IMAGE_SHAPES[model]
         if is_network(model):
@@ -69,10 +77,11 @@ def ubiquitous(choices: Choices) -> Iterator[Job]:
     Then the largest batch that fits, and temperatures and frequencies over a long run. A quick run measures torch_odt
     and a single thread at the larger batch alone.
     """
-    batches = list(choices.batch_sizes) or ([1, 8] if choices.quick else [1, 4, 16, 64])
+    usual = [1, 8] if choices.quick else [1, 4, 16, 64]
     models = list(choices.models) or list(UBIQUITOUS)
     counts = choices.thread_counts
     for model in models:
+        batches = choices.batches_of(model, usual)
         for batch in batches:
             for governor in choices.governors or [""]:
                 for threads in counts:
@@ -86,16 +95,17 @@ def ubiquitous(choices: Choices) -> Iterator[Job]:
     for model in _beyond_lenet(models)[: 1 if choices.quick else None]:
         yield from _largest_batch(choices, "ubiquitous", model, counts[-1])
     hot = "mobilenet_v2" if "mobilenet_v2" in models else models[-1]
-    yield _job(choices, "ubiquitous", hot, batches[-1], counts[-1], experiment="long run")
+    yield _job(choices, "ubiquitous", hot, choices.batches_of(hot, usual)[-1], counts[-1], experiment="long run")
 
 
 def architectures(choices: Choices) -> Iterator[Job]:
     """Chen et al.: its three networks, layers by width and depth, and what training does to other programs."""
-    (batch, *_) = choices.batch_sizes or [16 if choices.quick else 128]
+    usual = [16 if choices.quick else 128]
+    (batch, *_) = choices.batch_sizes or usual
     threads = choices.thread_counts[-1]
     models = list(choices.models) or list(REDUCED)
     for model in models:
-        yield from _sides(choices, "architectures", model, batch, threads)
+        yield from _sides(choices, "architectures", model, choices.batches_of(model, usual)[0], threads)
     widths = (64, 128, 256) if choices.quick else (64, 128, 256, 512)
     depths = (1, 2, 4) if choices.quick else (1, 2, 4, 8)
     sizes = [(width, depth) for width in widths for depth in depths]
@@ -110,16 +120,17 @@ def architectures(choices: Choices) -> Iterator[Job]:
             )  # fmt: skip
     for training in ("none", "foreground", "background"):
         yield _job(
-            choices, "architectures", models[0], batch, threads, experiment="neighbour", factors={"training": training}
-        )
+            choices, "architectures", models[0], choices.batches_of(models[0], usual)[0], threads,
+            experiment="neighbour", factors={"training": training},
+        )  # fmt: skip
 
 
 def breakdown(choices: Choices) -> Iterator[Job]:
     """The survey's Figure 2 (the survey of on-device training): what a training step's memory is for, and by layer."""
-    batches = choices.batch_sizes or [8 if choices.quick else 16]
+    usual = [8 if choices.quick else 16]
     deeper = replace(choices, how=replace(choices.how, layers=True, operators=False))
     for model in choices.models or UBIQUITOUS:
-        for batch in batches:
+        for batch in choices.batches_of(model, usual):
             yield from _sides(deeper, "breakdown", model, batch, choices.thread_counts[-1], inference=False)
 
 
@@ -166,10 +177,14 @@ def _largest_batch(choices: Choices, suite: str, model: str, threads: int) -> It
     exact = replace(choices, budget=format_bytes(limit).replace(" ", ""), how=replace(choices.how, budget_bytes=limit))
     engines: tuple[Engine, ...] = ("torch", "torch_odt")
     for engine in engines:
-        yield _job(
+        job = _job(
             exact, suite, model, 0, threads, "training", engine, experiment="largest batch",
             factors={"limit_bytes": limit},
         )  # fmt: skip
+        if model in choices.own_batches:
+            reason = "the model brings a batch of its own, which cannot be made larger"
+            job = replace(job, cell=replace(job.cell, outcome="skipped", reason=reason))
+        yield job
 
 
 def _job(
@@ -190,6 +205,7 @@ def _job(
         suite=suite, experiment=experiment, model=model, batch_size=batch, input_shape=choices.shape_of(model),
         mode=mode, engine=engine, threads=threads, governor=governor, device=device, factors=factors or {},
         budget=choices.budget if engine == "torch_odt" else "",
+        optimizer=choices.how.optimizer if mode == "training" else "sgd",
     )  # fmt: skip
     return Job(cell, choices.how)
 

@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 from torch_odt.measure.record import Cell, Record
 from torch_odt.measure.report.figure import Figure
-from torch_odt.measure.report.selection import cell_name
-from torch_odt.measure.report.units import BYTES, JOULES, SECONDS, result_text
+from torch_odt.measure.report.selection import cell_name, results_text
+from torch_odt.measure.report.units import BYTES, JOULES, SECONDS
 
 
 def all_cells(record: Record) -> Figure:
@@ -34,12 +34,8 @@ def _row(cell: Cell) -> tuple[str, ...]:
         _text(BYTES.text, cell.training_bytes),
         "" if joules is None else f"{JOULES.text(joules[0])} ({joules[1]})",
         f"{cell.parameters:,}" if cell.parameters else "",
-        "; ".join([text for text in (cell.reason, *_results(cell), *cell.notes) if text]),
+        "; ".join([text for text in (cell.reason, *results_text(cell), *cell.notes) if text]),
     )
-
-
-def _results(cell: Cell) -> list[str]:
-    return [result_text(name, value) for name, value in cell.results.items()]
 
 
 def _text(text: Callable[[float], str], value: float | None) -> str:

@@ -12,11 +12,12 @@ from torch_odt.measure.record import Cell, Machine, Record
 from torch_odt.measure.report.bars import Bar, Group, bars
 from torch_odt.measure.report.figure import Figure, Panel, figure_section
 from torch_odt.measure.report.page import machine_facts, style
-from torch_odt.measure.report.selection import cell_name, details_of, model_of, ratio, series_of, threads_text
+from torch_odt.measure.report.selection import cell_name, details_of, is_least, model_of, ratio, series_of, threads_text
 from torch_odt.measure.report.units import BYTES, JOULES, SECONDS, Unit, unit_of
 from torch_odt.pages.document import document, facts, section
 
 _STYLES = ("line0", "line1")
+_LARGEST = "largest-batch"
 
 
 @dataclass(frozen=True)
@@ -182,16 +183,25 @@ def _says(pair: Pair, measure: _Measure) -> bool:
 
 
 def _texts(pair: Pair, measure: _Measure) -> list[str]:
-    times = ratio(*(measure.of(cell) for cell in (pair.second, pair.first)))
+    times = _times(pair, measure)
     texts = [_text(cell, measure) for cell in (pair.first, pair.second)]
     return [pair.name, *texts, "" if times is None else f"{times:.2f}×"]
+
+
+def _times(pair: Pair, measure: _Measure) -> float | None:
+    """How many times the first one's number the second one's is; None where one is only the least that it may be."""
+    if measure.key == _LARGEST and (is_least(pair.first) or is_least(pair.second)):
+        return None
+    return ratio(measure.of(pair.second), measure.of(pair.first))
 
 
 def _text(cell: Cell, measure: _Measure) -> str:
     value = measure.of(cell)
     if cell.outcome != "ok":
         return cell.outcome
-    return ABSENT if value is None else measure.unit.text(value)
+    if value is None:
+        return ABSENT
+    return ("at least " if measure.key == _LARGEST and is_least(cell) else "") + measure.unit.text(value)
 
 
 def _figure(comparison: Comparison, measure: _Measure) -> Figure:
@@ -229,7 +239,7 @@ def _label(pair: Pair) -> str:
 
 
 def _bars(pair: Pair, measure: _Measure) -> list[Bar]:
-    times = ratio(*(measure.of(cell) for cell in (pair.second, pair.first)))
+    times = _times(pair, measure)
     made = []
     for cell, color, suffix in zip(
         (pair.first, pair.second), _STYLES, ("", f" · {times:.2f}×" if times else ""), strict=True

@@ -10,8 +10,10 @@ from torch_odt.measure.report.figure import Figure, Panel
 from torch_odt.measure.report.selection import (
     Series,
     grouped,
+    is_least,
     legend_of,
     model_of,
+    notes_of,
     plain,
     ratio,
     refusals,
@@ -111,7 +113,8 @@ def largest_batch(record: Record) -> Figure:
         for (model, limit), each in grouped(cells, lambda cell: (model_of(cell), cell.limit_bytes)).items()
     ]
     chart = bars(groups, COUNT, title="samples in the largest batch that fits", rows_title="network and limit")
-    missing = refusals(cells) + [
+    missing = refusals(cells) + [f"{name}: {note}" for note, names in notes_of(known).items() for name in names]
+    missing += [
         f"{model_of(cell)}: no batch size was found" for cell in cells if cell.outcome == "ok" and cell not in known
     ]
     return Figure(
@@ -122,7 +125,7 @@ def largest_batch(record: Record) -> Figure:
         legend_of(styles, cells),
         ("network", "series", "limit", "samples"),
         [
-            (model_of(c), series_of(c).name, BYTES.text(c.limit_bytes) if c.limit_bytes else "none", str(_largest(c)))
+            (model_of(c), series_of(c).name, BYTES.text(c.limit_bytes) if c.limit_bytes else "none", _samples(c))
             for c in known
         ],
         missing or (() if chart else ("The largest batch was not looked for.",)),
@@ -131,7 +134,7 @@ def largest_batch(record: Record) -> Figure:
 
 def _batch_bars(cells: list[Cell], styles: Mapping[Series, str]) -> list[Bar]:
     found = {series_of(cell): cell for cell in cells}
-    first = next((_largest(cell) for cell in cells if cell.engine == "torch"), None)
+    first = next((_largest(cell) for cell in cells if cell.engine == "torch" and not is_least(cell)), None)
     made = []
     for series, style in styles.items():
         if (cell := found.get(series)) is None:
@@ -140,9 +143,13 @@ def _batch_bars(cells: list[Cell], styles: Mapping[Series, str]) -> list[Bar]:
         if largest is None:
             made.append(Bar((), cell.outcome if cell.outcome != "ok" else "absent", is_refused=cell.outcome != "ok"))
             continue
-        times = ratio(largest, first) if cell.engine != "torch" else None
-        made.append(Bar([(largest, style)], f"{largest:g}" + (f" · {times_text(times)} plain" if times else "")))
+        times = ratio(largest, first) if cell.engine != "torch" and not is_least(cell) else None
+        made.append(Bar([(largest, style)], _samples(cell) + (f" · {times_text(times)} plain" if times else "")))
     return made
+
+
+def _samples(cell: Cell) -> str:
+    return ("at least " if is_least(cell) else "") + f"{_largest(cell):g}"
 
 
 def _largest(cell: Cell) -> float | None:

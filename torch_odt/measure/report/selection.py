@@ -15,6 +15,8 @@ Value = TypeVar("Value", int, str)
 
 _ENGINES = {"torch": "plain PyTorch", "torch_odt": "torch_odt", "executorch": "ExecuTorch"}
 _STROKES = {"torch": "", "torch_odt": " dashed", "executorch": " dotted"}
+# What the search for the largest batch notes where it ended before a batch that does not fit.
+_OPEN = ("no more than ", "the search was ended ")
 # Colours of `pages/base.css`: plain PyTorch always has the first one.
 _COLORS = 8
 
@@ -171,10 +173,11 @@ def details_of(cell: Cell) -> list[str]:
         f"{name} {value}" if isinstance(value, str) else result_text(name, value)
         for name, value in cell.factors.items()
     ]
+    optimizer = [cell.optimizer] if cell.optimizer != "sgd" else []
     experiment = [cell.experiment] if cell.experiment != "step" else []
     # What the breakdown measures may be a step of another suite, too.
     suite = ["breakdown"] if cell.suite == "breakdown" else []
-    return [*factors, *batch, series_of(cell).name, *threads, *governor, *experiment, *suite]
+    return [*factors, *batch, series_of(cell).name, *threads, *governor, *optimizer, *experiment, *suite]
 
 
 def threads_text(count: int) -> str:
@@ -187,6 +190,28 @@ def refusals(cells: Iterable[Cell]) -> list[str]:
         f"{cell_name(cell)}: {cell.outcome}{f' ({cell.reason})' if cell.reason else ''}"
         for cell in cells
         if cell.outcome != "ok"
+    ]
+
+
+def notes_of(cells: Iterable[Cell]) -> dict[str, list[str]]:
+    """What is to be known beside the numbers of cells that were measured, and the names of the cells that it is of."""
+    found: dict[str, list[str]] = {}
+    for cell in cells:
+        for note in dict.fromkeys(cell.notes if cell.outcome == "ok" else ()):
+            found.setdefault(note, []).append(cell_name(cell))
+    return found
+
+
+def is_least(cell: Cell) -> bool:
+    """Whether the largest batch that was found may not be the largest one that fits."""
+    return any(note.startswith(_OPEN) for note in cell.notes)
+
+
+def results_text(cell: Cell) -> list[str]:
+    """The results of an experiment, for people."""
+    return [
+        f"largest batch at least {value:g}" if name == "largest_batch" and is_least(cell) else result_text(name, value)
+        for name, value in cell.results.items()
     ]
 
 

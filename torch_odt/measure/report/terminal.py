@@ -6,8 +6,16 @@ from collections.abc import Callable, Iterator, Sequence
 
 from torch_odt.commands.table import ABSENT, bytes_text, render, seconds_text
 from torch_odt.measure.record import Cell, Record
-from torch_odt.measure.report.selection import cell_name, grouped, model_of, ratio, refusals, way_of
-from torch_odt.measure.report.units import result_text
+from torch_odt.measure.report.selection import (
+    cell_name,
+    grouped,
+    model_of,
+    notes_of,
+    ratio,
+    refusals,
+    results_text,
+    way_of,
+)
 from torch_odt.planning.plan_text import format_joules
 
 _CIRCUMSTANCES = ("network", "factors", "batch", "threads", "governor", "device", "step", "budget", "engine")
@@ -23,7 +31,8 @@ def table(record: Record) -> str:
 
     Returns:
         Lines without colours: the machine; steps, plain PyTorch's numbers beside torch_odt's; results of the other
-        experiments; what could not be measured, and why. What ran out of memory says so in the place of its seconds.
+        experiments; what is to be known beside the numbers; what could not be measured,
+        and why. What ran out of memory says so in the place of its seconds.
 
     Example:
         >>> from torch_odt.measure.record import Cell, Machine, Record
@@ -52,6 +61,8 @@ def _blocks(record: Record) -> Iterator[str]:
     others = [cell for cell in record.cells if cell.experiment != "step" and cell.results]
     for experiment, cells in grouped(others, lambda cell: cell.experiment).items():
         yield f"{experiment.capitalize()}\n" + render([_result_row(cell) for cell in cells])
+    if notes := notes_of(record.cells):
+        yield "\n".join(["Notes", *(f"  {note}: {'; '.join(names)}" for note, names in notes.items())])
     if refused := refusals(record.cells):
         yield "\n".join(["Not measured", *(f"  {text}" for text in refused)])
     if record.machine.absent:
@@ -120,8 +131,22 @@ def _model(cell: Cell) -> str:
 def _circumstances(cell: Cell) -> tuple[object, ...]:
     """What cells have in common that are compared."""
     factors = tuple(sorted(cell.factors.items()))
-    return cell.suite, model_of(cell), factors, cell.batch_size, cell.threads, cell.governor, cell.mode, cell.device
+    return (
+        cell.suite,
+        model_of(cell),
+        factors,
+        cell.batch_size,
+        cell.threads,
+        cell.governor,
+        cell.mode,
+        cell.device,
+        _optimizer(cell),
+    )
+
+
+def _optimizer(cell: Cell) -> str:
+    return "" if cell.mode == "inference" else cell.optimizer
 
 
 def _result_row(cell: Cell) -> list[str]:
-    return [cell_name(cell), ", ".join(result_text(name, value) for name, value in cell.results.items())]
+    return [cell_name(cell), ", ".join(results_text(cell))]
