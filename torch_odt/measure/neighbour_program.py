@@ -1,8 +1,8 @@
 """A program that knows nothing of the training: `python neighbour_program.py SECONDS`, started by neighbour.py.
 
-It imports nothing of this package, whose import takes longer than a short run. It says "ready" when it has imported what
-it needs, begins when it is sent a line, and ends as soon as its standard input is closed, as by the end of the process
-that started it.
+It imports nothing of this package, whose import takes longer than a short run. It says "ready" when it has imported
+what it needs, begins when it is sent a line, and ends as soon as its standard input is closed, as by the end of the
+process that started it.
 """
 
 from __future__ import annotations
