@@ -21,11 +21,12 @@ from torch.nn import functional as F
 
 from torch_odt import memory
 from torch_odt.capture.child import run_in_child
+from torch_odt.measure import largest_batch as largest_batch_module
 from torch_odt.measure import neighbour as neighbour_module
 from torch_odt.measure import neighbour_program
 from torch_odt.measure.flops import count_flops
 from torch_odt.measure.job import How, Job
-from torch_odt.measure.largest_batch import Tried, _try_plain, search
+from torch_odt.measure.largest_batch import Tried, _try_plain, search, tried_or_refused
 from torch_odt.measure.long_run import long_run
 from torch_odt.measure.neighbour import beside_neighbour
 from torch_odt.measure.neighbour_program import run_neighbour
@@ -79,7 +80,22 @@ def test_a_batch_that_does_not_fit_is_no_error() -> None:
     assert _try_plain(work_of(2), 64 << 20).fits
     # Other tests' memory may come and go: only what the allocator refuses is certain.
     if memory.is_tracking():
-        assert not _try_plain(work_of(64), 1 << 20).fits
+        assert not tried_or_refused(lambda: _try_plain(work_of(64), 1 << 20), 1 << 20).fits
+
+
+@pytest.mark.parametrize("engine", ["torch", "torch_odt"])
+def test_a_search_goes_on_behind_a_batch_that_there_is_no_memory_for(
+    engine: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def attempt(samples: int, limit_bytes: int) -> Tried:
+        if samples > 5:
+            raise torch.OutOfMemoryError("the cap is reached")
+        return Tried(10 * samples, True)
+
+    monkeypatch.setattr(largest_batch_module, "_try_planned" if engine == "torch_odt" else "_try_plain", attempt)
+    cell = replace(CELL, engine=engine, experiment="largest batch")
+    found = largest_batch_module.largest_batch(Job(cell, How(budget_bytes=1000)), cell, lambda samples: samples)  # type: ignore[arg-type, return-value]
+    assert found.outcome == "ok" and found.results["largest_batch"] == 5
 
 
 def test_a_long_run_traces_what_there_is(tmp_path: Path) -> None:
