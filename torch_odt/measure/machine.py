@@ -46,7 +46,7 @@ def describe_machine(name: str = "") -> Machine:
 
 
 def memory_bytes(root: Path = SYSTEM_ROOT) -> int:
-    """What this process could hold if nothing else ran: of the machine, or the tightest real limit. Not what is free."""
+    """What this process could hold if nothing else ran: of the machine, or the tightest limit; not what is free."""
     groups = [level.limit_bytes for group in control_groups(root=root) for level in group.levels]
     limits = [limit for limit in groups if limit is not None]
     for kind in (resource.RLIMIT_AS, resource.RLIMIT_DATA):
