@@ -112,8 +112,8 @@ def test_a_machine_without_such_a_board(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("files", "later", "joules"),
     [
-        ({"energy_now": 10_000_000}, {"energy_now": 9_990_000}, 36.0),
-        ({"charge_now": 1_000_000, "voltage_min_design": 10_000_000}, {"charge_now": 999_000}, 36.0),
+        ({"energy_now": 10_000_000}, {"energy_now": 9_990_000}, 180.0),
+        ({"charge_now": 1_000_000, "voltage_min_design": 10_000_000}, {"charge_now": 999_000}, 180.0),
     ],
     ids=["watt-hours", "ampere-hours"],
 )
@@ -124,7 +124,10 @@ def test_what_a_battery_gave(tmp_path: Path, files: dict[str, int], later: dict[
     write(tmp_path, {f"{BATTERY}/{name}": value for name, value in files.items()})
     meter = Battery(tmp_path)
     meter.begin()
-    write(tmp_path, {f"{BATTERY}/{name}": value for name, value in later.items()})
+    for step in range(1, 6):
+        for name, value in later.items():
+            write(tmp_path, {f"{BATTERY}/{name}": files[name] - step * (files[name] - value)})
+        meter.poll()
     assert meter.end() == {"battery_energy_joules": pytest.approx(joules)}
 
 
@@ -145,7 +148,7 @@ def test_a_supply_that_came_and_went_is_seen(tmp_path: Path) -> None:
     meter.poll()
     write(tmp_path, {f"{BATTERY}/status": "Discharging", f"{BATTERY}/energy_now": 3})
     assert "not discharging: it says Charging" in str(meter.end()["battery_energy_joules"])
-    assert _of(meter) == {"battery_energy_joules": 0.0}
+    assert "reading changed 0 times" in str(_of(meter)["battery_energy_joules"])
 
 
 def test_cards_by_their_driver(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,6 +19,9 @@ from torch_odt.capture.power import MOST_WATTS
 from torch_odt.measure.meter import Absent, Quantity, read_number, read_text
 from torch_odt.memory._files import SYSTEM_ROOT
 
+# Of a battery's reading: what was given is then known to within about a fifth.
+LEAST_CHANGES = 5
+
 
 class Rapl:
     """Joules of the processors' packages and, where they are counted apart, of memory.
@@ -161,7 +164,8 @@ def _rails_of(chip: Path) -> list[Callable[[], float | Absent]]:
 class Battery:
     """Joules that a machine's batteries gave, by what they say is left in them.
 
-    Their steps are coarse, often of 36 J or more: measure for minutes. While a supply carries the machine, batteries
+    Their readings change in coarse steps, of 36 J or more or once in many seconds: a window that sees fewer than
+    `LEAST_CHANGES` of them says nothing, so measure for minutes. While a supply carries the machine, batteries
     say nothing of what it takes: every look asks whether one does, also for a part of the window.
     """
 
@@ -172,13 +176,21 @@ class Battery:
 
     def begin(self) -> None:
         self._refusal: Absent | None = None
+        self._changes = 0
         self._before = self._now = self._left()
 
     def poll(self) -> None:
-        self._now = self._left()
+        left = self._left()
+        self._changes += left != self._now
+        self._now = left
 
     def end(self) -> dict[str, Quantity]:
         self.poll()
+        if self._changes < LEAST_CHANGES:
+            why = (
+                f"the battery's reading changed {self._changes} times, and it takes {LEAST_CHANGES}: measure for longer"
+            )
+            self._refuse(Absent(why))
         return {"battery_energy_joules": self._refusal or self._before - self._now}
 
     def _left(self) -> float:
