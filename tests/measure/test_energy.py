@@ -78,8 +78,19 @@ def test_a_boards_watts_are_integrated(tmp_path: Path) -> None:
     meter.begin()
     write(tmp_path, {f"{chip}/curr1_input": 3000})
     meter.poll()
-    # 5 W, then 15 W, a line between them; then 15 W for a second.
-    assert meter.end() == {"board_energy_joules": pytest.approx(20 + 15)}
+    # 6 W, then 16 W, a line between them; then 16 W for a second.
+    assert meter.end() == {"board_energy_joules": pytest.approx(22 + 16)}
+
+
+@pytest.mark.parametrize(("label", "joules"), [("VDD_IN", 50), ("VDD_CPU", 60)])
+def test_a_boards_input_is_taken_alone(tmp_path: Path, label: str, joules: float) -> None:
+    chip = "sys/class/hwmon/hwmon3"
+    write(tmp_path, {f"{chip}/name": "ina3221", f"{chip}/in1_input": 5000, f"{chip}/curr1_input": 1000})
+    write(tmp_path, {f"{chip}/in2_input": 5000, f"{chip}/curr2_input": 200, f"{chip}/in1_label": label})
+    clock = _clock([0.0, 10.0])
+    meter = Board(tmp_path, clock=lambda: next(clock))
+    meter.begin()
+    assert meter.end() == {"board_energy_joules": pytest.approx(joules)}
 
 
 def test_a_board_that_measures_power_itself(tmp_path: Path) -> None:
@@ -96,6 +107,7 @@ def test_a_board_that_measures_power_itself(tmp_path: Path) -> None:
 def test_a_jetsons_older_driver(tmp_path: Path) -> None:
     folder = "sys/bus/i2c/drivers/ina3221x/6-0040/iio:device0"
     write(tmp_path, {f"{folder}/in_power0_input": 4000, f"{folder}/in_power1_input": 900})
+    write(tmp_path, {f"{folder}/rail_name_0": "POM_5V_IN", f"{folder}/rail_name_1": "POM_5V_GPU"})
     clock = _clock([0.0, 10.0])
     meter = Board(tmp_path, clock=lambda: next(clock))
     meter.begin()
