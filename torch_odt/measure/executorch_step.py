@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from torch_odt.capture.child import run_in_child
+from torch_odt.capture.child import ChildFailed, run_in_child
+from torch_odt.measure.ending import is_out_of_memory
 from torch_odt.measure.steps import Work
 
 
@@ -117,10 +118,13 @@ def _named(doing: str) -> Iterator[None]:
     """What ExecuTorch raises is of many types."""
     try:
         yield
-    except MemoryError:
-        raise
     except Exception as error:
+        if is_out_of_memory(error):
+            raise
         first = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        # Nobody but the system sends the export's process this signal.
+        if isinstance(error, ChildFailed) and "killed by SIGKILL" in first:
+            raise MemoryError(f"ExecuTorch cannot {doing} the step: {first}") from error
         raise NotTrainable(f"ExecuTorch cannot {doing} the step: {first}") from error
 
 
