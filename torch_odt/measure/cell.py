@@ -113,6 +113,9 @@ def _measure_steps(job: Job, cell: Cell, work: Work) -> Cell:
             seconds.append(time.perf_counter() - begin)
     base_bytes, first_peak_bytes = levels(before)
     _, peak_bytes = levels(during)
+    if isinstance(step, ExecuTorchStep):
+        base_bytes = step.base_bytes
+        notes.extend(step.notes)
     measured = replace(
         cell,
         step_seconds=seconds,

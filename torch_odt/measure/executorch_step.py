@@ -7,6 +7,7 @@ and runs it with ExecuTorch's operators and optimizer, as a device would.
 from __future__ import annotations
 
 import copy
+import gc
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from torch_odt import memory
 from torch_odt.capture.child import ChildFailed, run_in_child
 from torch_odt.measure.ending import is_out_of_memory
 from torch_odt.measure.steps import Work
@@ -45,6 +47,10 @@ class ExecuTorchStep:
     Args:
         work: its optimizer must be `torch.optim.SGD`, the only one that ExecuTorch has.
 
+    Attributes:
+        base_bytes: what the process held when the program was loaded and the batch copied.
+        notes: what is to be known beside the numbers.
+
     Raises:
         NotTrainable: an operator of the step cannot be exported or is none of ExecuTorch's.
     """
@@ -62,6 +68,13 @@ class ExecuTorchStep:
         with _quiet(), _named("load"):
             self._module = load(self._program)
         self._optimizer: Any = None
+        gc.collect()
+        memory.trim()
+        self.base_bytes = memory.process_bytes()
+        self.notes = (
+            f"ExecuTorch {version('executorch')} with its portable operators, not XNNPACK's",
+            "memory counts above the level with the program loaded, which holds the weights, and the batch copied",
+        )
 
     def __call__(self) -> torch.Tensor:
         with _named("run") if self._optimizer is None else nullcontext():
