@@ -11,8 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from torch_odt.capture.child import ChildFailed
 from torch_odt.measure.cell import measure_cell
-from torch_odt.measure.executorch_step import ExecuTorchStep, NotTrainable, executorch_reason
+from torch_odt.measure.executorch_step import ExecuTorchStep, NotTrainable, _named, executorch_reason
 from torch_odt.measure.job import How, Job
 from torch_odt.measure.record import Cell, Machine, Record
 from torch_odt.measure.report import table
@@ -51,8 +52,29 @@ def test_a_cell_is_measured_and_one_that_cannot_be_says_why() -> None:
     job = Job(CELL, How(repetitions=2, idle_seconds=0.05))
     cell = measure_cell(job, lambda _: make_work())
     assert cell.outcome == "ok" and len(cell.step_seconds) == 2 and (cell.peak_bytes or 0) > 0
+    assert any("portable operators" in note for note in cell.notes)
+    assert any("program loaded" in note for note in cell.notes)
     refused = measure_cell(job, lambda _: make_work(torch.optim.Adam))
     assert refused.outcome == "skipped" and "ExecuTorch has SGD only, not Adam" in refused.reason
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError("no room"),
+        torch.OutOfMemoryError("the cap is reached"),
+        RuntimeError("std::bad_alloc"),
+        ChildFailed("the child ended without a result (killed by SIGKILL)"),
+    ],
+)
+def test_an_export_without_memory_is_out_of_memory(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    def refuse(work: Work) -> None:
+        with _named("export"):
+            raise error
+
+    monkeypatch.setattr("torch_odt.measure.cell.ExecuTorchStep", refuse)
+    cell = measure_cell(Job(CELL, How(idle_seconds=0)), lambda _: make_work())
+    assert cell.outcome == "out of memory" and str(error) in cell.reason
 
 
 def test_what_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

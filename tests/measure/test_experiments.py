@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import sys
 import time
 from dataclasses import replace
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from hypothesis import given
@@ -15,11 +20,16 @@ from torch import nn
 from torch.nn import functional as F
 
 from torch_odt import memory
+from torch_odt.capture.child import run_in_child
+from torch_odt.measure import largest_batch as largest_batch_module
+from torch_odt.measure import neighbour as neighbour_module
+from torch_odt.measure import neighbour_program
 from torch_odt.measure.flops import count_flops
 from torch_odt.measure.job import How, Job
-from torch_odt.measure.largest_batch import Tried, _try_plain, search
+from torch_odt.measure.largest_batch import Tried, _try_plain, search, tried_or_refused
 from torch_odt.measure.long_run import long_run
-from torch_odt.measure.neighbour import beside_neighbour, run_neighbour
+from torch_odt.measure.neighbour import beside_neighbour
+from torch_odt.measure.neighbour_program import run_neighbour
 from torch_odt.measure.record import Cell
 from torch_odt.measure.steps import Work
 
@@ -70,7 +80,22 @@ def test_a_batch_that_does_not_fit_is_no_error() -> None:
     assert _try_plain(work_of(2), 64 << 20).fits
     # Other tests' memory may come and go: only what the allocator refuses is certain.
     if memory.is_tracking():
-        assert not _try_plain(work_of(64), 1 << 20).fits
+        assert not tried_or_refused(lambda: _try_plain(work_of(64), 1 << 20), 1 << 20).fits
+
+
+@pytest.mark.parametrize("engine", ["torch", "torch_odt"])
+def test_a_search_goes_on_behind_a_batch_that_there_is_no_memory_for(
+    engine: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def attempt(samples: int, limit_bytes: int) -> Tried:
+        if samples > 5:
+            raise torch.OutOfMemoryError("the cap is reached")
+        return Tried(10 * samples, True)
+
+    monkeypatch.setattr(largest_batch_module, "_try_planned" if engine == "torch_odt" else "_try_plain", attempt)
+    cell = replace(CELL, engine=engine, experiment="largest batch")
+    found = largest_batch_module.largest_batch(Job(cell, How(budget_bytes=1000)), cell, lambda samples: samples)  # type: ignore[arg-type, return-value]
+    assert found.outcome == "ok" and found.results["largest_batch"] == 5
 
 
 def test_a_long_run_traces_what_there_is(tmp_path: Path) -> None:
@@ -101,6 +126,67 @@ def test_training_beside_a_neighbour(how: str) -> None:
     found = beside_neighbour(Job(cell, How(run_seconds=0.2)), cell, lambda: lambda: time.sleep(0.01))
     assert found.results["requests"] >= 1
     assert bool(found.step_seconds) == (how == "foreground")
+
+
+def test_a_neighbour_does_not_give_way_where_the_training_does() -> None:
+    cell = replace(CELL, experiment="neighbour", factors={"training": "background"})
+
+    def priorities() -> tuple[int, set[tuple[int, int]], int]:
+        before, seen = os.getpriority(os.PRIO_PROCESS, 0), set()
+
+        def step() -> None:
+            (neighbour,) = psutil.Process().children()
+            seen.add((os.getpriority(os.PRIO_PROCESS, 0), os.getpriority(os.PRIO_PROCESS, neighbour.pid)))
+            time.sleep(0.01)
+
+        found = beside_neighbour(Job(cell, How(run_seconds=0.2, warmup_steps=0)), cell, lambda: step)
+        return before, seen, len(found.step_seconds)
+
+    # In a child, for a priority rises again only with privileges.
+    before, seen, steps = run_in_child(priorities)
+    assert seen == {(max(before, 10), before)} and steps >= 1
+
+
+def test_a_neighbour_imports_nothing_of_this_package() -> None:
+    script = "import runpy, sys; runpy.run_path(sys.argv[1]); print({'torch', 'torch_odt'} & set(sys.modules))"
+    command = [sys.executable, "-P", "-c", script, neighbour_program.__file__]
+    assert subprocess.check_output(command, text=True) == "set()\n"
+
+
+def test_no_step_counts_before_the_neighbour_is_ready(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    imported, program = tmp_path / "imported", tmp_path / "slow_to_start.py"
+    program.write_text(
+        f"import pathlib, sys, time\ntime.sleep(0.2)\npathlib.Path({str(imported)!r}).touch()\n"
+        "print('ready', flush=True)\nsys.stdin.readline()\ntime.sleep(0.1)\nprint('{}')"
+    )
+    monkeypatch.setattr(neighbour_module, "_PROGRAM", program)
+    was_ready: list[bool] = []
+
+    def step() -> None:
+        was_ready.append(imported.exists())
+        time.sleep(0.01)
+
+    cell = replace(CELL, experiment="neighbour", factors={"training": "foreground"})
+    beside_neighbour(Job(cell, How(warmup_steps=0)), cell, lambda: step)
+    assert was_ready and all(was_ready)
+
+
+def test_a_neighbour_ends_with_the_process_that_started_it() -> None:
+    script = (
+        "import os, signal, subprocess, sys\n"
+        "neighbour = subprocess.Popen([sys.executable, '-P', sys.argv[1], '600'], stdin=subprocess.PIPE)\n"
+        "neighbour.stdin.write(b'\\n'); neighbour.stdin.flush()\n"
+        "sys.stdin.readline(); os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    command = [sys.executable, "-P", "-c", script, neighbour_program.__file__]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdin is not None and parent.stdout is not None
+        assert parent.stdout.readline() == "ready\n"
+        parent.stdin.write("end\n")
+        parent.stdin.flush()
+        # The neighbour holds the other end of its output for as long as it lives.
+        assert parent.stdout.read() == ""
+    assert parent.returncode == -signal.SIGKILL
 
 
 def test_operations_of_grouped_convolutions_gradients() -> None:

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from typing import IO
 
 import pytest
+import torch
 from sample_records import sample_machine
+from sensors import write
 
 from torch_odt.measure import run as run_module
+from torch_odt.measure.ending import Shortage, is_out_of_memory
 from torch_odt.measure.job import How, Job
 from torch_odt.measure.meter import Absent
 from torch_odt.measure.record import Cell, Record, append_line
@@ -153,7 +160,15 @@ job = Job.from_json(text)
 match job.cell.model:
     case "killed":
         os.kill(os.getpid(), signal.SIGKILL)
+    case "aborted":
+        print("terminate called after throwing an instance of 'std::bad_alloc'", file=sys.stderr, flush=True)
+        os.abort()
     case "slow":
+        # A child of its own, as those that trace: it holds the pipe that the test reads.
+        held = pathlib.Path(__file__).with_name("held")
+        if held.exists() and os.fork() == 0:
+            with held.open("w"):
+                time.sleep(600)
         pid = pathlib.Path(__file__).with_name("pid")
         pid.with_suffix(".new").write_text(str(os.getpid()))
         pid.with_suffix(".new").rename(pid)
@@ -172,18 +187,29 @@ def worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return "a_worker_of_the_tests"
 
 
-def test_processes_that_are_killed_or_fail_are_recorded(worker: str) -> None:
+def test_processes_that_are_killed_or_fail_are_recorded(worker: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Shortage, "evidence", lambda self: "")
     measure = in_process(worker)
     assert measure(make_job("fine")).outcome == "ok"
     killed, wrong = measure(make_job("killed")), measure(make_job("wrong"))
-    assert (killed.outcome, killed.limit_bytes) == ("out of memory", 1000)
+    assert (killed.outcome, killed.reason) == ("failed", "the process was ended by SIGKILL")
+    monkeypatch.setattr(Shortage, "evidence", lambda self: "memory was short")
+    killed = measure(make_job("killed"))
+    assert (killed.outcome, killed.reason, killed.limit_bytes) == ("out of memory", "memory was short", 1000)
+    aborted = measure(make_job("aborted"))
+    assert (aborted.outcome, aborted.reason) == ("out of memory", "std::bad_alloc")
     assert (wrong.outcome, wrong.reason) == ("failed", "RuntimeError: it cannot be")
 
 
 def test_an_interrupt_ends_the_cells_process(tmp_path: Path, worker: str) -> None:
+    os.mkfifo(tmp_path / "held")
+    opened: list[IO[bytes]] = []
+
     def interrupt() -> None:
         while not (tmp_path / "pid").exists():
             time.sleep(0.01)
+        # Opened as soon as the child has opened its end.
+        opened.append((tmp_path / "held").open("rb"))
         signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
 
     thread = threading.Thread(target=interrupt)
@@ -193,3 +219,61 @@ def test_an_interrupt_ends_the_cells_process(tmp_path: Path, worker: str) -> Non
     thread.join()
     with pytest.raises(ProcessLookupError):
         os.kill(int((tmp_path / "pid").read_text()), 0)
+    with opened[0] as held:
+        # It ends when its child does, and not in 600 seconds.
+        assert held.read() == b""
+
+
+def test_a_process_that_waits_ends_with_its_parent() -> None:
+    reader, writer = os.pipe()
+    script = (
+        "import os, signal, sys, time\n"
+        "from torch_odt.measure.ending import end_with_parent\n"
+        "ready, told = os.pipe()\n"
+        "if os.fork() == 0:\n    end_with_parent(); os.write(told, b'x'); time.sleep(600)\n"
+        "os.read(ready, 1); os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    with subprocess.Popen([sys.executable, "-P", "-c", script], pass_fds=[writer]) as parent:
+        os.close(writer)
+        with os.fdopen(reader, "rb") as held:
+            assert held.read() == b""
+    assert parent.returncode == -signal.SIGKILL
+
+
+def test_a_share_of_what_was_skipped_says_why(tmp_path: Path) -> None:
+    plain = replace(make_job("a").cell, outcome="skipped", reason="no permission to write scaling_governor")
+    ours = make_job("a", engine="torch_odt", budget="50%")
+    going = Run([make_job("a"), ours], sample_machine(), tmp_path / "run.jsonl", lambda job: plain)
+    cell = going.go().cells[-1]
+    assert (cell.engine, cell.outcome, cell.reason) == ("torch_odt", "skipped", plain.reason)
+
+
+def test_memory_was_short_where_kills_or_pressure_say_so(tmp_path: Path) -> None:
+    pressure = "some avg10={} avg60=0.00 avg300=0.00 total=0"
+    events = "sys/fs/cgroup/a/memory.events"
+    write(tmp_path, {"proc/self/cgroup": "0::/a", events: "oom_kill 3", "proc/pressure/memory": pressure.format(0.0)})
+    shortage = Shortage(tmp_path)
+    assert shortage.evidence() == ""
+    write(tmp_path, {"proc/pressure/memory": pressure.format(8.5)})
+    assert shortage.evidence() == "the process was killed while memory was short"
+    write(tmp_path, {events: "oom_kill 4"})
+    assert shortage.evidence() == "the system killed the process for want of memory"
+    write(tmp_path, {events: "oom_kill 3", "proc/vmstat": "oom_kill 7", "proc/pressure/memory": pressure.format(0.0)})
+    assert Shortage(tmp_path).evidence() == ""
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (MemoryError(), True),
+        (torch.OutOfMemoryError("the cap is reached"), True),
+        (RuntimeError("std::bad_alloc"), True),
+        (RuntimeError("MPS backend out of memory (MPS allocated: 9 GB)"), True),
+        (OSError(errno.ENOMEM, "Cannot allocate memory"), True),
+        (OSError(errno.ENOENT, "No such file"), False),
+        (RuntimeError("shapes differ"), False),
+        (ValueError("out of memory"), False),
+    ],
+)
+def test_ways_to_run_out_of_memory(error: Exception, expected: bool) -> None:
+    assert is_out_of_memory(error) is expected

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import mmap
+import os
+import resource
 import threading
 import time
 from collections import namedtuple
@@ -17,6 +20,7 @@ from sensors import write
 from torch_odt import memory
 from torch_odt.measure import Absent, Window, find_meters
 from torch_odt.measure.clock import Clock, Events, Pressure
+from torch_odt.measure.machine import memory_bytes
 from torch_odt.measure.memory import AllocatedMemory, ProcessMemory
 from torch_odt.measure.meter import Gauge, Quantity
 from torch_odt.measure.processors import Frequency, Temperature, Utilization
@@ -149,6 +153,38 @@ def test_pressure_is_the_windows_own(tmp_path: Path) -> None:
     found = meter.end()
     assert found["memory_stalled_seconds"] == 2.5
     assert isinstance(found["io_stalled_seconds"], Absent)
+
+
+@pytest.mark.parametrize(
+    ("number", "reason"),
+    [
+        (errno.EACCES, "no permission to read {}"),
+        (errno.EOPNOTSUPP, "{} cannot be read: Operation not supported"),
+        (errno.ENOENT, "there is no {}"),
+    ],
+)
+def test_pressure_that_is_closed_is_not_pressure_that_there_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, reason: str
+) -> None:
+    def refuse(path: Path, *args: object, **kwargs: object) -> str:
+        raise OSError(number, os.strerror(number), str(path))
+
+    monkeypatch.setattr(Path, "read_text", refuse)
+    meter = Pressure(tmp_path)
+    meter.begin()
+    assert str(meter.end()["io_stalled_seconds"]) == f"absent ({reason.format(tmp_path / 'proc/pressure/io')})"
+
+
+def test_a_machines_memory_is_not_what_is_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    memory_of = namedtuple("memory_of", ["total", "available"])
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: memory_of(8 << 30, 1 << 30))
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    assert memory_bytes(tmp_path) == 8 << 30
+    group = "sys/fs/cgroup/a"
+    write(tmp_path, {"proc/self/cgroup": "0::/a/b", f"{group}/memory.max": 3 << 30, f"{group}/memory.current": 2 << 30})
+    assert memory_bytes(tmp_path) == 3 << 30
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (2 << 30, resource.RLIM_INFINITY))
+    assert memory_bytes(tmp_path) == 2 << 30
 
 
 def test_every_kind_of_meter_runs_here_and_leaves_nothing_behind() -> None:

@@ -11,6 +11,7 @@ from torch_odt.commands.models import load_task
 from torch_odt.commands.optimizers import make_optimizer
 from torch_odt.measure.cell import measure_cell
 from torch_odt.measure.devices import device_reason, moved
+from torch_odt.measure.ending import end_with_parent
 from torch_odt.measure.executorch_step import executorch_reason
 from torch_odt.measure.job import Job
 from torch_odt.measure.steps import Work
@@ -42,6 +43,8 @@ def _reason(job: Job) -> str:
 
 def main() -> int:
     """Do the job."""
+    # Its session is its own, so that a terminal that is closed does not end it either.
+    end_with_parent()
     job = Job.from_json(sys.stdin.read())
     reason = _reason(job)
     if reason:

@@ -14,6 +14,7 @@ import torch_odt as odt
 from torch_odt import memory
 from torch_odt.errors import InfeasibleBudget
 from torch_odt.measure.devices import device_memory, reset_device_peak, synchronize
+from torch_odt.measure.ending import is_out_of_memory
 from torch_odt.measure.energy import StatedPower
 from torch_odt.measure.executorch_step import ExecuTorchStep, NotTrainable
 from torch_odt.measure.flops import count_flops
@@ -50,12 +51,10 @@ def measure_cell(job: Job, work_of: WorkOf) -> Cell:
     try:
         with _capped(limit):
             return _measure(job, cell, work_of)
-    except (torch.OutOfMemoryError, MemoryError, InfeasibleBudget) as error:
-        return replace(cell, outcome="out of memory", reason=_first_line(error))
     except NotTrainable as error:
         return replace(cell, outcome="skipped", reason=_first_line(error))
-    except RuntimeError as error:
-        if "can't allocate memory" not in str(error) and "not enough memory" not in str(error):
+    except Exception as error:
+        if not is_out_of_memory(error):
             raise
         return replace(cell, outcome="out of memory", reason=_first_line(error))
 
@@ -114,6 +113,9 @@ def _measure_steps(job: Job, cell: Cell, work: Work) -> Cell:
             seconds.append(time.perf_counter() - begin)
     base_bytes, first_peak_bytes = levels(before)
     _, peak_bytes = levels(during)
+    if isinstance(step, ExecuTorchStep):
+        base_bytes = step.base_bytes
+        notes.extend(step.notes)
     measured = replace(
         cell,
         step_seconds=seconds,

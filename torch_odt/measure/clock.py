@@ -6,7 +6,7 @@ import resource
 import time
 from pathlib import Path
 
-from torch_odt.measure.meter import Absent, Quantity
+from torch_odt.measure.meter import Absent, Quantity, read_text
 from torch_odt.memory._files import SYSTEM_ROOT
 from torch_odt.runtime.monitor import read_pressure
 
@@ -74,8 +74,14 @@ class Pressure:
             if kind in now and kind in self._before:
                 found[name] = now[kind].stalled_seconds - self._before[kind].stalled_seconds
             else:
-                found[name] = Absent(f"this kernel has no {self._root / 'proc/pressure' / kind}")
+                found[name] = self._why(kind)
         return found
+
+    def _why(self, kind: str) -> Absent:
+        path = self._root / "proc/pressure" / kind
+        text = read_text(path)
+        # A kernel whose PSI is switched off has the files, and reads of them are "not supported".
+        return text if isinstance(text, Absent) else Absent(f"{path} does not say how long was waited")
 
 
 def _times() -> tuple[float, float, float]:

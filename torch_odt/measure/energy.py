@@ -19,6 +19,11 @@ from torch_odt.capture.power import MOST_WATTS
 from torch_odt.measure.meter import Absent, Quantity, read_number, read_text
 from torch_odt.memory._files import SYSTEM_ROOT
 
+# Of a battery's reading: what was given is then known to within about a fifth.
+LEAST_CHANGES = 5
+
+_INPUT_RAILS = ("VDD_IN", "POM_5V_IN")
+
 
 class Rapl:
     """Joules of the processors' packages and, where they are counted apart, of memory.
@@ -98,7 +103,8 @@ class _Counter:
 class Board:
     """Joules of a board by its INA sensors (Jetson, many single-board computers): watts at each look, times seconds.
 
-    Of several rails the one that shows most is taken, for the input carries what the others take.
+    A rail whose label names the input (VDD_IN, POM_5V_IN) carries what the others take, and is taken alone. Where there
+    is none, the rails are summed, and one that cannot be read makes the sum absent.
     """
 
     source = "ina"
@@ -112,11 +118,13 @@ class Board:
         chips = [
             chip for chip in sorted(self._folder.glob("hwmon*")) if str(read_text(chip / "name")).startswith("ina")
         ]
-        self._rails = [rail for chip in chips for rail in _rails_of(chip)]
+        rails = [rail for chip in chips for rail in _rails_of(chip)]
         # Jetsons before JetPack 5, in milliwatts.
-        self._rails += [
-            partial(_scaled, path, 1e-3) for path in sorted(self._older.glob("*/iio:device*/in_power*_input"))
-        ]
+        for path in sorted(self._older.glob("*/iio:device*/in_power*_input")):
+            label = path.with_name(path.name.replace("in_power", "rail_name_").removesuffix("_input"))
+            rails.append((str(read_text(label)), partial(_scaled, path, 1e-3)))
+        inputs = [read for label, read in rails if label.upper() in _INPUT_RAILS]
+        self._rails = inputs[:1] or [read for _, read in rails]
         self._joules, self._refusal = 0.0, None if self._rails else Absent(f"no INA sensor in {self._folder}")
         self._watts, self._at = self._read(), self._clock()
 
@@ -131,10 +139,8 @@ class Board:
 
     def _read(self) -> float:
         readings = [rail() for rail in self._rails]
-        watts = [reading for reading in readings if not isinstance(reading, Absent)]
-        if not watts:
-            self._refusal = self._refusal or next((r for r in readings if isinstance(r, Absent)), None)
-        return max(watts, default=0.0)
+        self._refusal = self._refusal or next((each for each in readings if isinstance(each, Absent)), None)
+        return sum(each for each in readings if not isinstance(each, Absent))
 
 
 def _scaled(path: Path, unit: float) -> float | Absent:
@@ -142,8 +148,8 @@ def _scaled(path: Path, unit: float) -> float | Absent:
     return reading if isinstance(reading, Absent) else reading * unit
 
 
-def _rails_of(chip: Path) -> list[Callable[[], float | Absent]]:
-    """What a chip measures, in watts: as such, or as volts and amperes."""
+def _rails_of(chip: Path) -> list[tuple[str, Callable[[], float | Absent]]]:
+    """What a chip measures, by label, in watts: as such, or as volts and amperes."""
 
     def product(millivolts: Path, milliamperes: Path) -> float | Absent:
         volts, amperes = read_number(millivolts), read_number(milliamperes)
@@ -153,15 +159,25 @@ def _rails_of(chip: Path) -> list[Callable[[], float | Absent]]:
 
     powers = sorted(chip.glob("power*_input"))
     if powers:
-        return [partial(_scaled, path, 1e-6) for path in powers]
+        return [(_label(path, "power"), partial(_scaled, path, 1e-6)) for path in powers]
     currents = [path for path in sorted(chip.glob("curr*_input")) if re.fullmatch(r"curr\d+_input", path.name)]
-    return [lambda path=path: product(chip / path.name.replace("curr", "in"), path) for path in currents]  # type: ignore[misc]
+    return [
+        (_label(path, "in"), partial(product, path.with_name(path.name.replace("curr", "in")), path))
+        for path in currents
+    ]
+
+
+def _label(path: Path, kind: str) -> str:
+    """Of a rail by one of its files; a label lies beside its volts, or beside its watts."""
+    number = re.sub(r"\D", "", path.name)
+    return str(read_text(path.with_name(f"{kind}{number}_label")))
 
 
 class Battery:
     """Joules that a machine's batteries gave, by what they say is left in them.
 
-    Their steps are coarse, often of 36 J or more: measure for minutes. While a supply carries the machine, batteries
+    Their readings change in coarse steps, of 36 J or more or once in many seconds: a window that sees fewer than
+    `LEAST_CHANGES` of them says nothing, so measure for minutes. While a supply carries the machine, batteries
     say nothing of what it takes: every look asks whether one does, also for a part of the window.
     """
 
@@ -172,13 +188,21 @@ class Battery:
 
     def begin(self) -> None:
         self._refusal: Absent | None = None
+        self._changes = 0
         self._before = self._now = self._left()
 
     def poll(self) -> None:
-        self._now = self._left()
+        left = self._left()
+        self._changes += left != self._now
+        self._now = left
 
     def end(self) -> dict[str, Quantity]:
         self.poll()
+        if self._changes < LEAST_CHANGES:
+            why = (
+                f"the battery's reading changed {self._changes} times, and it takes {LEAST_CHANGES}: measure for longer"
+            )
+            self._refuse(Absent(why))
         return {"battery_energy_joules": self._refusal or self._before - self._now}
 
     def _left(self) -> float:

@@ -7,6 +7,7 @@ and runs it with ExecuTorch's operators and optimizer, as a device would.
 from __future__ import annotations
 
 import copy
+import gc
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -16,7 +17,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from torch_odt.capture.child import run_in_child
+from torch_odt import memory
+from torch_odt.capture.child import ChildFailed, run_in_child
+from torch_odt.measure.ending import is_out_of_memory
 from torch_odt.measure.steps import Work
 
 
@@ -44,6 +47,10 @@ class ExecuTorchStep:
     Args:
         work: its optimizer must be `torch.optim.SGD`, the only one that ExecuTorch has.
 
+    Attributes:
+        base_bytes: what the process held when the program was loaded and the batch copied.
+        notes: what is to be known beside the numbers.
+
     Raises:
         NotTrainable: an operator of the step cannot be exported or is none of ExecuTorch's.
     """
@@ -61,6 +68,13 @@ class ExecuTorchStep:
         with _quiet(), _named("load"):
             self._module = load(self._program)
         self._optimizer: Any = None
+        gc.collect()
+        memory.trim()
+        self.base_bytes = memory.process_bytes()
+        self.notes = (
+            f"ExecuTorch {version('executorch')} with its portable operators, not XNNPACK's",
+            "memory counts above the level with the program loaded, which holds the weights, and the batch copied",
+        )
 
     def __call__(self) -> torch.Tensor:
         with _named("run") if self._optimizer is None else nullcontext():
@@ -117,10 +131,13 @@ def _named(doing: str) -> Iterator[None]:
     """What ExecuTorch raises is of many types."""
     try:
         yield
-    except MemoryError:
-        raise
     except Exception as error:
+        if is_out_of_memory(error):
+            raise
         first = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        # Nobody but the system sends the export's process this signal.
+        if isinstance(error, ChildFailed) and "killed by SIGKILL" in first:
+            raise MemoryError(f"ExecuTorch cannot {doing} the step: {first}") from error
         raise NotTrainable(f"ExecuTorch cannot {doing} the step: {first}") from error
 
 

@@ -6,11 +6,10 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-import torch
-
 import torch_odt as odt
 from torch_odt import memory
 from torch_odt.errors import InfeasibleBudget
+from torch_odt.measure.ending import is_out_of_memory
 from torch_odt.measure.job import Job
 from torch_odt.measure.memory import levels, memory_window
 from torch_odt.measure.record import Cell
@@ -47,7 +46,7 @@ def largest_batch(job: Job, cell: Cell, work_of: Callable[[int], Work]) -> Cell:
 
     def fits(samples: int) -> Tried:
         if samples not in tried:
-            tried[samples] = attempt(work_of(samples), limit)
+            tried[samples] = tried_or_refused(lambda: attempt(work_of(samples), limit), limit)
             memory.trim()
         return tried[samples]
 
@@ -106,15 +105,22 @@ def _next(points: dict[int, int], limit_bytes: int, low: int, high: int) -> int:
     return min(max(line, low + max(1, low // 8)), most)
 
 
+def tried_or_refused(attempt: Callable[[], Tried], limit_bytes: int) -> Tried:
+    """What an attempt says; a batch for which there is no memory does not fit, wherever that shows."""
+    try:
+        return attempt()
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        return Tried(limit_bytes + 1, False)
+
+
 def _try_plain(work: Work, limit_bytes: int) -> Tried:
     step = PlainStep(work)
     allocated = memory.stats().allocated_bytes or 0
-    try:
-        with memory.cap(allocated + limit_bytes), memory_window() as window:
-            for _ in range(_STEPS):
-                step()
-    except torch.OutOfMemoryError:
-        return Tried(limit_bytes + 1, False)
+    with memory.cap(allocated + limit_bytes), memory_window() as window:
+        for _ in range(_STEPS):
+            step()
     return _seen(window, limit_bytes)
 
 

@@ -6,8 +6,10 @@ import datetime
 import importlib.metadata
 import os
 import platform
+import resource
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import psutil
 import torch
@@ -17,7 +19,8 @@ from torch_odt.measure.governors import current_governor
 from torch_odt.measure.meter import Absent
 from torch_odt.measure.record import Machine
 from torch_odt.measure.window import Window
-from torch_odt.memory import available_detail, process_bytes
+from torch_odt.memory._control_group import control_groups
+from torch_odt.memory._files import SYSTEM_ROOT
 
 _PACKAGES = ("torch", "torch_odt", "torchvision", "timm")
 _LOOK_SECONDS = 0.05
@@ -32,7 +35,7 @@ def describe_machine(name: str = "") -> Machine:
         processor=processor,
         instruction_sets=tuple(instruction_sets.split()),
         cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
-        memory_bytes=min(psutil.virtual_memory().total, process_bytes() + min(available_detail().values())),
+        memory_bytes=memory_bytes(),
         governor="" if isinstance(governor, Absent) else governor,
         accelerator=torch.cuda.get_device_name(0) if torch.cuda.is_available() else _metal(),
         system=f"{platform.system()} {platform.release()}",
@@ -40,6 +43,17 @@ def describe_machine(name: str = "") -> Machine:
         started=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         absent=_absent_sensors(),
     )
+
+
+def memory_bytes(root: Path = SYSTEM_ROOT) -> int:
+    """What this process could hold if nothing else ran: of the machine, or the tightest limit; not what is free."""
+    groups = [level.limit_bytes for group in control_groups(root=root) for level in group.levels]
+    limits = [limit for limit in groups if limit is not None]
+    for kind in (resource.RLIMIT_AS, resource.RLIMIT_DATA):
+        soft_bytes, _ = resource.getrlimit(kind)
+        if soft_bytes != resource.RLIM_INFINITY:
+            limits.append(soft_bytes)
+    return min([int(psutil.virtual_memory().total), *limits])
 
 
 def _metal() -> str:

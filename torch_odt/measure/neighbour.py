@@ -1,7 +1,6 @@
 """What training does to another program: its processor speed, its memory's bandwidth and the latency of its requests.
 
-As Chen et al., section 4.7, with a program of our own in the place of a benchmark application. The neighbour runs in a
-process that knows nothing of the training: `python -m torch_odt.measure.neighbour SECONDS`.
+As Chen et al., section 4.7, with a program of our own in the place of a benchmark application (neighbour_program.py).
 """
 
 from __future__ import annotations
@@ -11,18 +10,16 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from torch_odt.measure.job import Job
 from torch_odt.measure.record import Cell, Number
 
-REQUESTS_PER_SECOND = 20
-_COPY_BYTES = 64 << 20
-_SHARES = {"processor": 0.3, "memory": 0.3, "requests": 0.4}
+_PROGRAM = Path(__file__).with_name("neighbour_program.py")
 
 
 def beside_neighbour(job: Job, cell: Cell, step_of: Callable[[], Callable[[], Any]]) -> Cell:
@@ -34,104 +31,82 @@ def beside_neighbour(job: Job, cell: Cell, step_of: Callable[[], Callable[[], An
 
     how = str(cell.factors["training"])
     if how == "none":
-        return replace(cell, results=_ended(_started(job.how.run_seconds)))
+        with _Neighbour.waiting(job.how.run_seconds) as neighbour:
+            neighbour.begin()
+            return replace(cell, results=neighbour.results())
     step = step_of()
     for _ in range(job.how.warmup_steps):
         step()
-    if how == "background":
-        with Background(threads=cell.threads).applied() as background:
-            seconds, results = _train(
-                step, job.how.run_seconds, before=background.before_step, after=background.after_step
-            )
-            notes = list(background.notes)
-    else:
-        seconds, results = _train(step, job.how.run_seconds)
-        notes = []
-    return replace(cell, step_seconds=seconds, results=results, notes=notes)
+    notes: list[str] = []
+    # Started first: a process takes the priority, the scheduling and the cores of the one that starts it.
+    with _Neighbour.waiting(job.how.run_seconds) as neighbour:
+        if how == "background":
+            with Background(threads=cell.threads).applied() as background:
+                seconds = _train(step, neighbour, before=background.before_step, after=background.after_step)
+                notes.extend(background.notes)
+        else:
+            seconds = _train(step, neighbour)
+        return replace(cell, step_seconds=seconds, results=neighbour.results(), notes=notes)
 
 
 def _train(
     step: Callable[[], Any],
-    run_seconds: float,
+    neighbour: _Neighbour,
     *,
     before: Callable[[], Any] = lambda: None,
     after: Callable[[], Any] = lambda: None,
-) -> tuple[list[float], dict[str, Number]]:
-    neighbour = _started(run_seconds)
+) -> list[float]:
+    neighbour.begin()
     seconds = []
-    try:
-        while neighbour.poll() is None:
-            begin = time.perf_counter()
-            before()
-            step()
-            after()
-            seconds.append(time.perf_counter() - begin)
-        return seconds, _ended(neighbour)
-    finally:
-        if neighbour.poll() is None:
-            neighbour.kill()
-            neighbour.wait()
+    while neighbour.runs:
+        begin = time.perf_counter()
+        before()
+        step()
+        after()
+        seconds.append(time.perf_counter() - begin)
+    return seconds
 
 
-def _started(run_seconds: float) -> subprocess.Popen[str]:
-    command = [sys.executable, "-P", "-m", "torch_odt.measure.neighbour", str(run_seconds)]
-    # One core's worth: that it has threads of its own is not what is measured.
-    alone = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
-    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, **alone})
+class _Neighbour:
+    """The other program, which waits for the word to begin."""
 
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self._process = process
 
-def _ended(neighbour: subprocess.Popen[str]) -> dict[str, Number]:
-    text, _ = neighbour.communicate()
-    if neighbour.returncode != 0:
-        raise RuntimeError(f"the neighbour ended with exit code {neighbour.returncode}")
-    return dict(json.loads(text))
+    @classmethod
+    @contextmanager
+    def waiting(cls, run_seconds: float) -> Iterator[_Neighbour]:
+        """Has imported what it needs, and does nothing yet; it is gone after the block."""
+        # -P: its folder holds files of this package, which would hide Python's own.
+        command = [sys.executable, "-P", str(_PROGRAM), str(run_seconds)]
+        # One core's worth: that it has threads of its own is not what is measured.
+        alone = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+        with subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env={**os.environ, **alone}
+        ) as process:
+            try:
+                assert process.stdout is not None
+                if process.stdout.readline().strip() != "ready":
+                    raise RuntimeError(f"the neighbour ended with exit code {process.wait()} before it began")
+                yield cls(process)
+            finally:
+                process.kill()
+                process.wait()
 
+    @property
+    def runs(self) -> bool:
+        return self._process.poll() is None
 
-def run_neighbour(seconds: float) -> dict[str, Number]:
-    """Computes, copies and answers requests, one after the other, each for a share of the seconds.
+    def begin(self) -> None:
+        """It runs from now on. Its input stays open: when that is closed it ends, however this process ended."""
+        assert self._process.stdin is not None
+        self._process.stdin.write("\n")
+        self._process.stdin.flush()
 
-    Returns:
-        Operations of the processor and bytes copied in a second, and the latency of requests, which come evenly and
-        wait for each other: the median and the 99th percentile.
-    """
-    random = np.random.default_rng(0)
-    matrix = random.standard_normal((96, 96), dtype=np.float32)
-    operations = _repeat(lambda: matrix @ matrix, seconds * _SHARES["processor"]) * 2 * 96**3
-    source = random.integers(0, 255, _COPY_BYTES, dtype=np.uint8)
-    target = np.empty_like(source)
-    copied = _repeat(lambda: np.copyto(target, source), seconds * _SHARES["memory"]) * 2 * _COPY_BYTES
-    latencies = _answer(matrix, seconds * _SHARES["requests"])
-    return {
-        "processor_operations_per_second": operations,
-        "memory_bytes_per_second": copied,
-        "p50_seconds": float(np.percentile(latencies, 50)),
-        "p99_seconds": float(np.percentile(latencies, 99)),
-        "requests": len(latencies),
-    }
-
-
-def _repeat(work: Callable[[], Any], seconds: float) -> float:
-    """How often a second."""
-    work()
-    count, begin = 0, time.perf_counter()
-    while (passed := time.perf_counter() - begin) < seconds:
-        work()
-        count += 1
-    return count / passed
-
-
-def _answer(matrix: np.ndarray, seconds: float) -> list[float]:
-    begin = time.perf_counter()
-    latencies = []
-    for number in range(max(1, int(seconds * REQUESTS_PER_SECOND))):
-        due = begin + number / REQUESTS_PER_SECOND
-        time.sleep(max(0.0, due - time.perf_counter()))
-        for _ in range(20):
-            matrix = np.tanh(matrix @ matrix)
-        # From the moment at which it came: what waits behind another one waits, too.
-        latencies.append(time.perf_counter() - due)
-    return latencies
-
-
-if __name__ == "__main__":
-    print(json.dumps(run_neighbour(float(sys.argv[1]))))
+    def results(self) -> dict[str, Number]:
+        """What it found, when it has ended."""
+        assert self._process.stdout is not None
+        text = self._process.stdout.read()
+        if self._process.wait() != 0:
+            raise RuntimeError(f"the neighbour ended with exit code {self._process.returncode}")
+        return dict(json.loads(text))

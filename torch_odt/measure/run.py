@@ -9,9 +9,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from torch_odt.measure.ending import Shortage, says_out_of_memory
 from torch_odt.measure.governors import governor
 from torch_odt.measure.job import Job
 from torch_odt.measure.record import Cell, Machine, Record, append_line
@@ -106,6 +108,8 @@ class Run:
         plain = self.cells.get(replace(cell, engine="torch", budget="").key)
         if plain is None or plain.outcome == "failed":
             return replace(cell, outcome="skipped", reason=f"{cell.budget} of what plain PyTorch took is not known")
+        if plain.outcome == "skipped":
+            return replace(cell, outcome="skipped", reason=plain.reason)
         whole = plain.training_bytes if plain.outcome == "ok" else plain.limit_bytes
         if not whole:
             return replace(cell, outcome="skipped", reason=f"{cell.budget} of nothing: plain PyTorch took no memory")
@@ -116,40 +120,47 @@ class Run:
 def in_process(module: str) -> Measure:
     """Measures by `python -m MODULE`, which reads a job from standard input and prints the cell.
 
-    A process that the system kills ran out of memory; one that fails otherwise is a failed cell.
+    A process that the system kills for want of memory ran out of it; one that fails otherwise is a failed cell. An
+    interrupt ends the process and all that it has started.
     """
 
     def measure(job: Job) -> Cell:
         # -P: from a clone's root, -m would find the sources there, which have no compiled parts.
         command = [sys.executable, "-P", "-m", module]
         env = {"GOMP_SPINCOUNT": "10000", **os.environ, "OMP_NUM_THREADS": str(job.cell.threads)}
+        shortage = Shortage()
         with subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env
-        ) as worker:
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env,
+            start_new_session=True,
+        ) as worker:  # fmt: skip
             try:
                 out, err = worker.communicate(job.to_json())
             except BaseException:
-                worker.kill()
+                with suppress(ProcessLookupError):
+                    os.killpg(worker.pid, signal.SIGKILL)
                 # After an interrupt, leaving the block does not.
                 worker.wait()
                 raise
-        return _read(job, worker.returncode, out, err)
+        return _read(job, worker.returncode, out, err, shortage)
 
     return measure
 
 
-def _read(job: Job, code: int, out: str, err: str) -> Cell:
+def _read(job: Job, code: int, out: str, err: str, shortage: Shortage) -> Cell:
     lines = out.splitlines()
     if code == 0 and lines:
         return Job.from_json(lines[-1]).cell
     limit = job.how.limit_bytes or 0
-    if code == -signal.SIGKILL:
-        return replace(job.cell, outcome="out of memory", reason="the system killed the process", limit_bytes=limit)
-    if code < 0:
-        reason = f"the process was ended by {signal.Signals(-code).name}"
-        return replace(job.cell, outcome="failed", reason=reason, limit_bytes=limit)
-    last = next((line for line in reversed(err.splitlines()) if line.strip()), f"exit code {code}")
-    return replace(job.cell, outcome="failed", reason=last.strip()[:500], limit_bytes=limit)
+    if code == -signal.SIGKILL and (evidence := shortage.evidence()):
+        return replace(job.cell, outcome="out of memory", reason=evidence, limit_bytes=limit)
+    last = next((line.strip() for line in reversed(err.splitlines()) if line.strip()), f"exit code {code}")[:500]
+    # A library that cannot hand its std::bad_alloc on aborts the process.
+    aborted = code == -signal.SIGABRT and "std::bad_alloc" in err
+    if aborted or (code > 0 and says_out_of_memory(last)):
+        reason = "std::bad_alloc" if aborted else last
+        return replace(job.cell, outcome="out of memory", reason=reason, limit_bytes=limit)
+    reason = f"the process was ended by {signal.Signals(-code).name}" if code < 0 else last
+    return replace(job.cell, outcome="failed", reason=reason, limit_bytes=limit)
 
 
 def _is_waiting(job: Job, before: Cell | None) -> bool:
