@@ -52,12 +52,27 @@ def test_training_against_inference() -> None:
 
 def test_batches_and_threads() -> None:
     cells = [
-        replace(STEP, batch_size=batch, threads=threads, step_seconds=[seconds])
+        replace(STEP, model=model, batch_size=batch, threads=threads, step_seconds=[seconds])
+        for model in ("net", "lenet")
         for batch, threads, seconds in ((1, 1, 1.0), (8, 1, 4.0), (1, 2, 2.0), (8, 2, 2.0))
     ]
-    assert recipe.small_batches_cost_more_for_each_sample(cells).confirmed
+    small = recipe.small_batches_cost_more_for_each_sample(cells)
+    assert small.confirmed and "net at 1 2.0, net at 2 8.0" in small.numbers
     threads = recipe.more_threads_are_not_always_faster(cells)
-    assert threads.confirmed and threads.numbers == "speedup by threads: net at 1 0.50, net at 8 2.00"
+    assert threads.confirmed and threads.numbers.endswith("lenet at 1 0.50, lenet at 8 2.00")
+    others = [cell for cell in cells if cell.model == "net"]
+    assert recipe.more_threads_are_not_always_faster(others).confirmed is None, "the finding is of LeNet"
+
+
+def test_other_programs_are_slowed_by_training_in_the_background() -> None:
+    def cell(training: str, speed: float) -> Cell:
+        results: dict[str, int | float] = {"processor_operations_per_second": speed, "p50_seconds": 1 / speed}
+        return replace(STEP, experiment="neighbour", factors={"training": training}, results=results)
+
+    cells = [cell("none", 100.0), cell("foreground", 50.0), cell("background", 80.0)]
+    found = recipe.training_slows_other_programs(cells)
+    assert found.confirmed and "foreground: 50% slower, requests 2.0 times as long" in found.numbers
+    assert recipe.training_slows_other_programs([*cells[:2], cell("background", 60.0)]).confirmed is False
 
 
 def test_what_the_record_lacks_is_not_known(

@@ -21,7 +21,7 @@ from torch_odt.memory._units import parse_bytes
 
 Measure = Callable[[Job], Cell]
 # What planning adds to the time of a cell, about, for the guess of the time that is left.
-_PLANNED_WEIGHT = 3.0
+_STEPS_WEIGHT, _PLANNED_WEIGHT = 6.0, 3.0
 # What is available differs a little each time: so much more is another limit.
 _HIGHER = 1.05
 
@@ -172,7 +172,11 @@ def _is_waiting(job: Job, before: Cell | None) -> bool:
 
 
 def _weight(job: Job) -> float:
-    return _PLANNED_WEIGHT if job.cell.engine == "torch_odt" else 1.0
+    """What a cell takes beside others, in seconds where it says so itself."""
+    cell, how = job.cell, job.how
+    own_seconds = {"long run": how.run_seconds, "neighbour": how.run_seconds, "largest batch": how.search_seconds}
+    weight = _STEPS_WEIGHT + own_seconds.get(cell.experiment, 0.0)
+    return weight * (_PLANNED_WEIGHT if cell.engine == "torch_odt" and cell.experiment == "step" else 1.0)
 
 
 def _check_same(before: Machine, now: Machine, path: Path) -> None:
