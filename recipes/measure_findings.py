@@ -81,14 +81,13 @@ def small_batches_cost_more_for_each_sample(cells: Sequence[Cell]) -> Finding:
     for group in _groups(_plain_training(cells), lambda c: (c.suite, c.model, c.threads, c.governor)):
         small, large = min(group, key=_batch), max(group, key=_batch)
         if small.batch_size < large.batch_size:
-            ratios[f"{large.model} at {large.threads}"] = (_seconds(small) / small.batch_size) / (
-                _seconds(large) / large.batch_size
-            )
+            name = f"{large.model} at {large.threads}"
+            ratios[name] = (_seconds(small) / small.batch_size) / (_seconds(large) / large.batch_size)
     if not ratios:
         return _unknown(CAI, claim)
     texts = ", ".join(f"{model} {ratio:.1f}" for model, ratio in ratios.items())
     return Finding(CAI, claim, all(ratio > 1 for ratio in ratios.values()),
-                   f"seconds for a sample, smallest batch against largest, by network and threads: {texts}")  # fmt: skip
+                   f"smallest batch's seconds for a sample in the largest's, by network and threads: {texts}")  # fmt: skip
 
 
 def more_threads_are_not_always_faster(cells: Sequence[Cell]) -> Finding:
@@ -153,8 +152,9 @@ def gradients_dominate_the_backward_pass(cells: Sequence[Cell]) -> Finding:
         gradients = sum(row.seconds for row in cell.operators if row.op == "convolution_backward")
         of_backward.append(gradients / sum(row.seconds for row in cell.operators if row.direction == "backward"))
         of_step.append(gradients / sum(row.seconds for row in cell.operators))
-    return Finding(CHEN, claim, min(mean(of_backward), mean(of_step)) > 0.5, f"{mean(of_backward):.0%} of the backward pass and "
-                   f"{mean(of_step):.0%} of the step, in the mean of {len(deep)} networks")  # fmt: skip
+    shares = mean(of_backward), mean(of_step)
+    return Finding(CHEN, claim, min(shares) > 0.5, f"{shares[0]:.0%} of the backward pass and {shares[1]:.0%} of the "
+                   f"step, in the mean of {len(deep)} networks")  # fmt: skip
 
 
 def training_slows_other_programs(cells: Sequence[Cell]) -> Finding:
