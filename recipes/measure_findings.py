@@ -86,8 +86,8 @@ def small_batches_cost_more_for_each_sample(cells: Sequence[Cell]) -> Finding:
     if not ratios:
         return _unknown(CAI, claim)
     texts = ", ".join(f"{model} {ratio:.1f}" for model, ratio in ratios.items())
-    return Finding(CAI, claim, all(ratio > 1 for ratio in ratios.values()),
-                   f"smallest batch's seconds for a sample in the largest's, by network and threads: {texts}")  # fmt: skip
+    numbers = f"smallest batch's seconds for a sample in the largest's, by network and threads: {texts}"
+    return Finding(CAI, claim, all(ratio > 1 for ratio in ratios.values()), numbers)
 
 
 def more_threads_are_not_always_faster(cells: Sequence[Cell]) -> Finding:
