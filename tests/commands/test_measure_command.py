@@ -9,13 +9,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from terminals import Terminal
 
 from torch_odt.commands.measure import _status
-from torch_odt.measure.record import CATEGORIES, Cell, Record, append_line
+from torch_odt.measure.record import CATEGORIES, Cell, Machine, Record, append_line
 
 FAILS_IN_TRAINING = """
 
@@ -186,3 +187,17 @@ def test_tensorboard_is_missed_before_anything_is_measured(
     outcome = terminal("measure", "--quick", "--tensorboard", tmp_path / "events", "--out", out)
     assert outcome.code != 0 and 'pip install "torch_odt[tensorboard]"' in outcome.err
     assert not out.exists()
+
+
+def test_records_are_reported_on_and_compared_without_measuring(terminal: Terminal, tmp_path: Path) -> None:
+    cell = Cell(suite="ubiquitous", model="lenet", batch_size=1, mode="training", engine="torch", threads=1)
+    for name, one in (("old", cell), ("new", cell), ("other", replace(cell, batch_size=8))):
+        append_line(tmp_path / f"{name}.jsonl", Machine(name="a board", processor="Cortex-A72"))
+        append_line(tmp_path / f"{name}.jsonl", replace(one, step_seconds=[0.002]))
+    page = tmp_path / "page.html"
+    outcome = terminal("measure", "--report", tmp_path / "old.jsonl", "--html", page)
+    assert outcome.code == 0 and "lenet" in outcome.out and "a board" in page.read_text(encoding="utf-8")
+    outcome = terminal("measure", "--compare", tmp_path / "old.jsonl", tmp_path / "new.jsonl")
+    assert outcome.out.startswith("new against old"), "machines of one name are told apart by their files"
+    outcome = terminal("measure", "--compare", tmp_path / "old.jsonl", tmp_path / "other.jsonl")
+    assert outcome.out.startswith("old and other have no cell in common")

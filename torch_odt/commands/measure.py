@@ -72,6 +72,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     results.add_argument("--chrome-trace", type=Path, metavar="FILE.json", help="write traces for Perfetto")
     results.add_argument("--tensorboard", type=Path, metavar="FOLDER", help="write scalars for TensorBoard")
     results.add_argument(
+        "--report", type=Path, metavar="FILE.jsonl", help="measure nothing: report on a record, also an unfinished one"
+    )
+    results.add_argument(
         "--compare",
         nargs=2,
         type=Path,
@@ -96,7 +99,7 @@ def run(arguments: argparse.Namespace) -> int:
             require_tensorboard()
     if arguments.compare:
         return _compare(arguments)
-    record = _measured(arguments)
+    record = _measured(arguments) if arguments.report is None else _read(arguments.report)
     _write(arguments, record)
     if arguments.json:
         options.print_json({"machine": record.machine.to_dict(), "cells": [cell.to_dict() for cell in record.cells]})
@@ -240,7 +243,9 @@ def _compare(arguments: argparse.Namespace) -> int:
     from torch_odt.measure.report import compare
 
     first, second = (_read(path) for path in arguments.compare)
-    comparison = compare(first, second)
+    paths = [path.stem for path in arguments.compare]
+    has_one_name = first.machine.name == second.machine.name and paths[0] != paths[1]
+    comparison = compare(first, second, names=(paths[0], paths[1]) if has_one_name else None)
     if arguments.html is not None:
         _write_file(arguments, "--html", arguments.html, partial(comparison.write_page, arguments.html))
     if arguments.json:

@@ -62,6 +62,8 @@ class Comparison:
     def __str__(self) -> str:
         first, second = self.names
         blocks = [f"{second} against {first}; ratios are {second} / {first}"]
+        if not self.pairs:
+            blocks = [f"{first} and {second} have no cell in common: there is nothing to compare"]
         for measure in _measures(self.pairs):
             rows = [_texts(pair, measure) for pair in self.pairs if _says(pair, measure)]
             if rows:
