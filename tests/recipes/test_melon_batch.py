@@ -33,6 +33,7 @@ def make(num_classes=10):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(memory_module is None, reason="torch_odt._memory, which counts bytes, is not built")
 def test_a_larger_batch_in_the_same_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("sklearn")

@@ -12,6 +12,7 @@ from recipes import sage_hybrid
 from torch_odt._extensions import memory_module
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(memory_module is None, reason="torch_odt._memory, which counts bytes, is not built")
 def test_both_halves_together_take_the_fewest_bytes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
