@@ -35,13 +35,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch_odt as odt
 from recipes.common.process_bytes import ROOMY
 from recipes.common.small_resnet import SmallResNet
-from recipes.common.transfer_task import TransferTask, accuracy, make_task, pretrained
+from recipes.common.transfer_task import TransferTask, accuracy, first_half, pretrained
 from recipes.common.transfer_ways import make_network
 from torch_odt.adapt.adaptation import Adapting
 from torch_odt.adapt.head import replace_head
 from torch_odt.adapt.step_bytes import step_bytes
 from torch_odt.cache import default_folder
-from torch_odt.commands.data import load_data
 
 FLOAT32, PLAIN, OCTO = "float32", "plain int8", "octo"
 JUDGED = (FLOAT32, PLAIN, OCTO)
@@ -76,7 +75,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = _options(arguments)
     torch.set_num_threads(options.threads)
     options.cache.mkdir(parents=True, exist_ok=True)
-    task = _task(options)
+    task = first_half(options)
     model = _start(options, task)
     print(f"pretrained: {accuracy(model, task.source):.1%} of what it was trained on", file=sys.stderr, flush=True)
     ways = (*JUDGED, *PARTS) if options.parts else JUDGED
@@ -127,21 +126,6 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
         for name, value in (quick | {"pretrain_epochs": 4, "epochs": 3, "rates": [0.03], "seeds": 1}).items():
             setattr(options, name, value)
     return options
-
-
-def _task(options: argparse.Namespace) -> TransferTask:
-    data = load_data(
-        options.data, data_dir=options.data_dir, image_size=options.image_size, cache_dir=options.cache / "data"
-    )
-    half = len(data.classes) // 2
-    return make_task(
-        data,
-        range(half, len(data.classes)),
-        source=options.source_samples,
-        train=options.samples,
-        held_out=options.samples,
-        test=options.test_samples,
-    )
 
 
 def _start(options: argparse.Namespace, task: TransferTask) -> nn.Module:

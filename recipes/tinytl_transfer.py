@@ -34,10 +34,9 @@ from torch import nn
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from recipes.common.process_bytes import TrainingBytes, training_bytes
-from recipes.common.transfer_task import TransferTask, accuracy, make_task, pretrained
+from recipes.common.transfer_task import TransferTask, accuracy, first_half, pretrained
 from recipes.common.transfer_ways import NETWORKS, Way, adapt, make_network, make_step, training
 from torch_odt.cache import default_folder
-from torch_odt.commands.data import load_data
 
 FULL, NORMS = Way("full", "plain"), Way("norm+last", "plain")
 TINYTL = Way("lite+bias", weight_code="affine")
@@ -91,7 +90,7 @@ def main(arguments: list[str] | None = None) -> int:
     options.cache.mkdir(parents=True, exist_ok=True)
     accuracies: dict[str, Accuracies] = {}
     if not options.memory_only:
-        task = _task(options)
+        task = first_half(options)
         model = _start(options, task)
         print(f"pretrained: {accuracy(model, task.source):.1%} of what it was trained on", file=sys.stderr, flush=True)
         accuracies = {str(way): _accuracies(options, model, task, way) for way in TRAINED}
@@ -155,21 +154,6 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
         for name, value in (quick | {"measured_size": 96, "micro_batches": [BATCH]}).items():
             setattr(options, name, value)
     return options
-
-
-def _task(options: argparse.Namespace) -> TransferTask:
-    data = load_data(
-        options.data, data_dir=options.data_dir, image_size=options.image_size, cache_dir=options.cache / "data"
-    )
-    half = len(data.classes) // 2
-    return make_task(
-        data,
-        range(half, len(data.classes)),
-        source=options.source_samples,
-        train=options.samples,
-        held_out=options.samples,
-        test=options.test_samples,
-    )
 
 
 def _start(options: argparse.Namespace, task: TransferTask) -> nn.Module:

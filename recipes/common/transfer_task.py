@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import Dataset
 
-from torch_odt.commands.data import ImageData
+from torch_odt.commands.data import ImageData, load_data
 
 
 @dataclass(frozen=True)
@@ -79,6 +80,26 @@ def make_task(
         adapted.part(0, cut),
         adapted.part(cut, len(adapted.labels)),
         _samples(data.validation, others, test),
+    )
+
+
+def first_half(options: argparse.Namespace) -> TransferTask:
+    """The first half of the classes, after pretraining on the second, as a recipe's options say.
+
+    Args:
+        options: `data`, `data_dir`, `image_size`, `cache`, and how many samples: `source_samples` to pretrain with,
+            `samples` to adapt to and as many held out, `test_samples`.
+    """
+    data = load_data(
+        options.data, data_dir=options.data_dir, image_size=options.image_size, cache_dir=options.cache / "data"
+    )
+    return make_task(
+        data,
+        range(len(data.classes) // 2, len(data.classes)),
+        source=options.source_samples,
+        train=options.samples,
+        held_out=options.samples,
+        test=options.test_samples,
     )
 
 
