@@ -68,8 +68,8 @@ def test_trains_inside_a_limit_that_kills_plain_pytorch(tmp_path: Path) -> None:
 def test_pages_inside_a_limit_that_kills_plain_pytorch(tmp_path: Path) -> None:
     """What is in the file does not count, as nothing of it stays in the system's cache.
 
-    Every bit is that of a step which pages nothing. Plain PyTorch's losses are no measure: this training, three steps of
-    an untrained network, multiplies a difference in rounding, such as another number of threads makes, by thousands.
+    Every bit is that of a step which pages nothing. Plain PyTorch's losses are no measure: three steps of an
+    untrained network multiply a difference in rounding, such as another number of threads makes, by thousands.
     """
     folder = tmp_path / "pages"
     folder.mkdir()

@@ -35,7 +35,8 @@ import json, os, subprocess, sys
 process = subprocess.Popen([sys.executable, "-P", "-c", sys.argv[1]], stdout=subprocess.PIPE, text=True)
 record = json.loads(process.stdout.read() or "null")
 _, status, usage = os.wait4(process.pid, 0)
-print(json.dumps({"record": record, "status": status, "usage": {n: getattr(usage, n) for n in dir(usage) if n[:3] == "ru_"}}))
+fields = {name: getattr(usage, name) for name in dir(usage) if name.startswith("ru_")}
+print(json.dumps({"record": record, "status": status, "usage": fields}))
 """
 
 
