@@ -15,6 +15,8 @@ from sample_records import MIB, sample_cells, sample_machine, sample_record, wri
 
 from torch_odt.measure.record import Cell, LayerMemory, Machine, OperatorTime, Prediction, Record, Trace
 from torch_odt.measure.report import compare, page, table, write_page
+from torch_odt.measure.report.lines import Line, Side, lines
+from torch_odt.measure.report.units import COUNT
 
 # What stands at the axes of each figure: across, and upwards (of bars: from top to bottom).
 AXES = {
@@ -193,12 +195,103 @@ def test_absent_energy_is_named_with_its_reason() -> None:
 
 
 def test_a_long_run_names_the_sensors_it_lacked() -> None:
-    (cell,) = [cell for cell in sample_cells() if cell.experiment == "long run"]
+    cell = next(cell for cell in sample_cells() if cell.experiment == "long run")
     steps = [trace for trace in cell.traces if trace.quantity == "step"]
     machine = replace(sample_machine(), absent={"thermal highest_celsius": "no sensor"})
     section = drawn("long-run", Record(machine, [replace(cell, traces=steps)]))
     assert section.count("<svg ") == 1
-    assert "long run: no temperature was read (no sensor)" in section and "no frequency was read<" in section
+    assert {"No temperature was read: no sensor.", "No frequency was read."} == set(Page(section).texts_in("li")[1:])
+
+
+def test_long_runs_of_both_engines_share_their_charts() -> None:
+    section = drawn("long-run")
+    title = "mobilenet_v2, 3x224x224, batch 16, 4 threads"
+    quantities = ("temperature", "frequency", "step")
+    assert Page(section).texts_in("h3") == [f"{title}: {quantity}" for quantity in quantities]
+    # A sensor, four cores and the steps, of each of both.
+    assert section.count('<path class="line line') == 2 * (1 + 4 + 1)
+    assert section.count(' dashed" d="M') == 1 + 4 + 1
+    assert "dashed: torch_odt (50%)" in legend_of(section)
+
+
+def test_the_other_program_alone_stands_beside_trainings_of_both_engines() -> None:
+    section = drawn("neighbours")
+    conditions = ["none", *(f"{how}, {engine}" for engine in ("plain PyTorch", "torch_odt (50%)")
+                            for how in ("foreground", "background"))]  # fmt: skip
+    assert legend_of(section) == [f"training: {condition}" for condition in conditions]
+    assert set(Page(section).texts_in("h3")) >= {"a step of the training, beside mentee, 3x32x32, batch 32"}
+    # From the lowest bar upwards.
+    assert spans(section, "value")[3:5] == ["52.63/s · 0.53×", "100/s"]
+    assert spans(section, "value")[0] == "92.59/s · 0.93×"
+
+
+def test_the_frontier_names_every_budget_and_keeps_optimizers_apart() -> None:
+    steps = [cell for cell in sample_cells() if cell.model == "lenet" and cell.batch_size == 16 and cell.threads == 4]
+    others = [replace(cell, optimizer="adam", step_seconds=[9.0]) for cell in steps if cell.mode == "training"]
+    theirs = replace(steps[1], engine="executorch", step_seconds=[0.5])
+    section = drawn("frontier", Record(sample_machine(), [*steps, *others, theirs]))
+    title = "lenet, 3x224x224, batch 16"
+    assert Page(section).texts_in("h3") == [title, f"{title}, adam"]
+    marks = re.findall(r'<span class="mark (?:above|below)[^"]*"[^>]*>(.*?)</span>', section)
+    assert sorted(marks) == ["30%", "30%", "50%", "50%"]
+    assert legend_of(section) == ["plain PyTorch", "torch_odt, measured", "ExecuTorch", "torch_odt, predicted"]
+    dots = re.findall(r'<i class="dot (line\d)[^"]*" style="[^"]*" title="([^"]*)"', section)
+    measured = [text for style, text in dots if style == "line1"]
+    assert len(measured) == 4 and sum("9.00 s" in text for text in measured) == 2
+    rows = [re.findall(r"<td>(.*?)</td>", row) for row in re.findall(r"<tr>(<td>.*?)</tr>", section)]
+    assert [row[1] for row in rows] == [
+        "plain PyTorch", "torch_odt (30%)", "torch_odt (50%)", "ExecuTorch",
+        "plain PyTorch (adam)", "torch_odt (30%, adam)", "torch_odt (50%, adam)",
+    ]  # fmt: skip
+
+
+def test_marks_give_way_to_each_other() -> None:
+    def marks(*xs: float) -> list[tuple[str, str]]:
+        line = Line("l", "line0", xs, [1.0] * len(xs), marks=[f"{x:g}" for x in xs])
+        chart = lines([line], x=Side("x", COUNT), y=Side("y", COUNT), description="")
+        return re.findall(r'<span class="mark ([^"]*)"[^>]*>(.*?)</span>', chart)
+
+    assert marks(1, 50, 100) == [("above first", "1"), ("above", "50"), ("above last", "100")]
+    assert marks(1, 50, 51, 52, 100) == [
+        ("above first", "1"), ("above", "50"), ("below", "51"), ("above last", "100"),
+    ]  # fmt: skip
+
+
+def test_two_optimizers_of_a_network_stand_beside_each_other() -> None:
+    """Nothing of one is taken for the other's, and inference, which has none, is of both."""
+    steps = [cell for cell in sample_cells() if cell.model == "lenet" and cell.batch_size == 16 and cell.threads == 4]
+    adam = [
+        replace(cell, optimizer="adam", step_seconds=[2 * (cell.median_seconds or 0)])
+        for cell in steps
+        if cell.mode == "training"
+    ]
+    names = ["plain PyTorch, inference", "plain PyTorch, training", "plain PyTorch (adam), training",
+             "torch_odt (50%), training", "torch_odt (30%), training",
+             "torch_odt (50%, adam), training", "torch_odt (30%, adam), training"]  # fmt: skip
+    both, alone = Record(sample_machine(), [*steps, *adam]), Record(sample_machine(), [steps[0], *adam])
+    sections = sections_of(page(both))
+    assert legend_of(sections["step-times"]) == legend_of(sections["peak-memory"]) == names
+    rows = [re.findall(r"<td>(.*?)</td>", row) for row in re.findall(r"<tr>(<td>.*?)</tr>", sections["step-times"])]
+    times = {row[2]: row[3:] for row in rows}
+    assert times["plain PyTorch (adam), training"][1] == f"{2 * 3:.3g}"
+    assert times["torch_odt (50%, adam), training"][2] == times["torch_odt (50%), training"][2] == "1"
+    titles = Page(sections["memory-over-time"]).texts_in("h3")
+    assert len(titles) == len(set(titles)) == 6 and sum("adam" in title for title in titles) == 3
+    assert len(re.findall(r"<tr><td>", sections["all-cells"])) == len(both.cells)
+    # Alone it has the colours that the usual one has.
+    styles = re.findall(r'<li><i class="swatch ([^"]*)"></i>(.*?)</li>', drawn("step-times", alone))
+    assert styles[:2] == [("line0 pale", "plain PyTorch, inference"), ("line0", "plain PyTorch (adam), training")]
+
+
+def test_lines_of_several_ways_are_dashed_differently() -> None:
+    cells = [cell for cell in sample_cells() if cell.model == "lenet" and cell.mode == "training"]
+    cells += [replace(cell, budget="30%") for cell in cells if cell.engine == "torch_odt" and cell.threads == 1]
+    cells += [replace(cells[0], engine="executorch", threads=threads) for threads in (1, 4)]
+    section = drawn("threads", Record(sample_machine(), cells))
+    assert legend_of(section) == ["batch 1", "batch 16", "dashed: torch_odt (50%)", "long-dashed: torch_odt (30%)",
+                                  "dotted: ExecuTorch"]  # fmt: skip
+    strokes = re.findall(r'<path class="line (line\d[^"]*)"', section)
+    assert sorted(strokes) == ["line0", "line0 dashed", "line0 dotted", "line1", "line1 dashed", "line1 long-dashed"]
 
 
 def test_stated_watts_are_not_called_measured() -> None:

@@ -40,6 +40,19 @@ def test_plain_pytorch_stands_beside_torch_odt() -> None:
     assert " ".join(lines[5].split()) == "net 8 2 training 25% 200 ms 300 ms 1.50× 4.0 MiB 1.0 MiB 0.25×"
 
 
+def test_optimizers_are_told_apart() -> None:
+    cells = [make(engine, optimizer=optimizer, step_seconds=[seconds])
+             for optimizer, faster in (("sgd", 1.0), ("adam", 0.5))
+             for engine, seconds in (("torch", 0.2 / faster), ("torch_odt", 0.1 / faster))]  # fmt: skip
+    inference = replace(cells[0], mode="inference", step_seconds=[0.05])
+    rows = [line.split() for line in lines_of(inference, *cells)[3:7]]
+    assert rows[0][4] == "optimizer"
+    assert rows[1] == ["net", "8", "2", "inference", "50", "ms", "–"]
+    assert rows[2] == ["net", "8", "2", "training", "sgd", "200", "ms", "100", "ms", "0.50×"]
+    assert rows[3] == ["net", "8", "2", "training", "adam", "400", "ms", "200", "ms", "0.50×"]
+    assert "optimizer" not in "".join(lines_of(*cells[:2]))
+
+
 def test_what_was_not_measured_says_why() -> None:
     refused = make("torch", outcome="out of memory", reason="more than 1 GiB")
     lines = lines_of(refused, make("torch_odt", step_seconds=[0.1]))
@@ -133,5 +146,8 @@ def test_scalars_for_tensorboard() -> None:
     assert writer.scalars[f"{tag}/training_bytes", 16] == cell.training_bytes
     heat = "measure/ubiquitous/mobilenet_v2/long_run/training/4_threads/torch/temperature/cpu_thermal_celsius"
     assert writer.scalars[heat, 60_000_000] == 46.0
+    adam = replace(cell, optimizer="adam", step_seconds=[9.0])
+    log_record(Record(record.machine, [adam]), writer)
+    assert writer.scalars[f"{tag}_adam/step_seconds", 16] == 9.0 != writer.scalars[f"{tag}/step_seconds", 16]
     refused = "measure/ubiquitous/googlenet/step/training/4_threads/torch"
     assert (refused, "out of memory: more than 900 MiB", 64) in writer.texts

@@ -60,17 +60,24 @@ def measure_cell(job: Job, work_of: WorkOf) -> Cell:
 
 
 def _measure(job: Job, cell: Cell, work_of: WorkOf) -> Cell:
+    notes: list[str] = []
+
+    def made_step() -> Step:
+        step, _, _ = _first_step(job, work_of(cell.batch_size), notes)
+        return step
+
     match cell.experiment:
         case "step":
             return _measure_steps(job, cell, work_of(cell.batch_size))
         case "largest batch":
             return largest_batch(job, cell, work_of)
         case "long run":
-            return long_run(job, cell, make_step(job, work_of(cell.batch_size))[0])
+            measured = long_run(job, cell, made_step())
         case "neighbour":
-            return beside_neighbour(job, cell, lambda: make_step(job, work_of(cell.batch_size))[0])
+            measured = beside_neighbour(job, cell, made_step)
         case other:
             raise ValueError(f"there is no experiment {other!r}")
+    return replace(measured, notes=[*notes, *measured.notes])
 
 
 def make_step(job: Job, work: Work) -> tuple[Step, odt.TrainStep | None]:

@@ -25,6 +25,7 @@ Mode = Literal["inference", "training"]
 Engine = Literal["torch", "torch_odt", "executorch"]
 Outcome = Literal["ok", "out of memory", "failed", "skipped"]
 Direction = Literal["forward", "backward", "optimizer", "outside"]
+DEFAULT_OPTIMIZER = "sgd"
 CATEGORIES = ("weights", "gradients", "optimizer", "activations", "workspace", "other")
 """Of tensors: "workspace" are gradients of activations and what operators hold until they end, "other" the batch."""
 
@@ -222,7 +223,7 @@ class Cell:
     governor: str = ""
     device: str = "cpu"
     budget: str = ""
-    optimizer: str = "sgd"
+    optimizer: str = DEFAULT_OPTIMIZER
     factors: Mapping[str, Number | str] = field(default_factory=dict)
 
     outcome: Outcome = "ok"

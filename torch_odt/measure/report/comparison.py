@@ -12,8 +12,9 @@ from torch_odt.measure.record import Cell, Machine, Record
 from torch_odt.measure.report.bars import Bar, Group, bars
 from torch_odt.measure.report.figure import Figure, Panel, figure_section
 from torch_odt.measure.report.page import machine_facts, style
-from torch_odt.measure.report.selection import cell_name, details_of, is_least, model_of, ratio, series_of, threads_text
+from torch_odt.measure.report.selection import cell_name, details_of, is_least, model_of, ratio, threads_text
 from torch_odt.measure.report.units import BYTES, JOULES, SECONDS, Unit, unit_of
+from torch_odt.measure.report.ways import series_of
 from torch_odt.pages.document import document, facts, section
 
 _STYLES = ("line0", "line1")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
 
@@ -13,6 +13,8 @@ _ROOM = 0.06
 # A label at the very edge would stand out of the chart.
 _LAST_LABEL = 0.95
 _MOST_UPWARDS, _MOST_ACROSS = 5, 4
+# What a mark takes of a chart, about, and how near a side it may stand in the middle above its dot.
+_MARK_WIDTH, _MARK_HEIGHT, _NEAR_SIDE = 0.2, 0.12, 0.1
 
 
 @dataclass(frozen=True)
@@ -23,6 +25,7 @@ class Line:
         name: for what is said of a dot.
         style: the class that colours it.
         has_dots: whether each point is marked.
+        marks: what stands beside each point, where there is room.
     """
 
     name: str
@@ -30,6 +33,7 @@ class Line:
     xs: Sequence[float]
     ys: Sequence[float]
     has_dots: bool = True
+    marks: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
@@ -64,6 +68,7 @@ def lines(drawn: Sequence[Line], *, x: Side, y: Side, description: str) -> str:
             shapes.append(svg.line(svg.polyline(across, upwards, line.xs, line.ys), line.style))
         if line.has_dots or len(line.xs) == 1:
             texts += [_dot(line, x, y, across, upwards, point) for point in zip(line.xs, line.ys, strict=True)]
+    texts += _marks(drawn, across, upwards)
     x_ticks = [tick for tick in _ticks(x, across, _MOST_ACROSS) if x.places or across.share(tick[0]) < _LAST_LABEL]
     labels = "".join(svg.label(text, "tick", left=across.percent(tick)) for tick, text in x_ticks)
     return f"""<div class="stack">
@@ -95,3 +100,17 @@ def _dot(line: Line, x: Side, y: Side, across: svg.Axis, upwards: svg.Axis, poin
     text = escape(f"{line.name}: {y.unit.text(point[1])} at {x.unit.text(point[0])}")
     place = f"left:{across.percent(point[0])};bottom:{upwards.percent(point[1])}"
     return f'<i class="dot {line.style}" style="{place}" title="{text}"></i>'
+
+
+def _marks(drawn: Sequence[Line], across: svg.Axis, upwards: svg.Axis) -> Iterator[str]:
+    """Above its point, or below it where another mark is in the way; none where both places are taken."""
+    taken: list[tuple[float, float]] = []
+    for line in drawn:
+        for x, y, text in zip(line.xs, line.ys, line.marks, strict=False):
+            left, dot = across.share(x), upwards.share(y)
+            for style, bottom in (("above", dot + _MARK_HEIGHT / 2), ("below", dot - _MARK_HEIGHT / 2)):
+                if text and all(abs(left - a) >= _MARK_WIDTH or abs(bottom - b) >= _MARK_HEIGHT for a, b in taken):
+                    taken.append((left, bottom))
+                    side = " first" if left < _NEAR_SIDE else " last" if left > 1 - _NEAR_SIDE else ""
+                    yield svg.label(text, f"mark {style}{side}", left=across.percent(x), bottom=upwards.percent(y))
+                    break

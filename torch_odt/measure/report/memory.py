@@ -8,22 +8,19 @@ from torch_odt.measure.record import Cell, Record
 from torch_odt.measure.report.bars import Bar, Group, bars
 from torch_odt.measure.report.figure import Figure, Panel
 from torch_odt.measure.report.selection import (
-    Series,
     grouped,
     is_least,
-    legend_of,
     model_of,
     notes_of,
     plain,
     ratio,
     refusals,
-    series_of,
     sides_of,
-    styles_of,
     usual_steps,
 )
 from torch_odt.measure.report.side_by_side import Measure, side_by_side
 from torch_odt.measure.report.units import BYTES, COUNT, times_text
+from torch_odt.measure.report.ways import Series, legend_of, series_of, styles_of
 
 # From the bottom upwards: what is there all the time first.
 _STYLES = {
@@ -78,7 +75,7 @@ def memory_by_category(record: Record) -> Figure:
                 if (cell := side.get(series)) is None:
                     continue
                 total = sum(cell.categories.values())
-                inference = plain(side, "inference", series.way.device)
+                inference = plain(side, "inference", series.way)
                 times = ratio(total, sum(inference.categories.values()) if inference else None)
                 against = f" · {times_text(times)} inf." if times is not None and cell is not inference else ""
                 parts = [(cell.categories.get(name, 0), category_style(name)) for name in names]
@@ -134,7 +131,6 @@ def largest_batch(record: Record) -> Figure:
 
 def _batch_bars(cells: list[Cell], styles: Mapping[Series, str]) -> list[Bar]:
     found = {series_of(cell): cell for cell in cells}
-    first = next((_largest(cell) for cell in cells if cell.engine == "torch" and not is_least(cell)), None)
     made = []
     for series, style in styles.items():
         if (cell := found.get(series)) is None:
@@ -143,7 +139,8 @@ def _batch_bars(cells: list[Cell], styles: Mapping[Series, str]) -> list[Bar]:
         if largest is None:
             made.append(Bar((), cell.outcome if cell.outcome != "ok" else "absent", is_refused=cell.outcome != "ok"))
             continue
-        times = ratio(largest, first) if cell.engine != "torch" and not is_least(cell) else None
+        other = plain(found, "training", series.way) if cell.engine != "torch" and not is_least(cell) else None
+        times = ratio(largest, _largest(other)) if other is not None and not is_least(other) else None
         made.append(Bar([(largest, style)], _samples(cell) + (f" · {times_text(times)} plain" if times else "")))
     return made
 

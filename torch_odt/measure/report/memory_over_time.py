@@ -11,8 +11,9 @@ from torch_odt.measure.record import CATEGORIES, Cell, Record, Trace
 from torch_odt.measure.report.areas import Band, Overlay, areas
 from torch_odt.measure.report.figure import Figure, Panel
 from torch_odt.measure.report.memory import category_name, category_style, in_order
-from torch_odt.measure.report.selection import grouped, largest_batches, model_of, series_of, usual_steps
+from torch_odt.measure.report.selection import grouped, largest_batches, model_of, usual_steps
 from torch_odt.measure.report.units import BYTES, SECONDS
+from torch_odt.measure.report.ways import series_of
 
 _PROCESS = "process"
 # More moments than a chart has pixels, or a table readers, are thinned out; the highest ones stay.

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from torch_odt.measure.record import Cell, OperatorTime, Record
 from torch_odt.measure.report.bars import Bar, Group, bars
 from torch_odt.measure.report.figure import Figure, Panel
-from torch_odt.measure.report.selection import grouped, largest_batches, model_of, ratio, series_of, usual_steps
+from torch_odt.measure.report.selection import grouped, largest_batches, model_of, ratio, usual_steps
 from torch_odt.measure.report.units import SECONDS, SHARE
+from torch_odt.measure.report.ways import series_of
 
 _DIRECTIONS = {"forward": "line0", "backward": "line1", "optimizer": "line2", "outside": "line7"}
 _NAMES = {"outside": "outside operators (Python, autograd, allocator)"}

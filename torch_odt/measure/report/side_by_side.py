@@ -8,17 +8,9 @@ from dataclasses import dataclass
 from torch_odt.measure.record import Cell
 from torch_odt.measure.report.bars import Bar, Group, bars
 from torch_odt.measure.report.figure import Figure, Panel
-from torch_odt.measure.report.selection import (
-    Beside,
-    Series,
-    legend_of,
-    plain,
-    ratio,
-    refusals,
-    sides_of,
-    styles_of,
-)
+from torch_odt.measure.report.selection import Beside, plain, ratio, refusals, sides_of
 from torch_odt.measure.report.units import Unit, times_text
+from torch_odt.measure.report.ways import Series, legend_of, styles_of
 
 
 @dataclass(frozen=True)
@@ -91,8 +83,8 @@ def _text(side: Beside, series: Series, value: float, measure: Measure) -> str:
 
 def _ratios(side: Beside, series: Series, value: float, measure: Measure) -> tuple[float | None, float | None]:
     """To inference done the same way, and to plain PyTorch's of the same kind on the same device."""
-    inference = side.get(Series(series.way, "inference")) if series.mode == "training" else None
-    other = plain(side, series.mode, series.way.device) if series.way.engine != "torch" else None
+    inference = side.get(Series(series.way.inference, "inference")) if series.mode == "training" else None
+    other = plain(side, series.mode, series.way) if series.way.engine != "torch" else None
     of_inference, of_other = (measure.of(cell) if cell is not None else None for cell in (inference, other))
     return ratio(value, of_inference), ratio(value, of_other)
 

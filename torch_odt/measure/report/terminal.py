@@ -14,11 +14,13 @@ from torch_odt.measure.report.selection import (
     ratio,
     refusals,
     results_text,
-    way_of,
 )
+from torch_odt.measure.report.ways import way_of
 from torch_odt.planning.plan_text import format_joules
 
-_CIRCUMSTANCES = ("network", "factors", "batch", "threads", "governor", "device", "step", "budget", "engine")
+_CIRCUMSTANCES = (
+    "network", "factors", "batch", "threads", "governor", "device", "step", "optimizer", "budget", "engine",
+)  # fmt: skip
 
 
 def table(record: Record) -> str:
@@ -73,6 +75,7 @@ def _steps(cells: Sequence[Cell]) -> str:
     """A row for each budget that torch_odt was given; columns in which nothing stands are left out."""
     measures = ("seconds", "memory", "energy")
     has_others = any(cell.engine == "executorch" for cell in cells)
+    has_optimizers = any(way_of(cell).optimizer for cell in cells)
     beside = "engine's" if has_others else "torch_odt"
     header = [*_CIRCUMSTANCES, *(text for name in measures for text in (f"{name}, plain", beside, ""))]
     shaped = {model: set(map(model_of, each)) for model, each in grouped(cells, _model).items()}
@@ -82,19 +85,23 @@ def _steps(cells: Sequence[Cell]) -> str:
         plain = next((cell for cell in same if cell.engine == "torch"), None)
         name = model_of(same[0]) if len(shaped[same[0].model]) > 1 else same[0].model
         beside_it: list[Cell | None] = [cell for cell in same if cell.engine != "torch"]
-        rows += [_row(name, plain, cell, names_engine=has_others) for cell in beside_it or [None]]
+        rows += [
+            _row(name, plain, cell, names_engine=has_others, names_optimizer=has_optimizers)
+            for cell in beside_it or [None]
+        ]
     used = [any(row[column].strip(ABSENT) for row in rows) for column in range(len(header))]
     return render([_only(row, used) for row in rows], _only(header, used))
 
 
-def _row(name: str, plain: Cell | None, ours: Cell | None, *, names_engine: bool) -> list[str]:
+def _row(name: str, plain: Cell | None, ours: Cell | None, *, names_engine: bool, names_optimizer: bool) -> list[str]:
     cell = ours or plain
     assert cell is not None
     factors = ", ".join(f"{key} {value}" for key, value in cell.factors.items())
     device = "" if cell.device == "cpu" else cell.device
     batch = str(cell.batch_size) if cell.batch_size else ""
     engine = way_of(ours).engine_name if names_engine and ours is not None else ""
-    found = [name, factors, batch, str(cell.threads), cell.governor, device, cell.mode, cell.budget, engine]
+    optimizer = _optimizer(cell) if names_optimizer else ""
+    found = [name, factors, batch, str(cell.threads), cell.governor, device, cell.mode, optimizer, cell.budget, engine]
     pair = (plain, ours)
     found += _beside(pair, lambda each: each.median_seconds, seconds_text, says_outcome=True)
     found += _beside(pair, lambda each: each.training_bytes, lambda count: bytes_text(round(count)))

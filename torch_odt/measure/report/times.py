@@ -7,18 +7,10 @@ from collections.abc import Iterator
 from torch_odt.measure.record import Cell, Record
 from torch_odt.measure.report.figure import Figure, Panel
 from torch_odt.measure.report.lines import Line, Side, lines
-from torch_odt.measure.report.selection import (
-    grouped,
-    legend_of,
-    model_of,
-    ratio,
-    series_of,
-    sides_of,
-    styles_of,
-    usual_steps,
-)
+from torch_odt.measure.report.selection import grouped, model_of, ratio, sides_of, usual_steps
 from torch_odt.measure.report.side_by_side import Measure, side_by_side
 from torch_odt.measure.report.units import COUNT, SECONDS
+from torch_odt.measure.report.ways import legend_of, series_of, styles_of
 
 
 def step_times(record: Record) -> Figure:
