@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,7 @@ def sample_cells(*, faster: float = 1.0) -> list[Cell]:
     ways = (("inference", "torch"), ("training", "torch"), ("training", "torch_odt"))
     cells += [_sweep(kind, width, depth, *way) for kind in ("fully connected", "convolution", "separable")
               for width in (64, 128) for depth in (1, 2) for way in ways]  # fmt: skip
+    cells += [_on_card(mode, batch) for batch in (1, 16) for mode in ("inference", "training")]
     cells += [_largest(name, engine) for name in ("alexnet", "mobilenet_v2") for engine in ("torch", "torch_odt")]
     cells += [_neighbour(what) for what in ("none", "foreground", "background")]
     cells += [_neighbour(what, "torch_odt") for what in ("foreground", "background")]
@@ -122,6 +124,18 @@ def _step(name: str, seconds: float, batch: int, threads: int, mode: Any, engine
         traces=_memory_traces(per_step, tensors) if mode == "training" else (),
         prediction=_prediction(per_step, rise) if engine == "torch_odt" else None,
     )
+
+
+def _on_card(mode: Any, batch: int) -> Cell:
+    cell = _step("mobilenet_v2", 0.01, batch, 4, mode, "torch")
+    peak_bytes = (30 + batch * (20 if mode == "training" else 2)) * MIB
+    quantities = {
+        **cell.quantities,
+        "device": {"allocated_bytes": 30 * MIB, "peak_allocated_bytes": peak_bytes, "peak_reserved_bytes": 900 * MIB},
+        "nvml": {"gpu_energy_joules": 9.0, "card0_energy_joules": 9.0},
+    }
+    idle = {"clock": {"wall_seconds": 1.0}, "nvml": {"gpu_energy_joules": 5.0}}
+    return replace(cell, device="cuda", quantities=quantities, idle=idle, operators=(), categories={}, traces=())
 
 
 def _operators(seconds: float, mode: str) -> list[OperatorTime]:

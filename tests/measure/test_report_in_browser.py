@@ -25,7 +25,7 @@ const outside = all(".value, .tick, .title, h2, h3, .legend li, .absent li").fil
 });
 const meets = (a, b) => a.left < b.right - 1 && b.left < a.right - 1 && a.top < b.bottom - 2 && b.top < a.bottom - 2;
 const overlapping = charts.flatMap((chart) => {
-  const names = ".value, .group, .tick";
+  const names = ".value, .group, .tick, .mark";
   const texts = [...chart.querySelectorAll(names), ...(chart.nextElementSibling?.querySelectorAll(names) ?? [])];
   const boxes = texts.map((each) => [each.textContent, each.getBoundingClientRect()]);
   const isHigher = (a, b) => boxes.indexOf(a) < boxes.indexOf(b);
@@ -38,7 +38,7 @@ const report = {
   charts: charts.map((each) => [each.clientWidth, each.clientHeight]),
   outside: outside.map((each) => each.textContent),
   overlapping,
-  smallest: Math.min(...all(".value, .tick, .title, .group, td, li").map((each) => size(each))),
+  smallest: Math.min(...all(".value, .tick, .title, .group, .mark, td, li").map((each) => size(each))),
   unpainted: painted.filter((each) => each.fill === "none" && each.stroke === "none").length,
   background: view.getComputedStyle(inside.body).backgroundColor,
 };

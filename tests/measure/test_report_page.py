@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import fields, replace
+from html import escape
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,7 @@ AXES = {
     "threads": ("threads", "times the speed of 1 thread"),
     "busy-processors": ("busy cores, of any program", "samples in a batch"),
     "peak-memory": ("bytes above the level before the step was made", "samples in a batch"),
+    "device-memory": ("bytes of the device's memory", "samples in a batch"),
     "memory-categories": ("bytes of tensors at their peak", "batch and way of a step"),
     "memory-over-time": ("seconds since the step began", "memory in bytes"),
     "layers": ("bytes of a training step", "layer, in the network's order"),
@@ -93,7 +95,7 @@ def test_every_figure_has_axes_with_units_a_legend_and_its_numbers(key: str) -> 
     axes = re.findall(r'<div class="axis" data-axis="([xy])"><span class="title"[^>]*>(.*?)</span>', section)
     assert [axis for axis, _ in axes].count("x") == [axis for axis, _ in axes].count("y") == section.count("<svg ")
     across, upwards = AXES[key]
-    assert {("x", across), ("y", upwards.replace("'", "&#x27;"))} <= set(axes)
+    assert {("x", escape(across)), ("y", escape(upwards))} <= set(axes)
     assert all(legend_of(section)) and legend_of(section)
     ticks = spans(section, "tick")
     assert len(ticks) >= 2 * section.count("<svg ")
@@ -189,9 +191,33 @@ def test_absent_energy_is_named_with_its_reason() -> None:
     cell = replace(sample_cells()[1], quantities=quantities)
     machine = replace(sample_machine(), absent={"battery battery_energy_joules": "there is none"})
     section = drawn("step-energy", Record(machine, [cell]))
-    reason = "no energy was measured (rapl: no permission to read energy_uj; battery: there is none)"
-    assert f"lenet: {reason}" in Page(section).texts_in("li")
+    reasons = [
+        "no energy from the processor's counter (RAPL): no permission to read energy_uj",
+        "no energy from the battery: there is none",
+        "no energy by a model: torch-odt measure --watts states what a busy core draws",
+    ]
+    assert Page(section).texts_in("li") == reasons
     assert "<svg" not in section and "0 J" not in section
+
+
+def test_what_is_absent_is_told_once_and_named_where_others_have_it() -> None:
+    quantities = {"rapl": {"package_energy_joules": {"absent": "closed"}}, "model": {}}
+    lacking = [replace(cell, quantities=quantities) for cell in sample_cells() if cell.model in ("lenet", "alexnet")]
+    having = [cell for cell in sample_cells() if cell.model == "googlenet" and cell.outcome == "ok"]
+    reason = "no energy from the processor's counter (RAPL): closed"
+    machine = replace(sample_machine(), absent={})
+    ok = [cell for cell in lacking if cell.outcome == "ok"]
+    for cells, text in ((ok, reason), ([*ok, *having], f"{reason} (lenet, alexnet)")):
+        section = drawn("step-energy", Record(machine, cells))
+        assert [each for each in Page(section).texts_in("li") if "RAPL" in each] == [text]
+
+
+def test_a_machines_absences_are_a_line_for_each_reason() -> None:
+    absent = {"rapl package_energy_joules": "none", "rapl memory_energy_joules": "none", "nvml": "no driver"}
+    machine = replace(sample_machine(), absent=absent)
+    lines = ["rapl (package energy joules, memory energy joules): none", "nvml: no driver"]
+    assert Page(page(Record(machine, []))).texts_in("li")[:2] == lines
+    assert table(Record(machine, [])).endswith("This machine cannot measure\n  " + "\n  ".join(lines))
 
 
 def test_a_long_run_names_the_sensors_it_lacked() -> None:
@@ -232,7 +258,7 @@ def test_the_frontier_names_every_budget_and_keeps_optimizers_apart() -> None:
     section = drawn("frontier", Record(sample_machine(), [*steps, *others, theirs]))
     title = "lenet, 3x224x224, batch 16"
     assert Page(section).texts_in("h3") == [title, f"{title}, adam"]
-    marks = re.findall(r'<span class="mark (?:above|below)[^"]*"[^>]*>(.*?)</span>', section)
+    marks = re.findall(r'<span class="mark [^"]*"[^>]*>(.*?)</span>', section)
     assert sorted(marks) == ["30%", "30%", "50%", "50%"]
     assert legend_of(section) == ["plain PyTorch", "torch_odt, measured", "ExecuTorch", "torch_odt, predicted"]
     dots = re.findall(r'<i class="dot (line\d)[^"]*" style="[^"]*" title="([^"]*)"', section)
@@ -251,10 +277,8 @@ def test_marks_give_way_to_each_other() -> None:
         chart = lines([line], x=Side("x", COUNT), y=Side("y", COUNT), description="")
         return re.findall(r'<span class="mark ([^"]*)"[^>]*>(.*?)</span>', chart)
 
-    assert marks(1, 50, 100) == [("above first", "1"), ("above", "50"), ("above last", "100")]
-    assert marks(1, 50, 51, 52, 100) == [
-        ("above first", "1"), ("above", "50"), ("below", "51"), ("above last", "100"),
-    ]  # fmt: skip
+    assert marks(1, 50, 100) == [("behind", "1"), ("before", "50"), ("before", "100")]
+    assert marks(1, 50, 51, 52, 100) == [("behind", "1"), ("before", "50"), ("behind", "51"), ("before", "100")]
 
 
 def test_two_optimizers_of_a_network_stand_beside_each_other() -> None:
@@ -295,7 +319,8 @@ def test_lines_of_several_ways_are_dashed_differently() -> None:
 
 
 def test_stated_watts_are_not_called_measured() -> None:
-    assert "Source: a model: stated watts, not measured." in drawn("step-energy")
+    sources = "a model of stated watts, not measured; the card's own counter (NVML)"
+    assert f"Source: {escape(sources)}." in drawn("step-energy")
 
 
 def test_the_share_of_convolution_gradients_is_told() -> None:

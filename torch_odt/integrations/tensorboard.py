@@ -102,6 +102,7 @@ def _log_cell(cell: Cell, writer: Writer) -> None:
     numbers = {
         "step_seconds": cell.median_seconds,
         "training_bytes": cell.training_bytes,
+        "device_bytes": cell.device_bytes,
         "step_joules": None if joules is None else joules[0],
         **cell.results,
     }

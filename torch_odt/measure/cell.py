@@ -13,7 +13,7 @@ import torch
 import torch_odt as odt
 from torch_odt import memory
 from torch_odt.errors import InfeasibleBudget
-from torch_odt.measure.devices import device_memory, reset_device_peak, synchronize
+from torch_odt.measure.devices import synchronize
 from torch_odt.measure.ending import is_out_of_memory
 from torch_odt.measure.energy import StatedPower
 from torch_odt.measure.executorch_step import ExecuTorchStep, NotTrainable
@@ -103,14 +103,13 @@ def make_step(job: Job, work: Work) -> tuple[Step, odt.TrainStep | None]:
 
 
 def _measure_steps(job: Job, cell: Cell, work: Work) -> Cell:
-    how, device = job.how, cell.device
+    how = job.how
     idle = _idle(job)
     notes: list[str] = []
     with memory_window() as before:
         step, planned, first_seconds = _first_step(job, work, notes)
         for _ in range(how.warmup_steps - 1):
             step()
-    reset_device_peak(device)
     seconds: list[float] = []
     with Window(_meters(job)) as window, memory_window() as during:
         end = time.perf_counter() + how.most_seconds
@@ -128,7 +127,7 @@ def _measure_steps(job: Job, cell: Cell, work: Work) -> Cell:
         step_seconds=seconds,
         first_seconds=first_seconds,
         window_steps=len(seconds),
-        quantities={**window.record(), **device_memory(device)},
+        quantities=window.record(),
         idle=idle,
         base_bytes=base_bytes,
         peak_bytes=peak_bytes,
@@ -165,6 +164,8 @@ def _looked_into(job: Job, cell: Cell, work: Work, step: Step, planned: odt.Trai
     how = job.how
     if cell.engine == "executorch":
         return replace(cell, notes=[*cell.notes, "operators, tensors and layers of ExecuTorch's are not looked into"])
+    if cell.device != "cpu":
+        cell = replace(cell, notes=[*cell.notes, "operators and tensors are looked into on the CPU alone"])
     if how.operators and cell.device == "cpu":
         profiled = operator_times(step, steps=_steps_to_profile(cell.median_seconds or 0.0))
         cell = replace(
@@ -201,8 +202,8 @@ def _idle(job: Job) -> Any:
 
 
 def _meters(job: Job) -> list[Meter]:
-    watts = job.how.watts
-    return find_meters() if watts is None else [*find_meters(), StatedPower(*watts)]
+    meters = find_meters(device=job.cell.device)
+    return meters if job.how.watts is None else [*meters, StatedPower(*job.how.watts)]
 
 
 def _capped(limit_bytes: int | None) -> AbstractContextManager[None]:

@@ -268,6 +268,13 @@ class Cell:
             return None
         return max(0, self.peak_bytes - self.base_bytes)
 
+    @property
+    def device_bytes(self) -> Number | None:
+        """The most that tensors took of the memory of a device that has its own; of what was reserved where that is
+        not counted; None on the CPU."""
+        allocated = self.reading("device", "peak_allocated_bytes")
+        return self.reading("device", "peak_reserved_bytes") if allocated is None else allocated
+
     def reading(self, source: str, name: str) -> Number | None:
         """What a meter said, or None where it was absent."""
         return _number(self.quantities, source, name)

@@ -162,6 +162,7 @@ class _Measure:
 _MEASURES = (
     _Measure("seconds", "seconds of a step", SECONDS, lambda cell: cell.median_seconds),
     _Measure("bytes", "bytes above the level before", BYTES, lambda cell: cell.training_bytes),
+    _Measure("device-bytes", "bytes of the device's memory", BYTES, lambda cell: cell.device_bytes),
     _Measure(
         "joules", "joules of a step", JOULES, lambda cell: found[0] if (found := cell.joules_per_step()) else None
     ),

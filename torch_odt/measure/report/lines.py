@@ -13,8 +13,8 @@ _ROOM = 0.06
 # A label at the very edge would stand out of the chart.
 _LAST_LABEL = 0.95
 _MOST_UPWARDS, _MOST_ACROSS = 5, 4
-# What a mark takes of a chart, about, and how near a side it may stand in the middle above its dot.
-_MARK_WIDTH, _MARK_HEIGHT, _NEAR_SIDE = 0.2, 0.12, 0.1
+# What a mark takes of a chart, about.
+_MARK_WIDTH, _MARK_HEIGHT = 0.2, 0.1
 
 
 @dataclass(frozen=True)
@@ -103,14 +103,14 @@ def _dot(line: Line, x: Side, y: Side, across: svg.Axis, upwards: svg.Axis, poin
 
 
 def _marks(drawn: Sequence[Line], across: svg.Axis, upwards: svg.Axis) -> Iterator[str]:
-    """Above its point, or below it where another mark is in the way; none where both places are taken."""
+    """On the left of its point, or on the right where another mark or the axis is in the way; else nowhere."""
     taken: list[tuple[float, float]] = []
     for line in drawn:
         for x, y, text in zip(line.xs, line.ys, line.marks, strict=False):
-            left, dot = across.share(x), upwards.share(y)
-            for style, bottom in (("above", dot + _MARK_HEIGHT / 2), ("below", dot - _MARK_HEIGHT / 2)):
-                if text and all(abs(left - a) >= _MARK_WIDTH or abs(bottom - b) >= _MARK_HEIGHT for a, b in taken):
+            point, bottom = across.share(x), upwards.share(y)
+            for style, left in (("before", point - _MARK_WIDTH), ("behind", point)):
+                is_free = all(abs(left - a) >= _MARK_WIDTH or abs(bottom - b) >= _MARK_HEIGHT for a, b in taken)
+                if text and is_free and 0 <= left <= 1 - _MARK_WIDTH:
                     taken.append((left, bottom))
-                    side = " first" if left < _NEAR_SIDE else " last" if left > 1 - _NEAR_SIDE else ""
-                    yield svg.label(text, f"mark {style}{side}", left=across.percent(x), bottom=upwards.percent(y))
+                    yield svg.label(text, f"mark {style}", left=across.percent(x), bottom=upwards.percent(y))
                     break

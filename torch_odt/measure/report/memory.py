@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 
 from torch_odt.measure.record import Cell, Record
 from torch_odt.measure.report.bars import Bar, Group, bars
@@ -58,8 +59,21 @@ def peak_memory(record: Record) -> Figure:
         key="peak-memory",
         title="Peak memory of the process: training against inference, torch_odt against plain PyTorch",
         hint="What steps take on top of a process that holds the model and a batch.",
-        why_absent=lambda cell: "the process's memory was not read",
+        why_absent=lambda cell: ["the process's memory was not read"],
     )
+
+
+def device_memory(record: Record) -> Figure:
+    """What tensors take of the memory of a graphics card, weights and batch included."""
+    figure = side_by_side(
+        usual_steps(record, lambda cell: cell.device != "cpu" and cell.engine == "torch"),
+        Measure(lambda cell: cell.device_bytes, BYTES, "bytes of the device's memory"),
+        key="device-memory",
+        title="Peak memory of another device: training against inference",
+        hint="What torch allocates there, weights and batch included.",
+        why_absent=lambda cell: ["the device's memory was not counted"],
+    )
+    return figure if figure.rows else replace(figure, missing=("No step was made on another device than the CPU.",))
 
 
 def memory_by_category(record: Record) -> Figure:

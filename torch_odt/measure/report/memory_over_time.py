@@ -44,6 +44,7 @@ def memory_over_time(record: Record) -> Figure:
         ("step", "at", *CATEGORIES, "together", "process", "predicted"),
         rows,
         () if panels else ("No training step's memory was traced.",),
+        is_dense=len(panels) > 2 * len({(model_of(cell), cell.batch_size) for cell in cells}),
     )
 
 

@@ -13,10 +13,11 @@ from torch_odt.measure.report.figure import Figure, figure_section
 from torch_odt.measure.report.frontier import frontier
 from torch_odt.measure.report.layers import layers
 from torch_odt.measure.report.long_run import long_run
-from torch_odt.measure.report.memory import largest_batch, memory_by_category, peak_memory
+from torch_odt.measure.report.memory import device_memory, largest_batch, memory_by_category, peak_memory
 from torch_odt.measure.report.memory_over_time import memory_over_time
 from torch_odt.measure.report.neighbours import neighbours
 from torch_odt.measure.report.operators import operators, phases
+from torch_odt.measure.report.selection import absences
 from torch_odt.measure.report.sweeps import layer_kinds, sweep_of_depth, sweep_of_width
 from torch_odt.measure.report.threads import threads
 from torch_odt.measure.report.times import busy_processors, sample_times, step_times
@@ -29,6 +30,7 @@ _FIGURES: tuple[Callable[[Record], Figure], ...] = (
     threads,
     busy_processors,
     peak_memory,
+    device_memory,
     memory_by_category,
     memory_over_time,
     layers,
@@ -100,7 +102,7 @@ def machine_facts(machine: Machine) -> Iterator[tuple[str, str]]:
 
 
 def _absent(machine: Machine) -> str:
-    if not machine.absent:
+    entries = "".join(f"<li>{escape(text)}</li>" for text in absences(machine))
+    if not entries:
         return ""
-    entries = "".join(f"<li>{escape(name)}: {escape(reason)}</li>" for name, reason in machine.absent.items())
     return section("What this machine cannot measure", f'<ul class="absent">{entries}</ul>')

@@ -152,6 +152,16 @@ def why_absent(machine: Machine, source: str) -> str:
     return next(found, "")
 
 
+def absences(machine: Machine) -> list[str]:
+    """What a machine cannot measure, a line for each source and reason."""
+    found: dict[tuple[str, str], list[str]] = {}
+    for name, reason in machine.absent.items():
+        source, _, quantity = name.partition(" ")
+        found.setdefault((source, reason), []).append(quantity.replace("_", " "))
+    return [f"{source}{f' ({names})' if (names := ', '.join(filter(None, each))) else ''}: {reason}"
+            for (source, reason), each in found.items()]  # fmt: skip
+
+
 def ratio(value: float | None, other: float | None) -> float | None:
     """How many times the other a value is; None where one is not known."""
     return value / other if value is not None and other else None

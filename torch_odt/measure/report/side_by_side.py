@@ -29,14 +29,20 @@ class Measure:
 
 
 def side_by_side(
-    cells: Sequence[Cell], measure: Measure, *, key: str, title: str, hint: str, why_absent: Callable[[Cell], str]
+    cells: Sequence[Cell],
+    measure: Measure,
+    *,
+    key: str,
+    title: str,
+    hint: str,
+    why_absent: Callable[[Cell], Sequence[str]],
 ) -> Figure:
     """A chart for each network: bars for each batch, with how many times plain PyTorch's each number is.
 
     Training is compared with inference for plain PyTorch, torch_odt's with plain PyTorch's of the same kind.
 
     Args:
-        why_absent: why a cell that was measured does not have the number.
+        why_absent: reasons why a cell that was measured does not have the number.
     """
     styles = styles_of(cells)
     panels, rows, missing = [], [], refusals(cells)
@@ -46,14 +52,19 @@ def side_by_side(
         if chart:
             panels.append(Panel(model, chart))
         rows += [row for batch, side in batches.items() for row in _rows(model, batch, side, styles, measure)]
-    missing += [
-        f"{model}: {why}"
-        for model, why in dict.fromkeys(
-            (cell.model, why_absent(cell)) for cell in cells if cell.outcome == "ok" and measure.of(cell) is None
-        )
-    ]
+    missing += _absent([cell for cell in cells if cell.outcome == "ok"], measure, why_absent)
     header = ("network", "batch", "series", measure.title, "times inference", "times plain PyTorch")
     return Figure(key, title, hint, panels, legend_of(styles, cells), header, rows, missing or _nothing(cells))
+
+
+def _absent(cells: Sequence[Cell], measure: Measure, why_absent: Callable[[Cell], Sequence[str]]) -> list[str]:
+    """A line for each reason, with the networks that it is of where others have the number."""
+    models: dict[str, list[str]] = {}
+    for cell in cells:
+        for reason in why_absent(cell) if measure.of(cell) is None else ():
+            models.setdefault(reason, []).append(cell.model)
+    some_have = any(measure.of(cell) is not None for cell in cells)
+    return [reason + (f" ({', '.join(dict.fromkeys(each))})" if some_have else "") for reason, each in models.items()]
 
 
 def _nothing(cells: Sequence[Cell]) -> list[str]:

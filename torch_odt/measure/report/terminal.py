@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from torch_odt.commands.table import ABSENT, bytes_text, render, seconds_text
 from torch_odt.measure.record import Cell, Record
 from torch_odt.measure.report.selection import (
+    absences,
     cell_name,
     grouped,
     model_of,
@@ -67,13 +68,13 @@ def _blocks(record: Record) -> Iterator[str]:
         yield "\n".join(["Notes", *(f"  {note}: {'; '.join(names)}" for note, names in notes.items())])
     if refused := refusals(record.cells):
         yield "\n".join(["Not measured", *(f"  {text}" for text in refused)])
-    if record.machine.absent:
-        yield "\n".join(["This machine cannot measure", *(f"  {k}: {v}" for k, v in record.machine.absent.items())])
+    if absent := absences(record.machine):
+        yield "\n".join(["This machine cannot measure", *(f"  {text}" for text in absent)])
 
 
 def _steps(cells: Sequence[Cell]) -> str:
     """A row for each budget that torch_odt was given; columns in which nothing stands are left out."""
-    measures = ("seconds", "memory", "energy")
+    measures = ("seconds", "memory", "device memory", "energy")
     has_others = any(cell.engine == "executorch" for cell in cells)
     has_optimizers = any(way_of(cell).optimizer for cell in cells)
     beside = "engine's" if has_others else "torch_odt"
@@ -105,6 +106,7 @@ def _row(name: str, plain: Cell | None, ours: Cell | None, *, names_engine: bool
     pair = (plain, ours)
     found += _beside(pair, lambda each: each.median_seconds, seconds_text, says_outcome=True)
     found += _beside(pair, lambda each: each.training_bytes, lambda count: bytes_text(round(count)))
+    found += _beside(pair, lambda each: each.device_bytes, lambda count: bytes_text(round(count)))
     return found + _beside(pair, lambda each: joules[0] if (joules := each.joules_per_step()) else None, format_joules)
 
 

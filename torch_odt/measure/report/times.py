@@ -23,7 +23,7 @@ def step_times(record: Record) -> Figure:
         title="Time of a step: training against inference, torch_odt against plain PyTorch",
         hint="Medians; shorter is better. × inf.: times the same batch's inference; × plain: times plain PyTorch's."
         + _flops_hint(cells),
-        why_absent=lambda cell: "no step was timed",
+        why_absent=lambda cell: ["no step was timed"],
     )
 
 
@@ -83,7 +83,7 @@ def busy_processors(record: Record) -> Figure:
         key="busy-processors",
         title="Busy processors: training against inference",
         hint=f"The mean over the steps, all {record.machine.cores or ''} cores added up.",
-        why_absent=lambda cell: _reason(cell) or "the load of cores was not read",
+        why_absent=lambda cell: [_reason(cell) or "the load of cores was not read"],
     )
 
 
