@@ -110,6 +110,8 @@ def test_an_interrupted_run_goes_on(measure: tuple[str, ...], tmp_path: Path) ->
     ("words", "text"),
     [
         (("--budget", "x%"), "a share is written as 50%"),
+        (("--budget", "30%,0%"), "--budget 0%: it must be above 0"),
+        (("--budget", "30%", "--budget", "much"), "--budget: "),
         (("--budget", "much"), "--budget"),
         (("--budget", "0%"), "must be above 0"),
         (("--budget", "0"), "give a positive number"),
@@ -199,5 +201,9 @@ def test_records_are_reported_on_and_compared_without_measuring(terminal: Termin
     assert outcome.code == 0 and "lenet" in outcome.out and "a board" in page.read_text(encoding="utf-8")
     outcome = terminal("measure", "--compare", tmp_path / "old.jsonl", tmp_path / "new.jsonl")
     assert outcome.out.startswith("new against old"), "machines of one name are told apart by their files"
+    outcome = terminal("measure", "--compare", tmp_path / "old.jsonl", tmp_path / "new.jsonl", "--json")
+    (row,) = outcome.document["rows"]
+    assert outcome.document["names"] == ["old", "new"]
+    assert (row["model"], row["quantity"], row["first"], row["ratio"]) == ("lenet", "step_seconds", 0.002, 1.0)
     outcome = terminal("measure", "--compare", tmp_path / "old.jsonl", tmp_path / "other.jsonl")
     assert outcome.out.startswith("old and other have no cell in common")

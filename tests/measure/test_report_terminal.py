@@ -72,6 +72,15 @@ def test_a_breakdown_is_not_compared_with_another_suite() -> None:
     assert not any("×" in line for line in lines_of(*cells))
 
 
+def test_cells_of_one_reason_stand_on_one_line() -> None:
+    cells = [replace(make("torch"), batch_size=batch, outcome="skipped", reason="no card") for batch in range(1, 9)]
+    lines = lines_of(*cells, replace(cells[0], batch_size=99, reason="another"))
+    names = "; ".join(f"net, batch {batch}, plain PyTorch, training, 2 threads" for batch in range(1, 5))
+    start = lines.index("Not measured")
+    assert lines[start + 1] == f"  {names}; and 4 others: skipped (no card)"
+    assert lines[start + 2].endswith("batch 99, plain PyTorch, training, 2 threads: skipped (another)")
+
+
 def test_notes_stand_below_the_tables_once() -> None:
     note = "50% is 214 KiB, which is too small: the smallest budget was taken, 11.6 MiB"
     lines = lines_of(*(make("torch_odt", budget=each, step_seconds=[0.1], notes=[note]) for each in ("50%", "25%")))

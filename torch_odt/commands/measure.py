@@ -82,7 +82,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs=2,
         type=Path,
         metavar="FILE.jsonl",
-        help="measure nothing: set two records side by side",
+        help="measure nothing: set two records side by side; with --json one row for each cell and quantity, with both "
+        "values and their ratio",
     )
     options.add_output(parser)
 
@@ -255,7 +256,7 @@ def _compare(arguments: argparse.Namespace) -> int:
     if arguments.html is not None:
         _write_file(arguments, "--html", arguments.html, partial(comparison.write_page, arguments.html))
     if arguments.json:
-        options.print_json({"machines": [each.machine.to_dict() for each in (first, second)], "text": str(comparison)})
+        options.print_json(comparison.to_dict())
     else:
         print(comparison)
     return 0

@@ -253,8 +253,13 @@ class Cell:
     @property
     def key(self) -> str:
         """What identifies it, as one text."""
+        return json.dumps(self.identity, sort_keys=True)
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What identifies it, as JSON has it."""
         parts = {name: getattr(self, name) for name in _IDENTITY}
-        return json.dumps({**parts, "factors": dict(self.factors)}, sort_keys=True, default=list)
+        return {**parts, "input_shape": list(self.input_shape), "factors": dict(self.factors)}
 
     @property
     def median_seconds(self) -> float | None:

@@ -13,6 +13,7 @@ from torch_odt.measure.report.ways import Series, Way, series_of
 Key = TypeVar("Key")
 Value = TypeVar("Value", int, str)
 
+_MOST_NAMES = 4
 # What the search for the largest batch notes where it ended before a batch that does not fit.
 _OPEN = ("no more than ", "the search was ended ")
 
@@ -113,12 +114,19 @@ def threads_text(count: int) -> str:
 
 
 def refusals(cells: Iterable[Cell]) -> list[str]:
-    """Of each cell that was not measured what became of it, and why."""
-    return [
-        f"{cell_name(cell)}: {cell.outcome}{f' ({cell.reason})' if cell.reason else ''}"
-        for cell in cells
-        if cell.outcome != "ok"
-    ]
+    """What became of cells that were not measured, and why: a line for each reason."""
+    found: dict[str, list[str]] = {}
+    for cell in cells:
+        if cell.outcome != "ok":
+            became = f"{cell.outcome} ({cell.reason})" if cell.reason else cell.outcome
+            found.setdefault(became, []).append(cell_name(cell))
+    return [f"{together(names)}: {became}" for became, names in found.items()]
+
+
+def together(names: Sequence[str]) -> str:
+    """Names of cells; of many the first ones."""
+    more = len(names) - _MOST_NAMES
+    return "; ".join(names) if more <= 1 else f"{'; '.join(names[:_MOST_NAMES])}; and {more} others"
 
 
 def notes_of(cells: Iterable[Cell]) -> dict[str, list[str]]:

@@ -15,6 +15,7 @@ from torch_odt.measure.report.selection import (
     ratio,
     refusals,
     results_text,
+    together,
 )
 from torch_odt.measure.report.ways import way_of
 from torch_odt.planning.plan_text import format_joules
@@ -65,7 +66,7 @@ def _blocks(record: Record) -> Iterator[str]:
     for experiment, cells in grouped(others, lambda cell: cell.experiment).items():
         yield f"{experiment.capitalize()}\n" + render([_result_row(cell) for cell in cells])
     if notes := notes_of(record.cells):
-        yield "\n".join(["Notes", *(f"  {note}: {'; '.join(names)}" for note, names in notes.items())])
+        yield "\n".join(["Notes", *(f"  {note}: {together(names)}" for note, names in notes.items())])
     if refused := refusals(record.cells):
         yield "\n".join(["Not measured", *(f"  {text}" for text in refused)])
     if absent := absences(record.machine):
