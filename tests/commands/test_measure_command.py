@@ -158,7 +158,9 @@ def test_an_interrupt_says_how_to_go_on(
 
 def test_progress_names_experiment_and_threads() -> None:
     cell = Cell(suite="s", model="net", batch_size=8, mode="training", engine="torch", threads=2, experiment="long run")
-    assert _status(cell, 7.0) == "net batch 8 long run torch, 2 threads: done, 7 s left"
+    assert _status(cell, 7.0) == "net batch 8 long run, plain PyTorch, 2 threads: done, 7 s left"
+    ours = replace(cell, experiment="step", engine="torch_odt", budget="30%", step_seconds=[0.5])
+    assert _status(ours, None) == "net batch 8 training, torch_odt (30%), 2 threads: 500 ms"
 
 
 def _until(is_so: Callable[[], bool]) -> None:

@@ -87,6 +87,7 @@ class Comparison:
             "sources" of energy.
 
         Example:
+            >>> from dataclasses import replace
             >>> from torch_odt.measure.record import Cell, Machine, Record
             >>> cell = Cell(suite="ubiquitous", model="lenet", batch_size=1, mode="training", engine="torch", threads=1)
             >>> first, second = (
@@ -213,7 +214,7 @@ _MEASURES = (
         JOULES,
         lambda cell: found[0] if (found := cell.joules_per_step()) else None,
         lambda cell: found[1] if (found := cell.joules_per_step()) else "",
-    ),  # fmt: skip
+    ),
 )
 
 
