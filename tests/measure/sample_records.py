@@ -159,6 +159,9 @@ def _memory_traces(seconds: float, tensors: dict[str, int]) -> list[Trace]:
         "workspace": [tensors["workspace"] * (point % 2) for point in range(11)],
         "other": [tensors["other"]] * 11,
     }
+    held_before = tensors["weights"] + tensors["other"]
+    totals = [sum(sizes) for sizes in zip(*levels.values(), strict=True)]
+    levels["process"] = [max(totals[: point + 1]) - held_before + 6 * MIB for point in range(11)]
     return [Trace(quantity="memory", label=name, unit="bytes", at_seconds=times, values=values)
             for name, values in levels.items()]  # fmt: skip
 

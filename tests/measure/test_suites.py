@@ -53,6 +53,9 @@ def test_there_are_cells_for_each_budget(name: str) -> None:
     more = [replace(cell, budget=budget) for budget in ("30%", "64MiB") for cell in planned]
     assert {cell.key for cell in three} == {cell.key for cell in (*one, *more)}
     assert len({cell.key for cell in three}) == len(three)
+    ordered = [cell.budget for cell in cells("30%", "64MiB", "70%", "1GiB", "8%") if cell.model == planned[0].model
+               and cell.engine == "torch_odt" and cell.experiment == "step"]  # fmt: skip
+    assert ordered == ["70%", "30%", "8%", "1GiB", "64MiB"], "plans of smaller ones rest on what larger ones measured"
 
 
 def test_what_takes_minutes_is_measured_with_both_engines() -> None:

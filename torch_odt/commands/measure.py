@@ -60,6 +60,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what.add_argument("--optimizer", choices=NAMES, default="sgd", help="(default: sgd)")
     how = parser.add_argument_group("how it is measured")
     how.add_argument("--repetitions", type=options.positive_int, help=f"of a step (default: {REPETITIONS})")
+    how.add_argument(
+        "--idle-seconds", type=options.positive_float, metavar="SECONDS",
+        help="that meters measure while nothing runs, before steps (default: 5); a battery takes a minute or more",
+    )  # fmt: skip
     how.add_argument("--run-seconds", type=options.positive_float, help="of the long run (default: 600)")
     how.add_argument("--limit", metavar="BYTES", help="that a cell may hold (default: 90%% of what is available)")
     how.add_argument(
@@ -159,7 +163,7 @@ def _choices(arguments: argparse.Namespace, cores: int) -> Any:
     how = How(
         repetitions=arguments.repetitions or (QUICK_REPETITIONS if quick else REPETITIONS),
         most_seconds=QUICK_SECONDS if quick else MOST_SECONDS,
-        idle_seconds=IDLE_SECONDS[quick],
+        idle_seconds=arguments.idle_seconds or IDLE_SECONDS[quick],
         run_seconds=arguments.run_seconds or (QUICK_RUN_SECONDS if quick else RUN_SECONDS),
         limit_bytes=limit or int(LIMIT_SHARE * memory.available()),
         search_seconds=QUICK_SEARCH_SECONDS if quick else SEARCH_SECONDS,

@@ -178,7 +178,7 @@ def _looked_into(job: Job, cell: Cell, work: Work, step: Step, planned: odt.Trai
             cell = replace(cell, notes=[*cell.notes, "memory by category is absent: nothing is tracked"])
         else:
             cell = replace(
-                cell, categories=found.at_peak, traces=[*cell.traces, *found.traces()],
+                cell, categories=found.at_peak, traces=[*cell.traces, *found.traces(base_bytes=cell.base_bytes or 0)],
                 notes=[*cell.notes, *found.notes],
             )  # fmt: skip
     if planned is None:

@@ -31,7 +31,6 @@ def long_run(job: Job, cell: Cell, step: Callable[[], Any], *, root: Path = SYST
     too_hot = _cool_down(job.how, root)
     interval = job.how.run_seconds / _POINTS
     readings: dict[tuple[str, str, str], list[tuple[float, float]]] = defaultdict(list)
-    reasons: dict[str, str] = {}
     seconds: list[float] = []
     with Window([temperature, frequency], poll_seconds=max(interval, 0.1)) as window:
         start = now = time.perf_counter()
@@ -49,9 +48,7 @@ def long_run(job: Job, cell: Cell, step: Callable[[], Any], *, root: Path = SYST
                     ("frequency", "hertz", frequency),
                 ):
                     for name, reading in meter.look().items():
-                        if isinstance(reading, Absent):
-                            reasons[quantity] = reading.reason
-                        else:
+                        if not isinstance(reading, Absent):
                             readings[quantity, name, unit].append((now - start, reading))
     traces = [
         Trace(
@@ -60,10 +57,7 @@ def long_run(job: Job, cell: Cell, step: Callable[[], Any], *, root: Path = SYST
         )
         for (quantity, label, unit), points in readings.items()
     ]  # fmt: skip
-    known = {trace.quantity for trace in traces}
-    notes = [f"{quantity} is absent: {_why(quantity, reasons, window)}" for quantity in ("temperature", "frequency")
-             if quantity not in known]  # fmt: skip
-    return replace(cell, step_seconds=seconds, traces=traces, quantities=window.record(), notes=[*too_hot, *notes])
+    return replace(cell, step_seconds=seconds, traces=traces, quantities=window.record(), notes=too_hot)
 
 
 def start_celsius(cell: Cell) -> float | None:
@@ -87,11 +81,3 @@ def _hottest(root: Path) -> float:
     temperature = Temperature(root)
     temperature.begin()
     return max((celsius for celsius in temperature.look().values() if not isinstance(celsius, Absent)), default=0.0)
-
-
-def _why(quantity: str, reasons: dict[str, str], window: Window) -> str:
-    if quantity in reasons:
-        return reasons[quantity]
-    source = {"temperature": Temperature.source, "frequency": Frequency.source}[quantity]
-    found = next(iter(window.quantities[source].values()), None)
-    return found.reason if isinstance(found, Absent) else "nothing was read"

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from torch_odt.measure.job import How, Job
 from torch_odt.measure.networks import CIFAR_SHAPE, IMAGE_SHAPES, is_network
 from torch_odt.measure.record import DEFAULT_OPTIMIZER, Cell, Engine, Mode, Number
-from torch_odt.memory._units import format_bytes
+from torch_odt.memory._units import format_bytes, parse_bytes
 
 UBIQUITOUS = ("lenet", "alexnet", "mobilenet_v2", "squeezenet1_1", "googlenet")
 REDUCED = ("mentee", "reduced_mobilenet", "reduced_resnet")
@@ -176,7 +176,7 @@ def _sides(
     sides += [("training", "torch")] if training else []
     for mode, engine in sides:
         yield _job(choices, suite, model, batch, threads, mode, engine, governor=governor, factors=factors)
-    for budget in choices.budgets if planned else ():
+    for budget in _descending(choices.budgets) if planned else ():
         yield _job(
             choices, suite, model, batch, threads, "training", "torch_odt", governor=governor, factors=factors,
             budget=budget,
@@ -195,6 +195,14 @@ def _sides(
                 device=choices.device, budget=choices.budgets[0],
             )  # fmt: skip
             yield replace(job, cell=replace(job.cell, outcome="skipped", reason="torch_odt trains on the CPU"))
+
+
+def _descending(budgets: Sequence[str]) -> list[str]:
+    """Shares before bytes, the largest first: a smaller one's plan rests on what was measured within the larger."""
+    shares = [budget for budget in budgets if budget.strip().endswith("%")]
+    others = [budget for budget in budgets if budget not in shares]
+    shares.sort(key=lambda budget: -float(budget.strip().removesuffix("%")))
+    return [*shares, *sorted(others, key=lambda budget: -parse_bytes(budget))]
 
 
 def _both(choices: Choices) -> Iterator[tuple[Engine, str]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from torch_odt.measure.record import ENERGY, Cell, Record
 from torch_odt.measure.report.figure import Figure
@@ -36,12 +37,14 @@ def sample_energy(record: Record) -> Figure:
         found = _joules(cell)
         return found / cell.batch_size if found is not None and cell.batch_size else None
 
-    return _figure(
+    figure = _figure(
         record,
         Measure(joules, JOULES, "joules per sample"),
         key="sample-energy",
         title="Energy per sample: small batches against large ones",
     )
+    # The reasons stand at the energy of a step.
+    return figure if figure.panels else replace(figure, rows=(), missing=("No energy was measured.",))
 
 
 def _figure(record: Record, measure: Measure, *, key: str, title: str) -> Figure:

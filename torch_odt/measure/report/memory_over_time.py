@@ -23,8 +23,9 @@ _MOST_DRAWN, _MOST_LISTED = 1200, 40
 def memory_over_time(record: Record) -> Figure:
     """A chart for each network and way of making a step, of the largest batch that was traced."""
     cells = list(largest_batches(usual_steps(record, _is_traced)))
-    panels, rows = [], []
+    panels, rows, most = [], [], 0
     for same in grouped(cells, lambda cell: (model_of(cell), cell.batch_size)).values():
+        most = max(most, len(same))
         drawn = [_drawn(cell) for cell in same]
         until_seconds = max(each.end_seconds for each in drawn)
         at_most = max(each.highest for each in drawn)
@@ -44,7 +45,7 @@ def memory_over_time(record: Record) -> Figure:
         ("step", "at", *CATEGORIES, "together", "process", "predicted"),
         rows,
         () if panels else ("No training step's memory was traced.",),
-        is_dense=len(panels) > 2 * len({(model_of(cell), cell.batch_size) for cell in cells}),
+        is_dense=most == 3 or most > 4,
     )
 
 

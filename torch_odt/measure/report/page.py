@@ -9,7 +9,7 @@ from pathlib import Path
 from torch_odt.measure.record import Machine, Record
 from torch_odt.measure.report.cells import all_cells
 from torch_odt.measure.report.energy import sample_energy, step_energy
-from torch_odt.measure.report.figure import Figure, figure_section
+from torch_odt.measure.report.figure import Figure, figure_section, lacking_section
 from torch_odt.measure.report.frontier import frontier
 from torch_odt.measure.report.layers import layers
 from torch_odt.measure.report.long_run import long_run
@@ -74,11 +74,16 @@ def page(record: Record, *, title: str = "") -> str:
         '<!DOCTYPE html>'
     """
     machine = record.machine
+    figures = [figure(record) for figure in _FIGURES]
+    parts = [
+        facts(list(machine_facts(machine))),
+        *(figure_section(figure) for figure in figures if not figure.is_empty),
+        lacking_section([figure for figure in figures if figure.is_empty]),
+        _absent(machine),
+    ]
     return document(
         title or f"What training costs on {machine.name or 'this device'}",
-        "".join(
-            [facts(list(machine_facts(machine))), _absent(machine), *(figure_section(f(record)) for f in _FIGURES)]
-        ),
+        "".join(parts),
         subtitle=f"measured {machine.started}" if machine.started else "",
         style=style(),
     )

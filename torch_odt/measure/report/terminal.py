@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from statistics import median
 
 from torch_odt.commands.table import ABSENT, bytes_text, render, seconds_text
-from torch_odt.measure.record import Cell, Record
+from torch_odt.measure.record import Cell, Number, Record
 from torch_odt.measure.report.selection import (
     absences,
-    cell_name,
     grouped,
+    is_least,
     model_of,
     notes_of,
     ratio,
     refusals,
-    results_text,
     together,
 )
+from torch_odt.measure.report.units import CELSIUS, HERTZ, Unit, result_text, unit_of
 from torch_odt.measure.report.ways import way_of
 from torch_odt.planning.plan_text import format_joules
 
@@ -62,9 +63,9 @@ def _blocks(record: Record) -> Iterator[str]:
     ):
         if cells:
             yield f"{title}\n{_steps(cells)}"
-    others = [cell for cell in record.cells if cell.experiment != "step" and cell.results]
+    others = [cell for cell in record.cells if cell.experiment != "step" and cell.outcome == "ok"]
     for experiment, cells in grouped(others, lambda cell: cell.experiment).items():
-        yield f"{experiment.capitalize()}\n" + render([_result_row(cell) for cell in cells])
+        yield f"{experiment.capitalize()}\n{_experiments(cells)}"
     if notes := notes_of(record.cells):
         yield "\n".join(["Notes", *(f"  {note}: {together(names)}" for note, names in notes.items())])
     if refused := refusals(record.cells):
@@ -91,8 +92,7 @@ def _steps(cells: Sequence[Cell]) -> str:
             _row(name, plain, cell, names_engine=has_others, names_optimizer=has_optimizers)
             for cell in beside_it or [None]
         ]
-    used = [any(row[column].strip(ABSENT) for row in rows) for column in range(len(header))]
-    return render([_only(row, used) for row in rows], _only(header, used))
+    return _used(header, rows)
 
 
 def _row(name: str, plain: Cell | None, ours: Cell | None, *, names_engine: bool, names_optimizer: bool) -> list[str]:
@@ -130,8 +130,11 @@ def _beside(
     return [*texts, "" if times is None else f"{times:.2f}×"]
 
 
-def _only(row: Sequence[str], used: Sequence[bool]) -> list[str]:
-    return [text for text, is_used in zip(row, used, strict=True) if is_used]
+def _used(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table without the columns in which nothing stands."""
+    used = [any(row[column].strip(ABSENT) for row in rows) for column in range(len(header))]
+    lines = [[text for text, is_used in zip(row, used, strict=True) if is_used] for row in (header, *rows)]
+    return render(lines[1:], lines[0])
 
 
 def _model(cell: Cell) -> str:
@@ -158,5 +161,37 @@ def _optimizer(cell: Cell) -> str:
     return "" if cell.mode == "inference" else cell.optimizer
 
 
-def _result_row(cell: Cell) -> list[str]:
-    return [cell_name(cell), ", ".join(results_text(cell))]
+def _experiments(cells: Sequence[Cell]) -> str:
+    """A row for each cell: what was found, and the steps' times where steps were made."""
+    names = list(dict.fromkeys(name for cell in cells for name in cell.results))
+    header = ["network", "batch", "threads", "governor", "", "way", *(name.replace("_", " ") for name in names)]
+    header += ["a step at first", "in the end", "hottest", "slowest core"]
+    return _used(header, [_found(cell, names) for cell in cells])
+
+
+def _found(cell: Cell, names: Sequence[str]) -> list[str]:
+    factors = ", ".join(
+        f"{name} {value}" if isinstance(value, str) else result_text(name, value)
+        for name, value in cell.factors.items()
+    )
+    least = "at least " if is_least(cell) else ""
+    results = [unit_of(name).text(cell.results[name]) if name in cell.results else ABSENT for name in names]
+    results = [f"{least}{text}" if name == "largest_batch" else text for name, text in zip(names, results, strict=True)]
+    batch = str(cell.batch_size) if cell.batch_size else ""
+    way = "" if cell.factors.get("training") == "none" else way_of(cell).name
+    return [
+        cell.model, batch, str(cell.threads), cell.governor, factors, way, *results,
+        *map(seconds_text, _first_and_last(cell.step_seconds)),
+        _extreme(cell, "temperature", max, CELSIUS), _extreme(cell, "frequency", min, HERTZ),
+    ]  # fmt: skip
+
+
+def _first_and_last(seconds: Sequence[float]) -> tuple[float | None, float | None]:
+    """Medians of the first and of the last tenth: what heat and others did meanwhile."""
+    tenth = max(1, len(seconds) // 10)
+    return (median(seconds[:tenth]), median(seconds[-tenth:])) if seconds else (None, None)
+
+
+def _extreme(cell: Cell, quantity: str, which: Callable[[list[Number]], Number], unit: Unit) -> str:
+    values = [value for trace in cell.traces if trace.quantity == quantity for value in trace.values]
+    return unit.text(which(values)) if values else ABSENT

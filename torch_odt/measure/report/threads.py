@@ -46,7 +46,7 @@ def threads(record: Record) -> Figure:
         panels,
         legend,
         ("network", "batch", "series", "governor", "threads", "seconds of a step", "speed", "joules of a step"),
-        rows,
+        rows if panels else (),
         [*refused, *(() if panels else ("No network was trained with several numbers of threads.",))],
         is_dense=True,
     )

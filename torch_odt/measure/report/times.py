@@ -69,7 +69,7 @@ def sample_times(record: Record) -> Figure:
         panels,
         legend_of(styles, cells) if panels else (),
         ("network", "series", "batch", "seconds per sample"),
-        rows,
+        rows if panels else (),
         () if panels else ("No network was measured with several batch sizes.",),
         is_dense=True,
     )
