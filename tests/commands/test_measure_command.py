@@ -57,6 +57,10 @@ def test_cells_of_both_engines_and_all_reports(
         assert set(cell.categories) in ({*CATEGORIES}, set())
     assert plain.flops and plain.prediction is None and {row.kind for row in plain.layers} >= {"Conv2d", "BatchNorm2d"}
     assert planned.prediction is not None and planned.prediction.peak_bytes > 0 and not planned.layers
+    assert any("memory by layer is plain PyTorch's" in note for note in planned.notes)
+    for cell in record.cells if plain.categories else ():
+        (held,) = [trace.values for trace in cell.traces if trace.label == "process"]
+        assert 0 <= max(held) <= 4 * (cell.training_bytes or 0) + (64 << 20)
     if plain.categories:
         # The allocator's count of the measured steps, and of the one that was followed.
         counted = plain.reading("allocator", "peak_allocated_bytes")

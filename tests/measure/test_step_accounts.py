@@ -87,7 +87,7 @@ def test_a_sampled_step_tells_its_peak() -> None:
     assert found is not None
     seen = max(map(sum, zip(*found.bytes.values(), strict=True)))
     assert seen <= found.peak_bytes
-    assert (seen < found.peak_bytes) == bool(found.notes)
+    assert (seen < 0.99 * found.peak_bytes) == bool(found.notes)
     traces = found.traces(most_points=5)
     assert {len(trace.values) for trace in traces} == {len(traces[0].at_seconds)}
     assert len(traces[0].at_seconds) <= 5

@@ -35,6 +35,7 @@ from torch_odt.memory._units import format_bytes
 WorkOf = Callable[[int], Work]
 """Makes the work of a cell for a number of samples."""
 Step = Callable[[], Any]
+_NO_LAYERS = "memory by layer is plain PyTorch's: a plan keeps tensors of its own choice, which belong to no layer"
 _LONG_STEP_SECONDS, _PROFILED_SECONDS, _PROFILED_STEPS = 1.0, 0.5, 10
 
 
@@ -142,21 +143,41 @@ def _measure_steps(job: Job, cell: Cell, work: Work) -> Cell:
 def _first_step(job: Job, work: Work, notes: list[str]) -> tuple[Step, odt.TrainStep | None, float]:
     """The step, made once; with the smallest feasible budget where that is asked for and the given one is too small."""
     begin = time.perf_counter()
-    step, planned = make_step(job, work)
     try:
-        step()
+        step, planned = _made(job, work, job.how.budget_bytes)
+    except InfeasibleBudget as refusal:
+        step, planned = _made_after_refusal(job, work, refusal.smallest_feasible_bytes, notes)
+    return step, planned, time.perf_counter() - begin
+
+
+def _made_after_refusal(
+    job: Job, work: Work, smallest_bytes: int, notes: list[str]
+) -> tuple[Step, odt.TrainStep | None]:
+    """A first plan rests on estimates of what is too large to measure in its budget: it may refuse one that suffices.
+
+    So the smallest one that it names is taken, in which that is measured, and the given one is tried again.
+    """
+    _, estimated = _made(job, work, smallest_bytes)
+    if estimated is not None:
+        estimated.close()
+    memory.trim()
+    try:
+        return _made(job, work, job.how.budget_bytes)
     except InfeasibleBudget as refusal:
         if not job.how.or_smallest:
             raise
-        smallest = refusal.smallest_feasible_bytes
-        notes.append(
-            f"{job.cell.budget} is {format_bytes(job.how.budget_bytes or 0)}, which is too small: "
-            f"the smallest budget was taken, {format_bytes(smallest)}"
-        )
-        again = Job(job.cell, replace(job.how, budget_bytes=smallest, or_smallest=False))
-        step, planned = make_step(again, work)
-        step()
-    return step, planned, time.perf_counter() - begin
+        smallest_bytes = refusal.smallest_feasible_bytes
+    notes.append(
+        f"{job.cell.budget} is {format_bytes(job.how.budget_bytes or 0)}, which is too small: "
+        f"the smallest budget was taken, {format_bytes(smallest_bytes)}"
+    )
+    return _made(job, work, smallest_bytes)
+
+
+def _made(job: Job, work: Work, budget_bytes: int | None) -> tuple[Step, odt.TrainStep | None]:
+    step, planned = make_step(Job(job.cell, replace(job.how, budget_bytes=budget_bytes)), work)
+    step()
+    return step, planned
 
 
 def _looked_into(job: Job, cell: Cell, work: Work, step: Step, planned: odt.TrainStep | None) -> Cell:
@@ -166,12 +187,7 @@ def _looked_into(job: Job, cell: Cell, work: Work, step: Step, planned: odt.Trai
         return replace(cell, notes=[*cell.notes, "operators, tensors and layers of ExecuTorch's are not looked into"])
     if cell.device != "cpu":
         cell = replace(cell, notes=[*cell.notes, "operators and tensors are looked into on the CPU alone"])
-    if how.operators and cell.device == "cpu":
-        profiled = operator_times(step, steps=_steps_to_profile(cell.median_seconds or 0.0))
-        cell = replace(
-            cell, operators=profiled.rows, profiled_seconds=profiled.profiled_seconds,
-            unprofiled_seconds=profiled.unprofiled_seconds,
-        )  # fmt: skip
+    # Before the profiler, which leaves the process larger.
     if how.follow and cell.device == "cpu":
         found: StepMemory | None = follow_operators(step) if planned is None else sample(step)
         if found is None:
@@ -181,9 +197,17 @@ def _looked_into(job: Job, cell: Cell, work: Work, step: Step, planned: odt.Trai
                 cell, categories=found.at_peak, traces=[*cell.traces, *found.traces(base_bytes=cell.base_bytes or 0)],
                 notes=[*cell.notes, *found.notes],
             )  # fmt: skip
+    if how.operators and cell.device == "cpu":
+        profiled = operator_times(step, steps=_steps_to_profile(cell.median_seconds or 0.0))
+        cell = replace(
+            cell, operators=profiled.rows, profiled_seconds=profiled.profiled_seconds,
+            unprofiled_seconds=profiled.unprofiled_seconds,
+        )  # fmt: skip
     if planned is None:
         cell = replace(cell, flops=count_flops(step))
-    if how.layers and planned is None and cell.mode == "training":
+    if how.layers and planned is not None:
+        cell = replace(cell, notes=[*cell.notes, _NO_LAYERS])
+    elif how.layers and cell.mode == "training":
         cell = replace(cell, layers=layer_memory(work))
     return cell
 

@@ -18,6 +18,8 @@ _NAMES = {
     "workspace": "workspace", "other": "other",
 }  # fmt: skip
 _LOOK_SECONDS = 0.0005
+# So much of the peak may be missed without a note.
+_WORTH_TELLING = 0.01
 
 
 @dataclass
@@ -134,7 +136,7 @@ def sample(step: Callable[[], Any]) -> StepMemory | None:
         thread.join()
     found.peak_bytes = memory.stats().peak_bytes or 0
     seen = max(map(sum, zip(*found.bytes.values(), strict=True)), default=0)
-    if seen < found.peak_bytes:
+    if seen < (1 - _WORTH_TELLING) * found.peak_bytes:
         found.notes.append(f"the allocator's own peak is {found.peak_bytes - seen} bytes above what was seen in a step")
     return found
 

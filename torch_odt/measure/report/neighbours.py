@@ -12,6 +12,8 @@ from torch_odt.measure.report.ways import way_of
 _COLORS = 8
 _STEP = "step_seconds"
 _ALONE = "none"
+# That are sent, whatever happens; what the percentiles are of.
+_COUNT = "requests"
 _NAMES = {
     "requests_per_second": "requests the other program answers",
     "p50_seconds": "half of its requests are answered within",
@@ -32,7 +34,7 @@ def neighbours(record: Record) -> Figure:
     for (model, batch), each in grouped(measured, lambda cell: (model_of(cell), cell.batch_size)).items():
         beside = f"{model}, batch {batch}"
         readings = {condition: _readings(same[0]) for condition, same in grouped(each, _condition).items()}
-        for name in dict.fromkeys(name for found in readings.values() for name in found):
+        for name in dict.fromkeys(name for found in readings.values() for name in found if name != _COUNT):
             made = [
                 Bar(
                     [(found[name], colors[condition])],

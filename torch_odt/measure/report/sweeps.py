@@ -70,7 +70,9 @@ def _sweep(record: Record, *, over: str, line_for: str) -> Figure:
                 key=lambda item: item[0][0],
             )
         ]
-        panels.append(Panel(f"{kind}, {mode}", _chart(drawn, over, mode)))
+        # Separable convolutions have one depth.
+        if len({x for line in drawn for x in line.xs}) > 1:
+            panels.append(Panel(f"{kind}, {mode}", _chart(drawn, over, mode)))
         rows += [_row(cell) for cell in each]
     return Figure(
         f"sweep-{over}",

@@ -98,7 +98,8 @@ def _steps(cells: Sequence[Cell]) -> str:
 def _row(name: str, plain: Cell | None, ours: Cell | None, *, names_engine: bool, names_optimizer: bool) -> list[str]:
     cell = ours or plain
     assert cell is not None
-    factors = ", ".join(f"{key} {value}" for key, value in cell.factors.items())
+    # The name of a network of one kind of layer tells its width and depth.
+    factors = "" if "width" in cell.factors else ", ".join(f"{key} {value}" for key, value in cell.factors.items())
     device = "" if cell.device == "cpu" else cell.device
     batch = str(cell.batch_size) if cell.batch_size else ""
     engine = way_of(ours).engine_name if names_engine and ours is not None else ""
