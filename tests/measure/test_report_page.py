@@ -330,8 +330,20 @@ def test_the_share_of_convolution_gradients_is_told() -> None:
                     OperatorTime(op="convolution_backward", direction="backward", seconds=3.0, calls=1),
                     OperatorTime(op="relu_backward", direction="backward", seconds=1.0, calls=1),
                 ])  # fmt: skip
-    cells = Page(drawn("phases", Record(sample_machine(), [cell]))).texts_in("td")
-    assert cells[-2:] == ["100.0%", "75.0%"]
+    section = drawn("phases", Record(sample_machine(), [cell]))
+    assert Page(section).texts_in("td")[-2:] == ["100.0%", "75.0%"]
+    edges = {style: (float(left), float(right)) for style, left, right in
+             re.findall(r'<path class="block (line\d)" d="M([\d.]+) [\d.]+H([\d.]+)V', section)}  # fmt: skip
+    lengths = {style: right - left for style, (left, right) in edges.items()}
+    assert lengths["line3"] == pytest.approx(3 * lengths["line1"], rel=1e-2)
+    assert lengths["line0"] == pytest.approx(lengths["line1"], rel=1e-2)
+
+
+def test_the_largest_network_of_each_kind_of_layer_is_broken_down() -> None:
+    titles = Page(drawn("phases")).texts_in("h3")
+    swept = [title for title in titles if " " in title.split(",")[0] or "convolution" in title or "separable" in title]
+    names = ("fully connected 128x2", "convolution 128x2", "separable 128x2")
+    assert swept == [f"{name}, 3x32x32" for name in names]
 
 
 def test_no_cell_is_left_out() -> None:
