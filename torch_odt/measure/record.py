@@ -50,7 +50,7 @@ class Machine:
         cores: that this process may use.
         memory_bytes: of the machine, or of the tightest control group.
         governor: of the processors' frequencies as it was found; empty where there is none.
-        accelerator: a graphics card's name; empty where torch sees none.
+        accelerator: graphics cards' names; empty where torch sees none.
         system: the kernel.
         versions: of python, torch, torch_odt, torchvision and timm, as far as they are there.
         started: date and time, ISO 8601, UTC.
