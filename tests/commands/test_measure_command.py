@@ -57,6 +57,10 @@ def test_cells_of_both_engines_and_all_reports(
         assert set(cell.categories) in ({*CATEGORIES}, set())
     assert plain.flops and plain.prediction is None and {row.kind for row in plain.layers} >= {"Conv2d", "BatchNorm2d"}
     assert planned.prediction is not None and planned.prediction.peak_bytes > 0 and not planned.layers
+    assert any("memory by layer is plain PyTorch's" in note for note in planned.notes)
+    for cell in record.cells if plain.categories else ():
+        (held,) = [trace.values for trace in cell.traces if trace.label == "process"]
+        assert 0 <= max(held) <= 4 * (cell.training_bytes or 0) + (64 << 20)
     if plain.categories:
         # The allocator's count of the measured steps, and of the one that was followed.
         counted = plain.reading("allocator", "peak_allocated_bytes")
@@ -110,6 +114,8 @@ def test_an_interrupted_run_goes_on(measure: tuple[str, ...], tmp_path: Path) ->
     ("words", "text"),
     [
         (("--budget", "x%"), "a share is written as 50%"),
+        (("--budget", "30%,0%"), "--budget 0%: it must be above 0"),
+        (("--budget", "30%", "--budget", "much"), "--budget: "),
         (("--budget", "much"), "--budget"),
         (("--budget", "0%"), "must be above 0"),
         (("--budget", "0"), "give a positive number"),
@@ -156,7 +162,9 @@ def test_an_interrupt_says_how_to_go_on(
 
 def test_progress_names_experiment_and_threads() -> None:
     cell = Cell(suite="s", model="net", batch_size=8, mode="training", engine="torch", threads=2, experiment="long run")
-    assert _status(cell, 7.0) == "net batch 8 long run torch, 2 threads: done, 7 s left"
+    assert _status(cell, 7.0) == "net batch 8 long run, plain PyTorch, 2 threads: done, 7 s left"
+    ours = replace(cell, experiment="step", engine="torch_odt", budget="30%", step_seconds=[0.5])
+    assert _status(ours, None) == "net batch 8 training, torch_odt (30%), 2 threads: 500 ms"
 
 
 def _until(is_so: Callable[[], bool]) -> None:
@@ -199,5 +207,9 @@ def test_records_are_reported_on_and_compared_without_measuring(terminal: Termin
     assert outcome.code == 0 and "lenet" in outcome.out and "a board" in page.read_text(encoding="utf-8")
     outcome = terminal("measure", "--compare", tmp_path / "old.jsonl", tmp_path / "new.jsonl")
     assert outcome.out.startswith("new against old"), "machines of one name are told apart by their files"
+    outcome = terminal("measure", "--compare", tmp_path / "old.jsonl", tmp_path / "new.jsonl", "--json")
+    (row,) = outcome.document["rows"]
+    assert outcome.document["names"] == ["old", "new"]
+    assert (row["model"], row["quantity"], row["first"], row["ratio"]) == ("lenet", "step_seconds", 0.002, 1.0)
     outcome = terminal("measure", "--compare", tmp_path / "old.jsonl", tmp_path / "other.jsonl")
     assert outcome.out.startswith("old and other have no cell in common")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,7 @@ def sample_machine(name: str = "sample") -> Machine:
 
 
 def sample_cells(*, faster: float = 1.0) -> list[Cell]:
-    """Every experiment, engine and outcome; `faster` divides all seconds."""
+    """Every experiment, engine and outcome, and two budgets; `faster` divides all seconds."""
     cells = [
         _step(name, seconds / faster, batch, threads, mode, engine)
         for name, seconds in NETWORKS.items()
@@ -47,11 +48,16 @@ def sample_cells(*, faster: float = 1.0) -> list[Cell]:
         for engine in ("torch", "torch_odt")
         if (mode, engine) != ("inference", "torch_odt")
     ]
-    cells += [_sweep(kind, width, depth, mode) for kind in ("fully connected", "convolution", "separable")
-              for width in (64, 128) for depth in (1, 2) for mode in ("inference", "training")]  # fmt: skip
+    cells += [_step(name, 1.4 * seconds / faster, 16, 4, "training", "torch_odt", budget="30%")
+              for name, seconds in NETWORKS.items()]  # fmt: skip
+    ways = (("inference", "torch"), ("training", "torch"), ("training", "torch_odt"))
+    cells += [_sweep(kind, width, depth, *way) for kind in ("fully connected", "convolution", "separable")
+              for width in (64, 128) for depth in (1, 2) for way in ways]  # fmt: skip
+    cells += [_on_card(mode, batch) for batch in (1, 16) for mode in ("inference", "training")]
     cells += [_largest(name, engine) for name in ("alexnet", "mobilenet_v2") for engine in ("torch", "torch_odt")]
     cells += [_neighbour(what) for what in ("none", "foreground", "background")]
-    cells += [_breakdown(), _long_run()]
+    cells += [_neighbour(what, "torch_odt") for what in ("foreground", "background")]
+    cells += [_breakdown(), _long_run("torch"), _long_run("torch_odt")]
     cells.append(_bare("googlenet", 64, outcome="out of memory", reason="more than 900 MiB", limit_bytes=900 * MIB))
     cells.append(_bare("vit_b_16", 1, outcome="failed", reason="RuntimeError: it does not take samples of 3x32x32"))
     cells.append(_bare("lenet", 4, governor="powersave", outcome="skipped", reason="no permission to set governors"))
@@ -75,14 +81,14 @@ def _bare(model: str, batch: int, **more: Any) -> Cell:
                 **{"threads": 4, "mode": "training", "engine": "torch", **more})  # fmt: skip
 
 
-def _step(name: str, seconds: float, batch: int, threads: int, mode: Any, engine: Any) -> Cell:
+def _step(name: str, seconds: float, batch: int, threads: int, mode: Any, engine: Any, *, budget: str = "50%") -> Cell:
     per_step = seconds * (0.3 + 0.7 * batch / 16) / (1 + 0.4 * (threads > 1)) * (3 if mode == "training" else 1)
     tensors = {"weights": 14 * MIB, "gradients": 14 * MIB, "optimizer": 14 * MIB,
                "activations": 22 * MIB * batch, "workspace": 3 * MIB, "other": batch * MIB}  # fmt: skip
     if mode == "inference":
         tensors |= {"gradients": 0, "optimizer": 0, "activations": 0}
     if engine == "torch_odt":
-        tensors["activations"] //= 2
+        tensors["activations"] = tensors["activations"] * int(budget.removesuffix("%")) // 100
     rise = sum(tensors.values()) - tensors["weights"]
     window = per_step * 5
     return _bare(
@@ -91,7 +97,7 @@ def _step(name: str, seconds: float, batch: int, threads: int, mode: Any, engine
         threads=threads,
         mode=mode,
         engine=engine,
-        budget="50%" if engine == "torch_odt" else "",
+        budget=_budget(engine, budget),
         step_seconds=[per_step * factor for factor in (1.0, 1.02, 0.99, 1.05, 1.01)],
         first_seconds=per_step * (30 if engine == "torch_odt" else 1.5),
         window_steps=5,
@@ -120,6 +126,18 @@ def _step(name: str, seconds: float, batch: int, threads: int, mode: Any, engine
     )
 
 
+def _on_card(mode: Any, batch: int) -> Cell:
+    cell = _step("mobilenet_v2", 0.01, batch, 4, mode, "torch")
+    peak_bytes = (30 + batch * (20 if mode == "training" else 2)) * MIB
+    quantities = {
+        **cell.quantities,
+        "device": {"allocated_bytes": 30 * MIB, "peak_allocated_bytes": peak_bytes, "peak_reserved_bytes": 900 * MIB},
+        "nvml": {"gpu_energy_joules": 9.0, "card0_energy_joules": 9.0},
+    }
+    idle = {"clock": {"wall_seconds": 1.0}, "nvml": {"gpu_energy_joules": 5.0}}
+    return replace(cell, device="cuda", quantities=quantities, idle=idle, operators=(), categories={}, traces=())
+
+
 def _operators(seconds: float, mode: str) -> list[OperatorTime]:
     shares = [("convolution", "forward", 0.2), ("native_batch_norm", "forward", 0.1),
               ("convolution_backward", "backward", 0.4), ("native_batch_norm_backward", "backward", 0.2),
@@ -141,6 +159,9 @@ def _memory_traces(seconds: float, tensors: dict[str, int]) -> list[Trace]:
         "workspace": [tensors["workspace"] * (point % 2) for point in range(11)],
         "other": [tensors["other"]] * 11,
     }
+    held_before = tensors["weights"] + tensors["other"]
+    totals = [sum(sizes) for sizes in zip(*levels.values(), strict=True)]
+    levels["process"] = [max(totals[: point + 1]) - held_before + 6 * MIB for point in range(11)]
     return [Trace(quantity="memory", label=name, unit="bytes", at_seconds=times, values=values)
             for name, values in levels.items()]  # fmt: skip
 
@@ -163,28 +184,33 @@ def _prediction(seconds: float, rise: int) -> Prediction:
     )
 
 
-def _sweep(kind: str, width: int, depth: int, mode: Any) -> Cell:
+def _budget(engine: str, budget: str = "50%") -> str:
+    return budget if engine == "torch_odt" else ""
+
+
+def _sweep(kind: str, width: int, depth: int, mode: Any, engine: Any) -> Cell:
     cost = {"fully connected": 0.0005, "convolution": 0.05, "separable": 0.02}[kind] * width / 64 * depth
-    seconds = cost * (3 if mode == "training" else 1)
+    seconds = cost * (3 if mode == "training" else 1) * (0.8 if engine == "torch_odt" else 1)
     return Cell(
         suite="architectures", model=f"{kind} {width}x{depth}", batch_size=128, input_shape=(3, 32, 32), mode=mode,
-        engine="torch", threads=4, factors={"layer": kind, "width": width, "depth": depth}, step_seconds=[seconds] * 3,
-        base_bytes=200 * MIB, peak_bytes=260 * MIB, parameters=width * width * depth, flops=int(1e9 * cost),
-        operators=_operators(seconds, mode), profiled_seconds=seconds, unprofiled_seconds=seconds,
+        engine=engine, budget=_budget(engine), threads=4, factors={"layer": kind, "width": width, "depth": depth},
+        step_seconds=[seconds] * 3, base_bytes=200 * MIB, peak_bytes=260 * MIB, parameters=width * width * depth,
+        flops=int(1e9 * cost), operators=_operators(seconds, mode), profiled_seconds=seconds,
+        unprofiled_seconds=seconds,
     )  # fmt: skip
 
 
 def _largest(name: str, engine: Any) -> Cell:
     batch = 8 if engine == "torch" else 31
     return _bare(name, 0, engine=engine, experiment="largest batch", limit_bytes=512 * MIB,
-                 budget="512MiB" if engine == "torch_odt" else "", results={"largest_batch": batch})  # fmt: skip
+                 budget=_budget(engine, "512MiB"), results={"largest_batch": batch})  # fmt: skip
 
 
-def _neighbour(what: str) -> Cell:
-    slower = {"none": 1.0, "foreground": 1.9, "background": 1.2}[what]
+def _neighbour(what: str, engine: Any = "torch") -> Cell:
+    slower = {"none": 1.0, "foreground": 1.9, "background": 1.2}[what] * (0.9 if engine == "torch_odt" else 1.0)
     return Cell(
-        suite="architectures", model="mentee", batch_size=32, input_shape=(3, 32, 32), mode="training", engine="torch",
-        threads=4, experiment="neighbour", factors={"training": what},
+        suite="architectures", model="mentee", batch_size=32, input_shape=(3, 32, 32), mode="training", engine=engine,
+        budget=_budget(engine), threads=4, experiment="neighbour", factors={"training": what},
         step_seconds=[] if what == "none" else [0.4] * 3,
         results={"requests_per_second": 100 / slower, "p50_seconds": 0.01 * slower, "p99_seconds": 0.02 * slower,
                  "processor_operations_per_second": 1e6 / slower, "memory_bytes_per_second": 5e9 / slower},
@@ -204,12 +230,13 @@ def _breakdown() -> Cell:
     )  # fmt: skip
 
 
-def _long_run() -> Cell:
+def _long_run(engine: Any) -> Cell:
     times = [float(second) for second in range(0, 600, 30)]
-    heat = [min(70.0, 40 + second / 10) for second in times]
+    heat = [min(70.0 if engine == "torch" else 63.0, 40 + second / 10) for second in times]
     traces = [Trace(quantity="temperature", label="cpu_thermal", unit="celsius", at_seconds=times, values=heat)]
     traces += [Trace(quantity="frequency", label=f"core{core}", unit="hertz", at_seconds=times,
                      values=[1.8e9 if celsius < 65 else 1.2e9 for celsius in heat]) for core in range(4)]  # fmt: skip
     traces.append(Trace(quantity="step", label="training", unit="seconds", at_seconds=times,
                         values=[0.5 if celsius < 65 else 0.7 for celsius in heat]))  # fmt: skip
-    return _bare("mobilenet_v2", 16, experiment="long run", traces=traces, step_seconds=[0.5] * 20)
+    return _bare("mobilenet_v2", 16, engine=engine, budget=_budget(engine), experiment="long run", traces=traces,
+                 step_seconds=[0.5] * 20)  # fmt: skip

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from sensors import package, write
 
 from torch_odt.measure.energy import Battery, Board, Nvml, Rapl, StatedPower
@@ -164,9 +165,25 @@ def test_a_supply_that_came_and_went_is_seen(tmp_path: Path) -> None:
 
 
 def test_cards_by_their_driver(monkeypatch: pytest.MonkeyPatch) -> None:
-    readings = iter([1000, 2000, 4500, 2000])
-    monkeypatch.setitem(sys.modules, "pynvml", _driver(2, readings))
-    assert _of(Nvml()) == {"gpu_energy_joules": 3.5}
+    monkeypatch.setitem(sys.modules, "pynvml", _driver(2, iter([1000, 2000, 4500, 2100])))
+    joules = {"card0_energy_joules": 3.5, "card1_energy_joules": 0.1}
+    assert _of(Nvml()) == {"gpu_energy_joules": 3.6, **joules}
+
+
+def test_the_card_that_computes_is_found_by_its_identity(monkeypatch: pytest.MonkeyPatch) -> None:
+    identities = {"cuda:0": "1-uuid", "cuda:1": "7-uuid"}
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda d: types.SimpleNamespace(uuid=identities[d]))
+    monkeypatch.setitem(sys.modules, "pynvml", _driver(2, iter([1000, 2000, 4500, 2100])))
+    assert _of(Nvml("cuda:0"))["gpu_energy_joules"] == 0.1, "torch's first one is the driver's second one"
+    monkeypatch.setitem(sys.modules, "pynvml", _driver(2, iter([1000, 2000, 4500, 2100])))
+    assert "NVML knows no card 7-uuid, which is cuda:1" in str(_of(Nvml("cuda:1"))["gpu_energy_joules"])
+
+
+def test_a_card_without_a_counter_is_absent_beside_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", _driver(2, iter([1000, RuntimeError("Not Supported"), 4500, 9])))
+    found = _of(Nvml())
+    assert found["card0_energy_joules"] == 3.5
+    assert found["card1_energy_joules"] == found["gpu_energy_joules"] == Absent("NVML says: Not Supported")
 
 
 def test_a_driver_without_cards_is_not_0_joules(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -188,13 +205,22 @@ def test_stated_watts_are_named_a_model() -> None:
     assert found < 1
 
 
-def _driver(cards: int, readings: Iterator[int]) -> Any:
+def _driver(cards: int, readings: Iterator[int | Exception]) -> Any:
+    """Counters of cards by their identity; an error in the place of a reading is raised."""
+
+    def count(handle: int) -> int:
+        reading = next(readings)
+        if isinstance(reading, Exception):
+            raise reading
+        return reading
+
     driver: Any = types.ModuleType("pynvml")
     driver.NVMLError = RuntimeError
     driver.nvmlInit = lambda: None
     driver.nvmlDeviceGetCount = lambda: cards
     driver.nvmlDeviceGetHandleByIndex = lambda index: index
-    driver.nvmlDeviceGetTotalEnergyConsumption = lambda handle: next(readings)
+    driver.nvmlDeviceGetUUID = lambda handle: f"GPU-{handle}-uuid"
+    driver.nvmlDeviceGetTotalEnergyConsumption = count
     return driver
 
 

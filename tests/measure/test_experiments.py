@@ -22,12 +22,13 @@ from torch.nn import functional as F
 from torch_odt import memory
 from torch_odt.capture.child import run_in_child
 from torch_odt.measure import largest_batch as largest_batch_module
+from torch_odt.measure import long_run as long_run_module
 from torch_odt.measure import neighbour as neighbour_module
 from torch_odt.measure import neighbour_program
 from torch_odt.measure.flops import count_flops
 from torch_odt.measure.job import How, Job
 from torch_odt.measure.largest_batch import Tried, _try_plain, search, tried_or_refused
-from torch_odt.measure.long_run import long_run
+from torch_odt.measure.long_run import long_run, start_celsius
 from torch_odt.measure.neighbour import beside_neighbour
 from torch_odt.measure.neighbour_program import run_neighbour
 from torch_odt.measure.record import Cell
@@ -107,8 +108,35 @@ def test_a_long_run_traces_what_there_is(tmp_path: Path) -> None:
     assert set(traces["temperature"].values) == {41.0}
     assert list(traces["temperature"].at_seconds) == sorted(traces["temperature"].at_seconds)
     assert traces["temperature"].unit == "celsius" and len(cell.step_seconds) >= 2
-    (note,) = cell.notes
-    assert note.startswith("frequency is absent: there are no processors in")
+    assert not cell.notes and "no processor in" in cell.quantities["cpufreq"]["frequency_hertz"]["absent"]  # type: ignore[index]
+
+
+def test_a_long_run_waits_until_the_processors_are_as_cool_as_before_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    zone = "sys/class/thermal/thermal_zone0"
+    write(tmp_path, {f"{zone}/type": "cpu", f"{zone}/temp": 70_000})
+    waited: list[float] = []
+
+    def sleep(seconds: float) -> None:
+        waited.append(seconds)
+        write(tmp_path, {f"{zone}/temp": 70_000 - 10_000 * len(waited)})
+
+    monkeypatch.setattr(long_run_module.time, "sleep", sleep)
+    job = Job(CELL, How(run_seconds=0.1, warmup_steps=0, start_celsius=49.0))
+    cell = long_run(job, CELL, lambda: None, root=tmp_path)
+    assert len(waited) == 2 and start_celsius(cell) == 50.0
+    assert not any("began at" in note for note in cell.notes)
+
+
+def test_a_long_run_does_not_wait_for_ever(tmp_path: Path) -> None:
+    zone = "sys/class/thermal/thermal_zone0"
+    write(tmp_path, {f"{zone}/type": "cpu", f"{zone}/temp": 70_000})
+    cell = long_run(
+        Job(CELL, How(run_seconds=0.1, warmup_steps=0, start_celsius=40.0)), CELL, lambda: None, root=tmp_path
+    )
+    assert cell.notes[0] == "it began at 70 °C, plain PyTorch's run at 40 °C"
+    assert start_celsius(replace(cell, traces=())) is None
 
 
 def test_a_neighbour_tells_its_speed() -> None:

@@ -1,21 +1,25 @@
-"""What the meters say of a process, beside what the kernel tells whoever waits for that process."""
+"""What the meters say of a process, beside what the kernel, GNU time and perf tell of it."""
 
 from __future__ import annotations
 
 import json
 import os
+import re
+import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 # What comes before and after the window is small against what is in it.
-PROGRAM = """
+IMPORTS = """
 import json, mmap, time
 from torch_odt.measure import Window
 from torch_odt.measure.clock import Clock, Events
 from torch_odt.measure.memory import ProcessMemory
-
+"""
+PROGRAM = f"""{IMPORTS}
 with Window([Clock(), Events(), ProcessMemory()], poll_seconds=0.005) as window:
     pages = mmap.mmap(-1, 800 << 20)
     pages.madvise(mmap.MADV_NOHUGEPAGE)
@@ -57,3 +61,60 @@ def test_readings_are_those_of_the_parent() -> None:
     rise = proc["peak_bytes"] - proc["begin_bytes"]
     assert rise == pytest.approx(800 << 20, rel=0.02)
     assert events["involuntary_context_switches"] <= usage["ru_nivcsw"]
+
+
+def _counted(tool: list[str], program: str) -> tuple[str, str]:
+    """What a program prints and what a tool says of it."""
+    ended = subprocess.run([*tool, sys.executable, "-P", "-c", program], capture_output=True, text=True, check=True)
+    return ended.stdout, ended.stderr
+
+
+def _number(pattern: str, text: str) -> float:
+    found = re.search(pattern, text)
+    assert found is not None, text
+    return float(found[1])
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/usr/bin/time").exists(), reason="GNU time is not installed")
+def test_readings_are_those_of_gnu_time() -> None:
+    tool = ["/usr/bin/time", "-v"]
+    out, said = _counted(tool, PROGRAM)
+    _, said_of_imports = _counted(tool, IMPORTS)
+
+    def in_window(name: str) -> float:
+        pattern = re.escape(name) + r": ([0-9.]+)"
+        return _number(pattern, said) - _number(pattern, said_of_imports)
+
+    record = json.loads(out)
+    clock, events, proc = record["clock"], record["getrusage"], record["proc"]
+    cpu_seconds = in_window("User time (seconds)") + in_window("System time (seconds)")
+    assert clock["user_seconds"] + clock["system_seconds"] == pytest.approx(cpu_seconds, rel=0.1)
+    assert events["minor_page_faults"] == pytest.approx(in_window("Minor (reclaiming a frame) page faults"), rel=0.02)
+    highest_kib = _number(r"Maximum resident set size \(kbytes\): (\d+)", said)
+    assert proc["peak_resident_bytes"] == pytest.approx(highest_kib * 1024, rel=0.02)
+
+
+PERF = ["perf", "stat", "-x", ",", "-e", "task-clock,page-faults"]
+
+
+def _counts_here() -> bool:
+    if shutil.which("perf") is None:
+        return False
+    ended = subprocess.run([*PERF, "true"], capture_output=True, text=True)
+    return ended.returncode == 0 and "not " not in ended.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not _counts_here(), reason="perf is not installed, or counts nothing here")
+def test_readings_are_those_of_perf() -> None:
+    out, said = _counted(PERF, PROGRAM)
+    _, said_of_imports = _counted(PERF, IMPORTS)
+    record = json.loads(out)
+    clock, events = record["clock"], record["getrusage"]
+    milliseconds, faults = (
+        _number(pattern, said) - _number(pattern, said_of_imports)
+        for pattern in (r"([0-9.]+),msec,task-clock", r"([0-9.]+),,page-faults")
+    )
+    assert clock["user_seconds"] + clock["system_seconds"] == pytest.approx(milliseconds / 1e3, rel=0.1)
+    assert events["minor_page_faults"] == pytest.approx(faults, rel=0.02)

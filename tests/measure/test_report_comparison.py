@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -48,6 +49,60 @@ def test_what_only_one_ran_out_of_memory_for_has_no_ratio() -> None:
     text = str(compare(record(CELL, name="a"), record(refused, name="b")))
     (line,) = [line for line in text.splitlines() if "500 ms" in line]
     assert line.endswith("out of memory")
+
+
+def test_a_program_reads_a_row_for_each_cell_and_quantity() -> None:
+    slower = replace(CELL, step_seconds=[0.75], peak_bytes=1 << 19)
+    other = replace(CELL, model="another", outcome="failed", step_seconds=[], peak_bytes=None)
+    comparison = compare(record(CELL, other, name="a"), record(slower, replace(CELL, batch_size=9), name="b"))
+    found = json.loads(json.dumps(comparison.to_dict()))
+    assert found["names"] == ["a", "b"] and [machine["name"] for machine in found["machines"]] == ["a", "b"]
+    rows = {row["quantity"]: row for row in found["rows"]}
+    assert list(rows) == ["step_seconds", "training_bytes"]
+    seconds = rows["step_seconds"]
+    assert (seconds["first"], seconds["second"], seconds["ratio"], seconds["unit"]) == (0.5, 0.75, 1.5, "seconds")
+    assert (seconds["model"], seconds["batch_size"], seconds["engine"]) == ("net", 8, "torch")
+    assert (
+        seconds["outcomes"] == ["ok", "ok"] and seconds["threads"] == [1, 1] and seconds["at_least"] == [False, False]
+    )
+    assert rows["training_bytes"]["ratio"] == 0.5
+    assert [cell["model"] for cell in found["only_first"]] == ["another"]
+    assert [cell["batch_size"] for cell in found["only_second"]] == [9]
+
+
+def test_every_number_of_the_text_is_in_a_row() -> None:
+    comparison = compare(sample_record("old"), sample_record("new", faster=2.0))
+    rows = comparison.to_dict()["rows"]
+    lines = [line for line in str(comparison).splitlines() if line.startswith("  ")]
+    # Each block of the text begins with its header.
+    assert len(rows) == len(lines) - len({row["quantity"] for row in rows})
+    keys = [
+        (json.dumps({name: row[name] for name in comparison.pairs[0].first.identity}), row["quantity"]) for row in rows
+    ]
+    assert len(set(keys)) == len(keys)
+    refused = [row for row in rows if row["outcomes"] == ["out of memory"] * 2]
+    assert refused and all(row["first"] is row["second"] is row["ratio"] is None for row in refused)
+
+
+def test_a_bound_and_energy_of_two_sources_have_no_ratio() -> None:
+    note = "the search was ended after 30 s: a larger batch may fit"
+    found = [replace(CELL, experiment="largest batch", results={"largest_batch": batch}, notes=notes, step_seconds=[])
+             for batch, notes in ((8, []), (32, [note]))]  # fmt: skip
+    row = compare(record(found[0], name="a"), record(found[1], name="b")).to_dict()["rows"][-1]
+    assert (row["first"], row["second"], row["ratio"], row["at_least"]) == (8, 32, None, [False, True])
+
+    def drawing(source: str, name: str) -> Cell:
+        clock = {"clock": {"wall_seconds": 1.0}}
+        return replace(
+            CELL, window_steps=1, quantities={**clock, source: {name: 9.0}}, idle={**clock, source: {name: 1.0}}
+        )
+
+    rapl, model = drawing("rapl", "package_energy_joules"), drawing("model", "modelled_energy_joules")
+    comparison = compare(record(rapl, name="a"), record(model, name="b"))
+    (row,) = [row for row in comparison.to_dict()["rows"] if row["quantity"] == "step_joules"]
+    assert row["sources"] == ["rapl", "model"] and row["first"] == 8.0 and row["ratio"] is None
+    assert "8.00 J (rapl)  8.00 J (model)" in str(comparison)
+    assert "sources" in compare(record(rapl), record(rapl)).to_dict()["rows"][-1]
 
 
 def test_cells_that_only_one_has_are_listed() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -25,7 +27,7 @@ const outside = all(".value, .tick, .title, h2, h3, .legend li, .absent li").fil
 });
 const meets = (a, b) => a.left < b.right - 1 && b.left < a.right - 1 && a.top < b.bottom - 2 && b.top < a.bottom - 2;
 const overlapping = charts.flatMap((chart) => {
-  const names = ".value, .group, .tick";
+  const names = ".value, .group, .tick, .mark";
   const texts = [...chart.querySelectorAll(names), ...(chart.nextElementSibling?.querySelectorAll(names) ?? [])];
   const boxes = texts.map((each) => [each.textContent, each.getBoundingClientRect()]);
   const isHigher = (a, b) => boxes.indexOf(a) < boxes.indexOf(b);
@@ -38,7 +40,7 @@ const report = {
   charts: charts.map((each) => [each.clientWidth, each.clientHeight]),
   outside: outside.map((each) => each.textContent),
   overlapping,
-  smallest: Math.min(...all(".value, .tick, .title, .group, td, li").map((each) => size(each))),
+  smallest: Math.min(...all(".value, .tick, .title, .group, .mark, td, li").map((each) => size(each))),
   unpainted: painted.filter((each) => each.fill === "none" && each.stroke === "none").length,
   background: view.getComputedStyle(inside.body).backgroundColor,
 };
@@ -66,6 +68,33 @@ def test_it_fits_in_light_and_dark(tmp_path: Path, texts: dict[str, str], name: 
     assert all(150 < chart[0] < width and chart[1] > 30 for chart in report["charts"])
     levels = [int(level) for level in re.findall(r"\d+", report["background"])]
     assert max(levels) < 60 if dark else min(levels) > 200
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The page of the quick suite, of one network."""
+    path = tmp_path_factory.mktemp("measured") / "page.html"
+    words = ["--quick", "--model", "lenet", "--batch-sizes", "2,8", "--threads", "1,2", "--budget", "8MiB,12MiB"]
+    words += ["--repetitions", "2", "--run-seconds", "2", "--fit", "16MiB", "--watts", "4,1", "--html", str(path)]
+    command = [sys.executable, "-P", "-m", "torch_odt", "measure", *words]
+    ended = subprocess.run(command, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    return path.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(("width", "dark"), [(390, True), (1100, False)])
+def test_a_measured_page_shows_its_figures(tmp_path: Path, measured: str, width: int, dark: bool) -> None:
+    report = visit(tmp_path, framed(measured, width), LOOK, dark=dark).report
+    assert report["page"] == width and report["outside"] == [] and report["overlapping"] == []
+    figures = dict(re.findall(r'<figure id="([^"]+)" class="chart">(.*?)</figure>', measured, re.DOTALL))
+    assert figures.keys() >= {
+        "step-times", "sample-times", "threads", "busy-processors", "peak-memory", "memory-categories",
+        "memory-over-time", "largest-batch", "frontier", "phases", "operators", "step-energy", "sample-energy",
+        "long-run",
+    }  # fmt: skip
+    for figure in figures.values():
+        assert figure.count('data-axis="x"') == figure.count('data-axis="y"') == figure.count("<svg ") > 0
+        assert figure.count('<i class="swatch') > 0 and figure.count('class="tick"') > 1
 
 
 def test_what_does_not_fit_would_be_seen(tmp_path: Path, texts: dict[str, str]) -> None:

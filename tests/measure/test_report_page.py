@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import fields, replace
+from html import escape
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,8 @@ from sample_records import MIB, sample_cells, sample_machine, sample_record, wri
 
 from torch_odt.measure.record import Cell, LayerMemory, Machine, OperatorTime, Prediction, Record, Trace
 from torch_odt.measure.report import compare, page, table, write_page
+from torch_odt.measure.report.lines import Line, Side, lines
+from torch_odt.measure.report.units import COUNT
 
 # What stands at the axes of each figure: across, and upwards (of bars: from top to bottom).
 AXES = {
@@ -23,6 +26,7 @@ AXES = {
     "threads": ("threads", "times the speed of 1 thread"),
     "busy-processors": ("busy cores, of any program", "samples in a batch"),
     "peak-memory": ("bytes above the level before the step was made", "samples in a batch"),
+    "device-memory": ("bytes of the device's memory", "samples in a batch"),
     "memory-categories": ("bytes of tensors at their peak", "batch and way of a step"),
     "memory-over-time": ("seconds since the step began", "memory in bytes"),
     "layers": ("bytes of a training step", "layer, in the network's order"),
@@ -45,8 +49,8 @@ ODD = st.builds(lambda text: f"</svg><b>{text}\"'&", TEXTS)
 
 
 def sections_of(text: str) -> dict[str, str]:
-    """The HTML of each figure's section by the figure's id."""
-    found = {}
+    """The HTML of each figure's section by the figure's id; of a figure without anything in it its line."""
+    found = {match[1]: match[0] for match in re.finditer(r'<li id="([^"]+)">.*?</li>', text, re.DOTALL)}
     for section in re.findall(r"<section>.*?</section>", text, re.DOTALL):
         if match := re.search(r'<(?:figure|div) id="([^"]+)"', section):
             found[match[1]] = section
@@ -91,7 +95,7 @@ def test_every_figure_has_axes_with_units_a_legend_and_its_numbers(key: str) -> 
     axes = re.findall(r'<div class="axis" data-axis="([xy])"><span class="title"[^>]*>(.*?)</span>', section)
     assert [axis for axis, _ in axes].count("x") == [axis for axis, _ in axes].count("y") == section.count("<svg ")
     across, upwards = AXES[key]
-    assert {("x", across), ("y", upwards.replace("'", "&#x27;"))} <= set(axes)
+    assert {("x", escape(across)), ("y", escape(upwards))} <= set(axes)
     assert all(legend_of(section)) and legend_of(section)
     ticks = spans(section, "tick")
     assert len(ticks) >= 2 * section.count("<svg ")
@@ -187,22 +191,136 @@ def test_absent_energy_is_named_with_its_reason() -> None:
     cell = replace(sample_cells()[1], quantities=quantities)
     machine = replace(sample_machine(), absent={"battery battery_energy_joules": "there is none"})
     section = drawn("step-energy", Record(machine, [cell]))
-    reason = "no energy was measured (rapl: no permission to read energy_uj; battery: there is none)"
-    assert f"lenet: {reason}" in Page(section).texts_in("li")
+    reasons = [
+        "no energy from the processor's counter (RAPL): no permission to read energy_uj",
+        "no energy from the battery: there is none",
+        "no energy by a model: torch-odt measure --watts states what a busy core draws",
+    ]
+    assert Page(section).texts_in("li") == reasons
     assert "<svg" not in section and "0 J" not in section
 
 
+def test_what_is_absent_is_told_once_and_named_where_others_have_it() -> None:
+    quantities = {"rapl": {"package_energy_joules": {"absent": "closed"}}, "model": {}}
+    lacking = [replace(cell, quantities=quantities) for cell in sample_cells() if cell.model in ("lenet", "alexnet")]
+    having = [cell for cell in sample_cells() if cell.model == "googlenet" and cell.outcome == "ok"]
+    reason = "no energy from the processor's counter (RAPL): closed"
+    machine = replace(sample_machine(), absent={})
+    ok = [cell for cell in lacking if cell.outcome == "ok"]
+    for cells, text in ((ok, reason), ([*ok, *having], f"{reason} (lenet, alexnet)")):
+        section = drawn("step-energy", Record(machine, cells))
+        assert [each for each in Page(section).texts_in("li") if "RAPL" in each] == [text]
+
+
+def test_a_machines_absences_are_a_line_for_each_reason() -> None:
+    absent = {"rapl package_energy_joules": "none", "rapl memory_energy_joules": "none", "nvml": "no driver"}
+    machine = replace(sample_machine(), absent=absent)
+    lines = ["rapl (package energy joules, memory energy joules): none", "nvml: no driver"]
+    assert Page(page(Record(machine, []))).texts_in("li")[-2:] == lines
+    assert table(Record(machine, [])).endswith("This machine cannot measure\n  " + "\n  ".join(lines))
+
+
 def test_a_long_run_names_the_sensors_it_lacked() -> None:
-    (cell,) = [cell for cell in sample_cells() if cell.experiment == "long run"]
+    cell = next(cell for cell in sample_cells() if cell.experiment == "long run")
     steps = [trace for trace in cell.traces if trace.quantity == "step"]
     machine = replace(sample_machine(), absent={"thermal highest_celsius": "no sensor"})
     section = drawn("long-run", Record(machine, [replace(cell, traces=steps)]))
     assert section.count("<svg ") == 1
-    assert "long run: no temperature was read (no sensor)" in section and "no frequency was read<" in section
+    assert {"No temperature was read: no sensor.", "No frequency was read."} == set(Page(section).texts_in("li")[1:])
+
+
+def test_long_runs_of_both_engines_share_their_charts() -> None:
+    section = drawn("long-run")
+    title = "mobilenet_v2, 3x224x224, batch 16, 4 threads"
+    quantities = ("temperature", "frequency", "step")
+    assert Page(section).texts_in("h3") == [f"{title}: {quantity}" for quantity in quantities]
+    # A sensor, four cores and the steps, of each of both.
+    assert section.count('<path class="line line') == 2 * (1 + 4 + 1)
+    assert section.count(' dashed" d="M') == 1 + 4 + 1
+    assert "dashed: torch_odt (50%)" in legend_of(section)
+
+
+def test_the_other_program_alone_stands_beside_trainings_of_both_engines() -> None:
+    section = drawn("neighbours")
+    conditions = ["none", *(f"{how}, {engine}" for engine in ("plain PyTorch", "torch_odt (50%)")
+                            for how in ("foreground", "background"))]  # fmt: skip
+    assert legend_of(section) == [f"training: {condition}" for condition in conditions]
+    assert set(Page(section).texts_in("h3")) >= {"a step of the training, beside mentee, 3x32x32, batch 32"}
+    # From the lowest bar upwards.
+    assert spans(section, "value")[3:5] == ["52.63/s · 0.53×", "100/s"]
+    assert spans(section, "value")[0] == "92.59/s · 0.93×"
+
+
+def test_the_frontier_names_every_budget_and_keeps_optimizers_apart() -> None:
+    steps = [cell for cell in sample_cells() if cell.model == "lenet" and cell.batch_size == 16 and cell.threads == 4]
+    others = [replace(cell, optimizer="adam", step_seconds=[9.0]) for cell in steps if cell.mode == "training"]
+    theirs = replace(steps[1], engine="executorch", step_seconds=[0.5])
+    section = drawn("frontier", Record(sample_machine(), [*steps, *others, theirs]))
+    title = "lenet, 3x224x224, batch 16"
+    assert Page(section).texts_in("h3") == [title, f"{title}, adam"]
+    marks = re.findall(r'<span class="mark [^"]*"[^>]*>(.*?)</span>', section)
+    assert sorted(marks) == ["30%", "30%", "50%", "50%"]
+    assert legend_of(section) == ["plain PyTorch", "torch_odt, measured", "ExecuTorch", "torch_odt, predicted"]
+    dots = re.findall(r'<i class="dot (line\d)[^"]*" style="[^"]*" title="([^"]*)"', section)
+    measured = [text for style, text in dots if style == "line1"]
+    assert len(measured) == 4 and sum("9.00 s" in text for text in measured) == 2
+    rows = [re.findall(r"<td>(.*?)</td>", row) for row in re.findall(r"<tr>(<td>.*?)</tr>", section)]
+    assert [row[1] for row in rows] == [
+        "plain PyTorch", "torch_odt (30%)", "torch_odt (50%)", "ExecuTorch",
+        "plain PyTorch (adam)", "torch_odt (30%, adam)", "torch_odt (50%, adam)",
+    ]  # fmt: skip
+
+
+def test_marks_give_way_to_each_other() -> None:
+    def marks(*xs: float) -> list[tuple[str, str]]:
+        line = Line("l", "line0", xs, [1.0] * len(xs), marks=[f"{x:g}" for x in xs])
+        chart = lines([line], x=Side("x", COUNT), y=Side("y", COUNT), description="")
+        return re.findall(r'<span class="mark ([^"]*)"[^>]*>(.*?)</span>', chart)
+
+    assert marks(1, 50, 100) == [("behind", "1"), ("before", "50"), ("before", "100")]
+    assert marks(1, 50, 51, 52, 100) == [("behind", "1"), ("before", "50"), ("behind", "51"), ("before", "100")]
+
+
+def test_two_optimizers_of_a_network_stand_beside_each_other() -> None:
+    """Nothing of one is taken for the other's, and inference, which has none, is of both."""
+    steps = [cell for cell in sample_cells() if cell.model == "lenet" and cell.batch_size == 16 and cell.threads == 4]
+    adam = [
+        replace(cell, optimizer="adam", step_seconds=[2 * (cell.median_seconds or 0)])
+        for cell in steps
+        if cell.mode == "training"
+    ]
+    names = ["plain PyTorch, inference", "plain PyTorch, training", "plain PyTorch (adam), training",
+             "torch_odt (50%), training", "torch_odt (30%), training",
+             "torch_odt (50%, adam), training", "torch_odt (30%, adam), training"]  # fmt: skip
+    both, alone = Record(sample_machine(), [*steps, *adam]), Record(sample_machine(), [steps[0], *adam])
+    sections = sections_of(page(both))
+    assert legend_of(sections["step-times"]) == legend_of(sections["peak-memory"]) == names
+    rows = [re.findall(r"<td>(.*?)</td>", row) for row in re.findall(r"<tr>(<td>.*?)</tr>", sections["step-times"])]
+    times = {row[2]: row[3:] for row in rows}
+    assert times["plain PyTorch (adam), training"][1] == f"{2 * 3:.3g}"
+    assert times["torch_odt (50%, adam), training"][2] == times["torch_odt (50%), training"][2] == "1"
+    titles = Page(sections["memory-over-time"]).texts_in("h3")
+    assert len(titles) == len(set(titles)) == 6 and sum("adam" in title for title in titles) == 3
+    assert len(re.findall(r"<tr><td>", sections["all-cells"])) == len(both.cells)
+    # Alone it has the colours that the usual one has.
+    styles = re.findall(r'<li><i class="swatch ([^"]*)"></i>(.*?)</li>', drawn("step-times", alone))
+    assert styles[:2] == [("line0 pale", "plain PyTorch, inference"), ("line0", "plain PyTorch (adam), training")]
+
+
+def test_lines_of_several_ways_are_dashed_differently() -> None:
+    cells = [cell for cell in sample_cells() if cell.model == "lenet" and cell.mode == "training"]
+    cells += [replace(cell, budget="30%") for cell in cells if cell.engine == "torch_odt" and cell.threads == 1]
+    cells += [replace(cells[0], engine="executorch", threads=threads) for threads in (1, 4)]
+    section = drawn("threads", Record(sample_machine(), cells))
+    assert legend_of(section) == ["batch 1", "batch 16", "dashed: torch_odt (50%)", "long-dashed: torch_odt (30%)",
+                                  "dotted: ExecuTorch"]  # fmt: skip
+    strokes = re.findall(r'<path class="line (line\d[^"]*)"', section)
+    assert sorted(strokes) == ["line0", "line0 dashed", "line0 dotted", "line1", "line1 dashed", "line1 long-dashed"]
 
 
 def test_stated_watts_are_not_called_measured() -> None:
-    assert "Source: a model: stated watts, not measured." in drawn("step-energy")
+    sources = "a model of stated watts, not measured; the card's own counter (NVML)"
+    assert f"Source: {escape(sources)}." in drawn("step-energy")
 
 
 def test_the_share_of_convolution_gradients_is_told() -> None:
@@ -212,8 +330,20 @@ def test_the_share_of_convolution_gradients_is_told() -> None:
                     OperatorTime(op="convolution_backward", direction="backward", seconds=3.0, calls=1),
                     OperatorTime(op="relu_backward", direction="backward", seconds=1.0, calls=1),
                 ])  # fmt: skip
-    cells = Page(drawn("phases", Record(sample_machine(), [cell]))).texts_in("td")
-    assert cells[-2:] == ["100.0%", "75.0%"]
+    section = drawn("phases", Record(sample_machine(), [cell]))
+    assert Page(section).texts_in("td")[-2:] == ["100.0%", "75.0%"]
+    edges = {style: (float(left), float(right)) for style, left, right in
+             re.findall(r'<path class="block (line\d)" d="M([\d.]+) [\d.]+H([\d.]+)V', section)}  # fmt: skip
+    lengths = {style: right - left for style, (left, right) in edges.items()}
+    assert lengths["line3"] == pytest.approx(3 * lengths["line1"], rel=1e-2)
+    assert lengths["line0"] == pytest.approx(lengths["line1"], rel=1e-2)
+
+
+def test_the_largest_network_of_each_kind_of_layer_is_broken_down() -> None:
+    titles = Page(drawn("phases")).texts_in("h3")
+    swept = [title for title in titles if " " in title.split(",")[0] or "convolution" in title or "separable" in title]
+    names = ("fully connected 128x2", "convolution 128x2", "separable 128x2")
+    assert swept == [f"{name}, 3x32x32" for name in names]
 
 
 def test_no_cell_is_left_out() -> None:
@@ -226,8 +356,10 @@ def test_a_record_without_cells_says_what_is_missing() -> None:
     text = page(Record(Machine(name="", processor=""), []))
     sections = sections_of(text)
     assert AXES.keys() < sections.keys()
-    for section in sections.values():
-        assert "<figure" not in section and len(Page(section).texts_in("li")) == 1
+    for key in AXES:
+        (line,) = Page(sections[key]).texts_in("li")
+        assert ": " in line and line.endswith(".")
+    assert Page(text).texts_in("h2")[-1] == "What this record does not show" and "<figure" not in text
     assert Page(text).texts_in("h1") == ["What training costs on this device"]
 
 

@@ -40,6 +40,19 @@ def test_plain_pytorch_stands_beside_torch_odt() -> None:
     assert " ".join(lines[5].split()) == "net 8 2 training 25% 200 ms 300 ms 1.50× 4.0 MiB 1.0 MiB 0.25×"
 
 
+def test_optimizers_are_told_apart() -> None:
+    cells = [make(engine, optimizer=optimizer, step_seconds=[seconds])
+             for optimizer, faster in (("sgd", 1.0), ("adam", 0.5))
+             for engine, seconds in (("torch", 0.2 / faster), ("torch_odt", 0.1 / faster))]  # fmt: skip
+    inference = replace(cells[0], mode="inference", step_seconds=[0.05])
+    rows = [line.split() for line in lines_of(inference, *cells)[3:7]]
+    assert rows[0][4] == "optimizer"
+    assert rows[1] == ["net", "8", "2", "inference", "50", "ms", "–"]
+    assert rows[2] == ["net", "8", "2", "training", "sgd", "200", "ms", "100", "ms", "0.50×"]
+    assert rows[3] == ["net", "8", "2", "training", "adam", "400", "ms", "200", "ms", "0.50×"]
+    assert "optimizer" not in "".join(lines_of(*cells[:2]))
+
+
 def test_what_was_not_measured_says_why() -> None:
     refused = make("torch", outcome="out of memory", reason="more than 1 GiB")
     lines = lines_of(refused, make("torch_odt", step_seconds=[0.1]))
@@ -59,6 +72,29 @@ def test_a_breakdown_is_not_compared_with_another_suite() -> None:
     assert not any("×" in line for line in lines_of(*cells))
 
 
+def test_long_runs_and_neighbours_are_told_in_a_row() -> None:
+    cells = [cell for cell in sample_cells() if cell.experiment in ("long run", "neighbour")]
+    run = replace(cells[-1], step_seconds=[0.5] * 10 + [9.0] * 80 + [0.7] * 10)
+    lines = [" ".join(line.split()) for line in lines_of(*cells[:-1], run)]
+    start = lines.index("Long run")
+    assert lines[start + 1] == "network batch threads way a step at first in the end hottest slowest core"
+    assert lines[start + 2] == "mobilenet_v2 16 4 plain PyTorch 500 ms 500 ms 70.0 °C 1.20 GHz"
+    assert lines[start + 3] == "mobilenet_v2 16 4 torch_odt (50%) 500 ms 700 ms 63.0 °C 1.80 GHz"
+    start = lines.index("Neighbour")
+    assert lines[start + 2] == "mentee 32 4 training none 100/s 10 ms 20 ms 1 M/s 4.66 GiB/s – –"
+    assert lines[start + 3].startswith("mentee 32 4 training foreground plain PyTorch 52.63/s 19 ms 38 ms")
+    assert lines[start + 6].startswith("mentee 32 4 training background torch_odt (50%) 92.59/s")
+
+
+def test_cells_of_one_reason_stand_on_one_line() -> None:
+    cells = [replace(make("torch"), batch_size=batch, outcome="skipped", reason="no card") for batch in range(1, 9)]
+    lines = lines_of(*cells, replace(cells[0], batch_size=99, reason="another"))
+    names = "; ".join(f"net, batch {batch}, plain PyTorch, training, 2 threads" for batch in range(1, 5))
+    start = lines.index("Not measured")
+    assert lines[start + 1] == f"  {names}; and 4 others: skipped (no card)"
+    assert lines[start + 2].endswith("batch 99, plain PyTorch, training, 2 threads: skipped (another)")
+
+
 def test_notes_stand_below_the_tables_once() -> None:
     note = "50% is 214 KiB, which is too small: the smallest budget was taken, 11.6 MiB"
     lines = lines_of(*(make("torch_odt", budget=each, step_seconds=[0.1], notes=[note]) for each in ("50%", "25%")))
@@ -72,7 +108,11 @@ def test_notes_stand_below_the_tables_once() -> None:
 def test_a_largest_batch_that_was_not_shut_in_is_the_least_it_may_be(note: str) -> None:
     plain = make("torch", experiment="largest batch", results={"largest_batch": 8})
     ours = make("torch_odt", experiment="largest batch", results={"largest_batch": 32}, notes=[note])
-    assert lines_of(plain, ours)[4].endswith("largest batch at least 32")
+    rows = [" ".join(line.split()) for line in lines_of(plain, ours)[2:6]]
+    assert rows == [
+        "Largest batch", "network batch threads way largest batch",
+        "net 8 2 plain PyTorch 8", "net 8 2 torch_odt at least 32",
+    ]  # fmt: skip
     record = Record(sample_machine(), [plain, ours])
     text = page(record)
     assert ">at least 32<" in text and f"{note}</li>" in text and "4× plain" not in text
@@ -84,7 +124,7 @@ def test_a_largest_batch_that_was_not_shut_in_is_the_least_it_may_be(note: str) 
 def test_every_experiment_is_there() -> None:
     text = "\n".join(lines_of(*sample_cells()))
     assert text == table(sample_record())
-    for part in ("Largest batch\n", "largest batch 31", "Neighbour\n", "p99 seconds 38 ms", "Not measured\n"):
+    for part in ("Largest batch\n", "torch_odt (512MiB)", "Neighbour\n", "p99 seconds", "Not measured\n"):
         assert part in text
     assert table(Record(Machine(name="a", processor="b"), [])) == "a: b"
 
@@ -133,5 +173,8 @@ def test_scalars_for_tensorboard() -> None:
     assert writer.scalars[f"{tag}/training_bytes", 16] == cell.training_bytes
     heat = "measure/ubiquitous/mobilenet_v2/long_run/training/4_threads/torch/temperature/cpu_thermal_celsius"
     assert writer.scalars[heat, 60_000_000] == 46.0
+    adam = replace(cell, optimizer="adam", step_seconds=[9.0])
+    log_record(Record(record.machine, [adam]), writer)
+    assert writer.scalars[f"{tag}_adam/step_seconds", 16] == 9.0 != writer.scalars[f"{tag}/step_seconds", 16]
     refused = "measure/ubiquitous/googlenet/step/training/4_threads/torch"
     assert (refused, "out of memory: more than 900 MiB", 64) in writer.texts

@@ -23,7 +23,7 @@ from torch_odt.measure import run as run_module
 from torch_odt.measure.ending import Shortage, is_out_of_memory
 from torch_odt.measure.job import How, Job
 from torch_odt.measure.meter import Absent
-from torch_odt.measure.record import Cell, Record, append_line
+from torch_odt.measure.record import Cell, Record, Trace, append_line
 from torch_odt.measure.run import Run, in_process
 
 HOW = How(limit_bytes=1000)
@@ -133,6 +133,28 @@ def test_the_budget_is_bytes_or_a_share_of_what_plain_pytorch_took(
     how = measurer.jobs[-1].how
     assert how.budget_bytes == expected
     assert how.or_smallest == budget.endswith("%")
+
+
+def test_a_share_beside_a_neighbour_is_that_of_plain_steps(tmp_path: Path) -> None:
+    measurer = Measurer()
+    jobs = [make_job("a")]
+    for experiment, factors in (("long run", {}), ("neighbour", {"training": "background"})):
+        jobs.append(make_job("a", engine="torch_odt", budget="25%", experiment=experiment, factors=factors))
+    Run(jobs, sample_machine(), tmp_path / "run.jsonl", measurer).go()
+    assert [job.how.budget_bytes for job in measurer.jobs] == [None, 100, 100]
+
+
+def test_a_long_run_begins_as_cool_as_plain_pytorchs(tmp_path: Path) -> None:
+    measurer = Measurer()
+    traces = [Trace(quantity="temperature", label=label, unit="celsius", at_seconds=[0, 9], values=[celsius, 90.0])
+              for label, celsius in (("cpu", 41.0), ("gpu", 48.0))]  # fmt: skip
+    jobs = [make_job("a", experiment="long run", traces=traces), make_job("b", experiment="long run")]
+    jobs += [
+        make_job(model, engine="torch_odt", budget="1KiB", experiment=experiment)
+        for model, experiment in (("a", "long run"), ("b", "long run"), ("a", "step"))
+    ]
+    Run(jobs, sample_machine(), tmp_path / "run.jsonl", measurer).go()
+    assert [job.how.start_celsius for job in measurer.jobs] == [None, None, 48.0, None, None]
 
 
 def test_a_share_of_what_is_not_known_is_skipped(tmp_path: Path) -> None:

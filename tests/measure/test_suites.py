@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
 
 from torch_odt.measure.job import How, Job
 from torch_odt.measure.networks import CIFAR_SHAPE, NETWORKS, is_network, make_network
+from torch_odt.measure.record import Cell
 from torch_odt.measure.suites import SUITES, UBIQUITOUS, Choices
+
+_LIMIT = {True: "128.0MiB", False: "512.0MiB"}
 
 
 @pytest.mark.parametrize("name", SUITES)
@@ -23,7 +27,7 @@ def test_cells_are_told_apart_and_plain_ones_come_before_planned_ones(name: str,
         cell = job.cell
         twin = (cell.experiment, cell.model, cell.batch_size, cell.threads, cell.governor, str(cell.factors))
         if cell.engine == "torch_odt":
-            assert twin in seen and cell.budget
+            assert twin in seen and cell.budget == ("50%" if cell.experiment != "largest batch" else _LIMIT[quick])
         elif cell.mode == "training":
             seen.add(twin)
     assert {job.cell.engine for job in jobs} == {"torch", "torch_odt"}
@@ -36,15 +40,56 @@ def test_every_network_of_the_paper_is_measured_by_batch_threads_and_governor() 
     each = len(UBIQUITOUS) * 2 * 2 * 2
     assert count == {("inference", "torch"): each, ("training", "torch"): each, ("training", "torch_odt"): each}
     experiments = Counter(job.cell.experiment for job in SUITES["ubiquitous"](choices))
-    assert experiments["largest batch"] == 2 * (len(UBIQUITOUS) - 1) and experiments["long run"] == 1
+    assert experiments["largest batch"] == 2 * (len(UBIQUITOUS) - 1) and experiments["long run"] == 2
+
+
+@pytest.mark.parametrize("name", SUITES)
+def test_there_are_cells_for_each_budget(name: str) -> None:
+    def cells(*budgets: str) -> list[Cell]:
+        return [job.cell for job in SUITES[name](Choices(quick=True, cores=2, budgets=budgets))]
+
+    one, three = cells("50%"), cells("50%", "30%", "64MiB")
+    planned = [cell for cell in one if cell.engine == "torch_odt" and cell.experiment == "step"]
+    more = [replace(cell, budget=budget) for budget in ("30%", "64MiB") for cell in planned]
+    assert {cell.key for cell in three} == {cell.key for cell in (*one, *more)}
+    assert len({cell.key for cell in three}) == len(three)
+    ordered = [cell.budget for cell in cells("30%", "64MiB", "70%", "1GiB", "8%") if cell.model == planned[0].model
+               and cell.engine == "torch_odt" and cell.experiment == "step"]  # fmt: skip
+    assert ordered == ["70%", "30%", "8%", "1GiB", "64MiB"], "plans of smaller ones rest on what larger ones measured"
+
+
+def test_what_takes_minutes_is_measured_with_both_engines() -> None:
+    for name, experiment in (("ubiquitous", "long run"), ("architectures", "neighbour")):
+        cells = [job.cell for job in SUITES[name](Choices(quick=True, budgets=("30%", "50%")))]
+        chosen = Counter(
+            (cell.engine, cell.budget, str(cell.factors.get("training", "")))
+            for cell in cells
+            if cell.experiment == experiment
+        )
+        conditions = ("foreground", "background") if experiment == "neighbour" else ("",)
+        both = {(*way, how) for way in (("torch", ""), ("torch_odt", "30%")) for how in conditions}
+        assert chosen.keys() == both | ({("torch", "", "none")} if experiment == "neighbour" else set())
+        assert set(chosen.values()) == {1}
+
+
+def test_sweeps_have_torch_odt_beside_them() -> None:
+    for quick in (True, False):
+        cells = [job.cell for job in SUITES["architectures"](Choices(quick=quick)) if "width" in job.cell.factors]
+        plain = {cell.model for cell in cells if cell.engine == "torch"}
+        planned = {cell.model for cell in cells if cell.engine == "torch_odt"}
+        ends = {f"{kind}_{width}x{depth}" for kind in ("fully_connected", "convolution")
+                for width in (64, 256) for depth in (1, 4)} | {"separable_64x1", "separable_256x1"}  # fmt: skip
+        assert planned == (ends if quick else plain)
 
 
 def test_another_device_is_measured_beside_the_processor() -> None:
     choices = Choices(quick=True, cores=2, device="cuda", models=("lenet",), batch_sizes=(4,))
     cells = [job.cell for job in SUITES["ubiquitous"](choices) if job.cell.device == "cuda"]
     assert {(cell.mode, cell.engine, cell.threads) for cell in cells} == {
-        ("inference", "torch", 2), ("training", "torch", 2),
+        ("inference", "torch", 2), ("training", "torch", 2), ("training", "torch_odt", 2),
     }  # fmt: skip
+    said = {(cell.engine, cell.outcome, cell.reason) for cell in cells}
+    assert said == {("torch", "ok", ""), ("torch_odt", "skipped", "torch_odt trains on the CPU")}
 
 
 def test_a_users_model_takes_the_users_samples() -> None:

@@ -20,7 +20,7 @@ from sensors import write
 from torch_odt import memory
 from torch_odt.measure import Absent, Window, find_meters
 from torch_odt.measure.clock import Clock, Events, Pressure
-from torch_odt.measure.machine import memory_bytes
+from torch_odt.measure.machine import describe_machine, memory_bytes
 from torch_odt.measure.memory import AllocatedMemory, ProcessMemory
 from torch_odt.measure.meter import Gauge, Quantity
 from torch_odt.measure.processors import Frequency, Temperature, Utilization
@@ -186,6 +186,14 @@ def test_a_machines_memory_is_not_what_is_free(tmp_path: Path, monkeypatch: pyte
     assert memory_bytes(tmp_path) == 3 << 30
     monkeypatch.setattr(resource, "getrlimit", lambda kind: (2 << 30, resource.RLIM_INFINITY))
     assert memory_bytes(tmp_path) == 2 << 30
+
+
+def test_every_card_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = ["H100", "A10", "H100"]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(names))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda number: names[number])
+    assert describe_machine("a board").accelerator == "2 x H100, A10"
 
 
 def test_every_kind_of_meter_runs_here_and_leaves_nothing_behind() -> None:

@@ -73,6 +73,16 @@ def test_other_programs_are_slowed_by_training_in_the_background() -> None:
     found = recipe.training_slows_other_programs(cells)
     assert found.confirmed and "foreground: 50% slower, requests 2.0 times as long" in found.numbers
     assert recipe.training_slows_other_programs([*cells[:2], cell("background", 60.0)]).confirmed is False
+    ours = replace(cell("background", 10.0), engine="torch_odt", budget="50%")
+    both = recipe.training_slows_other_programs([*cells, ours])
+    assert both.confirmed and "background by torch_odt: 90% slower, requests 10.0 times as long" in both.numbers
+
+
+def test_another_optimizer_is_not_mixed_with_the_usual_one() -> None:
+    cells = [replace(STEP, batch_size=batch, step_seconds=[seconds]) for batch, seconds in ((1, 1.0), (8, 4.0))]
+    adam = replace(STEP, batch_size=64, step_seconds=[640.0], optimizer="adam")
+    assert recipe.look([*cells, adam])[2] == recipe.look(cells)[2]
+    assert "net at 1 2.0" in recipe.look(cells)[2].numbers
 
 
 def test_what_the_record_lacks_is_not_known(

@@ -27,6 +27,7 @@ SUMMARY = "measure what training costs on this device, with plain PyTorch and wi
 
 SUITE_NAMES = ("ubiquitous", "architectures", "breakdown")
 WORKER = "torch_odt.commands.measure_worker"
+DEFAULT_BUDGET = "50%"
 LIMIT_SHARE = 0.9
 LEAST_SPARE_BYTES = 64 << 20
 QUICK_REPETITIONS, REPETITIONS = 5, 20
@@ -51,12 +52,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what.add_argument("--device", default="cpu", help="measure there as well, beside the CPU: cuda, mps (default: cpu)")
     what.add_argument("--executorch", action="store_true", help="measure ExecuTorch's training beside torch's, too")
     what.add_argument(
-        "--budget", default="50%", help="of torch_odt: bytes, or a share of plain PyTorch's (default: 50%%)"
-    )
+        "--budget", type=_words, action="extend", metavar="LIST",
+        help="of torch_odt, a cell for each: bytes, or shares of plain PyTorch's, such as 30%%,50%% (default: 50%%); "
+        "repeatable",
+    )  # fmt: skip
     what.add_argument("--fit", metavar="BYTES", help="into which the largest batch is to fit (default: 512MiB)")
     what.add_argument("--optimizer", choices=NAMES, default="sgd", help="(default: sgd)")
     how = parser.add_argument_group("how it is measured")
     how.add_argument("--repetitions", type=options.positive_int, help=f"of a step (default: {REPETITIONS})")
+    how.add_argument(
+        "--idle-seconds", type=options.positive_float, metavar="SECONDS",
+        help="that meters measure while nothing runs, before steps (default: 5); a battery takes a minute or more",
+    )  # fmt: skip
     how.add_argument("--run-seconds", type=options.positive_float, help="of the long run (default: 600)")
     how.add_argument("--limit", metavar="BYTES", help="that a cell may hold (default: 90%% of what is available)")
     how.add_argument(
@@ -79,7 +86,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs=2,
         type=Path,
         metavar="FILE.jsonl",
-        help="measure nothing: set two records side by side",
+        help="measure nothing: set two records side by side; with --json one row for each cell and quantity, with both "
+        "values and their ratio",
     )
     options.add_output(parser)
 
@@ -148,12 +156,14 @@ def _choices(arguments: argparse.Namespace, cores: int) -> Any:
     from torch_odt.measure.suites import Choices
 
     quick = arguments.quick
-    _check_budget(arguments.budget)
+    budgets = tuple(dict.fromkeys(arguments.budget or [DEFAULT_BUDGET]))
+    for budget in budgets:
+        _check_budget(budget)
     limit = _bytes("--limit", arguments.limit)
     how = How(
         repetitions=arguments.repetitions or (QUICK_REPETITIONS if quick else REPETITIONS),
         most_seconds=QUICK_SECONDS if quick else MOST_SECONDS,
-        idle_seconds=IDLE_SECONDS[quick],
+        idle_seconds=arguments.idle_seconds or IDLE_SECONDS[quick],
         run_seconds=arguments.run_seconds or (QUICK_RUN_SECONDS if quick else RUN_SECONDS),
         limit_bytes=limit or int(LIMIT_SHARE * memory.available()),
         search_seconds=QUICK_SEARCH_SECONDS if quick else SEARCH_SECONDS,
@@ -170,7 +180,7 @@ def _choices(arguments: argparse.Namespace, cores: int) -> Any:
         cores=cores,
         device=arguments.device,
         executorch=arguments.executorch,
-        budget=arguments.budget,
+        budgets=budgets,
         largest_batch_bytes=_bytes("--fit", arguments.fit) or 0,
         how=how,
     )
@@ -199,13 +209,14 @@ def _checked(arguments: argparse.Namespace, choices: Any) -> Any:
 
 def _status(cell: Cell, seconds_left: float | None) -> str:
     from torch_odt.measure.report.selection import threads_text
+    from torch_odt.measure.report.ways import way_of
 
     median = cell.median_seconds
     result = cell.outcome if cell.outcome != "ok" else (seconds_text(median) if median is not None else "done")
     left = "" if seconds_left is None else f", {_duration(seconds_left)} left"
     batch = f" batch {cell.batch_size}" if cell.batch_size else ""
     what = cell.mode if cell.experiment == "step" else cell.experiment
-    return f"{cell.model}{batch} {what} {cell.engine}, {threads_text(cell.threads)}: {result}{left}"
+    return f"{cell.model}{batch} {what}, {way_of(cell).name}, {threads_text(cell.threads)}: {result}{left}"
 
 
 def _duration(seconds: float) -> str:
@@ -249,7 +260,7 @@ def _compare(arguments: argparse.Namespace) -> int:
     if arguments.html is not None:
         _write_file(arguments, "--html", arguments.html, partial(comparison.write_page, arguments.html))
     if arguments.json:
-        options.print_json({"machines": [each.machine.to_dict() for each in (first, second)], "text": str(comparison)})
+        options.print_json(comparison.to_dict())
     else:
         print(comparison)
     return 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Protocol
 
-from torch_odt.measure.record import Cell, Record
+from torch_odt.measure.record import DEFAULT_OPTIMIZER, Cell, Record
 from torch_odt.runtime.controller import Decision
 
 
@@ -90,7 +90,9 @@ def log_record(record: Record, writer: Writer | str | Path) -> None:
 
 def _log_cell(cell: Cell, writer: Writer) -> None:
     details = [cell.experiment.replace(" ", "_"), cell.mode, f"{cell.threads}_threads"]
-    given = [part for part in (cell.budget, cell.governor, "" if cell.device == "cpu" else cell.device) if part]
+    optimizer = "" if cell.optimizer == DEFAULT_OPTIMIZER else cell.optimizer
+    named = (cell.budget, cell.governor, "" if cell.device == "cpu" else cell.device, optimizer)
+    given = [part for part in named if part]
     factors = [f"{name}_{value}" for name, value in cell.factors.items()]
     tag = "/".join(["measure", cell.suite, cell.model, *factors, *details, "_".join([cell.engine, *given])])
     if cell.outcome != "ok":
@@ -100,6 +102,7 @@ def _log_cell(cell: Cell, writer: Writer) -> None:
     numbers = {
         "step_seconds": cell.median_seconds,
         "training_bytes": cell.training_bytes,
+        "device_bytes": cell.device_bytes,
         "step_joules": None if joules is None else joules[0],
         **cell.results,
     }

@@ -13,7 +13,7 @@ import torch
 import torch_odt as odt
 from torch_odt import memory
 from torch_odt.errors import InfeasibleBudget
-from torch_odt.measure.devices import device_memory, reset_device_peak, synchronize
+from torch_odt.measure.devices import synchronize
 from torch_odt.measure.ending import is_out_of_memory
 from torch_odt.measure.energy import StatedPower
 from torch_odt.measure.executorch_step import ExecuTorchStep, NotTrainable
@@ -35,6 +35,7 @@ from torch_odt.memory._units import format_bytes
 WorkOf = Callable[[int], Work]
 """Makes the work of a cell for a number of samples."""
 Step = Callable[[], Any]
+_NO_LAYERS = "memory by layer is plain PyTorch's: a plan keeps tensors of its own choice, which belong to no layer"
 _LONG_STEP_SECONDS, _PROFILED_SECONDS, _PROFILED_STEPS = 1.0, 0.5, 10
 
 
@@ -60,17 +61,24 @@ def measure_cell(job: Job, work_of: WorkOf) -> Cell:
 
 
 def _measure(job: Job, cell: Cell, work_of: WorkOf) -> Cell:
+    notes: list[str] = []
+
+    def made_step() -> Step:
+        step, _, _ = _first_step(job, work_of(cell.batch_size), notes)
+        return step
+
     match cell.experiment:
         case "step":
             return _measure_steps(job, cell, work_of(cell.batch_size))
         case "largest batch":
             return largest_batch(job, cell, work_of)
         case "long run":
-            return long_run(job, cell, make_step(job, work_of(cell.batch_size))[0])
+            measured = long_run(job, cell, made_step())
         case "neighbour":
-            return beside_neighbour(job, cell, lambda: make_step(job, work_of(cell.batch_size))[0])
+            measured = beside_neighbour(job, cell, made_step)
         case other:
             raise ValueError(f"there is no experiment {other!r}")
+    return replace(measured, notes=[*notes, *measured.notes])
 
 
 def make_step(job: Job, work: Work) -> tuple[Step, odt.TrainStep | None]:
@@ -96,14 +104,13 @@ def make_step(job: Job, work: Work) -> tuple[Step, odt.TrainStep | None]:
 
 
 def _measure_steps(job: Job, cell: Cell, work: Work) -> Cell:
-    how, device = job.how, cell.device
+    how = job.how
     idle = _idle(job)
     notes: list[str] = []
     with memory_window() as before:
         step, planned, first_seconds = _first_step(job, work, notes)
         for _ in range(how.warmup_steps - 1):
             step()
-    reset_device_peak(device)
     seconds: list[float] = []
     with Window(_meters(job)) as window, memory_window() as during:
         end = time.perf_counter() + how.most_seconds
@@ -121,7 +128,7 @@ def _measure_steps(job: Job, cell: Cell, work: Work) -> Cell:
         step_seconds=seconds,
         first_seconds=first_seconds,
         window_steps=len(seconds),
-        quantities={**window.record(), **device_memory(device)},
+        quantities=window.record(),
         idle=idle,
         base_bytes=base_bytes,
         peak_bytes=peak_bytes,
@@ -136,21 +143,41 @@ def _measure_steps(job: Job, cell: Cell, work: Work) -> Cell:
 def _first_step(job: Job, work: Work, notes: list[str]) -> tuple[Step, odt.TrainStep | None, float]:
     """The step, made once; with the smallest feasible budget where that is asked for and the given one is too small."""
     begin = time.perf_counter()
-    step, planned = make_step(job, work)
     try:
-        step()
+        step, planned = _made(job, work, job.how.budget_bytes)
+    except InfeasibleBudget as refusal:
+        step, planned = _made_after_refusal(job, work, refusal.smallest_feasible_bytes, notes)
+    return step, planned, time.perf_counter() - begin
+
+
+def _made_after_refusal(
+    job: Job, work: Work, smallest_bytes: int, notes: list[str]
+) -> tuple[Step, odt.TrainStep | None]:
+    """A first plan rests on estimates of what is too large to measure in its budget: it may refuse one that suffices.
+
+    So the smallest one that it names is taken, in which that is measured, and the given one is tried again.
+    """
+    _, estimated = _made(job, work, smallest_bytes)
+    if estimated is not None:
+        estimated.close()
+    memory.trim()
+    try:
+        return _made(job, work, job.how.budget_bytes)
     except InfeasibleBudget as refusal:
         if not job.how.or_smallest:
             raise
-        smallest = refusal.smallest_feasible_bytes
-        notes.append(
-            f"{job.cell.budget} is {format_bytes(job.how.budget_bytes or 0)}, which is too small: "
-            f"the smallest budget was taken, {format_bytes(smallest)}"
-        )
-        again = Job(job.cell, replace(job.how, budget_bytes=smallest, or_smallest=False))
-        step, planned = make_step(again, work)
-        step()
-    return step, planned, time.perf_counter() - begin
+        smallest_bytes = refusal.smallest_feasible_bytes
+    notes.append(
+        f"{job.cell.budget} is {format_bytes(job.how.budget_bytes or 0)}, which is too small: "
+        f"the smallest budget was taken, {format_bytes(smallest_bytes)}"
+    )
+    return _made(job, work, smallest_bytes)
+
+
+def _made(job: Job, work: Work, budget_bytes: int | None) -> tuple[Step, odt.TrainStep | None]:
+    step, planned = make_step(Job(job.cell, replace(job.how, budget_bytes=budget_bytes)), work)
+    step()
+    return step, planned
 
 
 def _looked_into(job: Job, cell: Cell, work: Work, step: Step, planned: odt.TrainStep | None) -> Cell:
@@ -158,24 +185,29 @@ def _looked_into(job: Job, cell: Cell, work: Work, step: Step, planned: odt.Trai
     how = job.how
     if cell.engine == "executorch":
         return replace(cell, notes=[*cell.notes, "operators, tensors and layers of ExecuTorch's are not looked into"])
-    if how.operators and cell.device == "cpu":
-        profiled = operator_times(step, steps=_steps_to_profile(cell.median_seconds or 0.0))
-        cell = replace(
-            cell, operators=profiled.rows, profiled_seconds=profiled.profiled_seconds,
-            unprofiled_seconds=profiled.unprofiled_seconds,
-        )  # fmt: skip
+    if cell.device != "cpu":
+        cell = replace(cell, notes=[*cell.notes, "operators and tensors are looked into on the CPU alone"])
+    # Before the profiler, which leaves the process larger.
     if how.follow and cell.device == "cpu":
         found: StepMemory | None = follow_operators(step) if planned is None else sample(step)
         if found is None:
             cell = replace(cell, notes=[*cell.notes, "memory by category is absent: nothing is tracked"])
         else:
             cell = replace(
-                cell, categories=found.at_peak, traces=[*cell.traces, *found.traces()],
+                cell, categories=found.at_peak, traces=[*cell.traces, *found.traces(base_bytes=cell.base_bytes or 0)],
                 notes=[*cell.notes, *found.notes],
             )  # fmt: skip
+    if how.operators and cell.device == "cpu":
+        profiled = operator_times(step, steps=_steps_to_profile(cell.median_seconds or 0.0))
+        cell = replace(
+            cell, operators=profiled.rows, profiled_seconds=profiled.profiled_seconds,
+            unprofiled_seconds=profiled.unprofiled_seconds,
+        )  # fmt: skip
     if planned is None:
         cell = replace(cell, flops=count_flops(step))
-    if how.layers and planned is None and cell.mode == "training":
+    if how.layers and planned is not None:
+        cell = replace(cell, notes=[*cell.notes, _NO_LAYERS])
+    elif how.layers and cell.mode == "training":
         cell = replace(cell, layers=layer_memory(work))
     return cell
 
@@ -194,8 +226,8 @@ def _idle(job: Job) -> Any:
 
 
 def _meters(job: Job) -> list[Meter]:
-    watts = job.how.watts
-    return find_meters() if watts is None else [*find_meters(), StatedPower(*watts)]
+    meters = find_meters(device=job.cell.device)
+    return meters if job.how.watts is None else [*meters, StatedPower(*job.how.watts)]
 
 
 def _capped(limit_bytes: int | None) -> AbstractContextManager[None]:

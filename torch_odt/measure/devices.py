@@ -1,4 +1,4 @@
-"""The devices that torch trains on: waiting for them, and what they count of their own memory."""
+"""The devices that torch trains on: waiting for them, and what torch counts of their memory."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from torch_odt.measure.record import Reading
+from torch_odt.measure.meter import Absent, Quantity
 
 
 def device_reason(device: str) -> str:
@@ -37,17 +37,51 @@ def moved(value: Any, device: str) -> Any:
     return value
 
 
-def reset_device_peak(device: str) -> None:
-    if device.startswith("cuda"):
-        torch.cuda.reset_peak_memory_stats(device)
+class DeviceMemory:
+    """What torch allocates on a device that has memory of its own.
+
+    On cuda torch counts the peaks of what tensors took ("allocated") and of what it holds of the device ("reserved").
+    On mps there is none of the former; of the latter it is the highest of all looks: torch keeps what it was given.
+
+    Args:
+        device: as torch names it; on the CPU it is the process's memory that counts.
+    """
+
+    source = "device"
+
+    def __init__(self, device: str = "cpu") -> None:
+        self._device = device
+        self._reserved_bytes = 0
+
+    def begin(self) -> None:
+        self._reserved_bytes = 0
+        if self._device.startswith("cuda"):
+            torch.cuda.reset_peak_memory_stats(self._device)
+        self.poll()
+
+    def poll(self) -> None:
+        if self._device.startswith("mps"):
+            self._reserved_bytes = max(self._reserved_bytes, torch.mps.driver_allocated_memory())
+
+    def end(self) -> dict[str, Quantity]:
+        self.poll()
+        if self._device.startswith("cuda"):
+            return {
+                "allocated_bytes": torch.cuda.memory_allocated(self._device),
+                "peak_allocated_bytes": torch.cuda.max_memory_allocated(self._device),
+                "peak_reserved_bytes": torch.cuda.max_memory_reserved(self._device),
+            }
+        if self._device.startswith("mps"):
+            return {
+                "allocated_bytes": torch.mps.current_allocated_memory(),
+                "peak_allocated_bytes": Absent("torch counts no peak on mps"),
+                "peak_reserved_bytes": self._reserved_bytes,
+            }
+        return {"peak_allocated_bytes": Absent(_why_not(self._device))}
 
 
-def device_memory(device: str) -> dict[str, dict[str, Reading]]:
-    """What torch allocated on a device, by source, as meters tell it; nothing for the CPU."""
-    if device.startswith("cuda"):
-        peak = torch.cuda.max_memory_allocated(device)
-        return {"cuda": {"peak_allocated_bytes": peak, "allocated_bytes": torch.cuda.memory_allocated(device)}}
-    if device.startswith("mps"):
-        absent = {"absent": "torch counts no peak on mps"}
-        return {"mps": {"peak_allocated_bytes": absent, "allocated_bytes": torch.mps.current_allocated_memory()}}
-    return {}
+def _why_not(device: str) -> str:
+    if device != "cpu":
+        return f"the memory of {device} is not counted"
+    has_one = torch.cuda.is_available() or torch.backends.mps.is_available()
+    return "what is measured runs on the CPU" if has_one else "torch sees no accelerator"

@@ -9,11 +9,13 @@ from __future__ import annotations
 import importlib
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from torch_odt.capture.power import MOST_WATTS
 from torch_odt.measure.meter import Absent, Quantity, read_number, read_text
@@ -241,9 +243,19 @@ def _joules_in(battery: Path) -> float | Absent:
 
 
 class Nvml:
-    """Joules of NVIDIA's graphics cards, by the counters of their driver. Needs `pip install nvidia-ml-py`."""
+    """Joules of NVIDIA's graphics cards, by the counters of their driver. Needs `pip install nvidia-ml-py`.
+
+    Each card has a number of its own, in the driver's order. "gpu_energy_joules" is that of the card which computes,
+    found by its identity, for torch may order them otherwise; where none is named, it is the sum of all.
+
+    Args:
+        device: that computes, as torch names it.
+    """
 
     source = "nvml"
+
+    def __init__(self, device: str = "cpu") -> None:
+        self._device = device
 
     def begin(self) -> None:
         self._before = self._read()
@@ -253,25 +265,54 @@ class Nvml:
 
     def end(self) -> dict[str, Quantity]:
         before, now = self._before, self._read()
-        if isinstance(before, Absent) or isinstance(now, Absent):
-            return {"gpu_energy_joules": before if isinstance(before, Absent) else now}
-        return {"gpu_energy_joules": (now - before) / 1e3}
+        if isinstance(before, Absent):
+            return {"gpu_energy_joules": before}
+        if isinstance(now, Absent):
+            return {"gpu_energy_joules": now}
+        cards = {identity: _joules_between(before.get(identity), count) for identity, count in now.items()}
+        named = {f"card{number}_energy_joules": joules for number, joules in enumerate(cards.values())}
+        return {"gpu_energy_joules": self._chosen(cards), **named}
 
-    def _read(self) -> Quantity:
-        """Millijoules of all cards since the driver was loaded."""
+    def _chosen(self, cards: Mapping[str, Quantity]) -> Quantity:
+        if self._device.startswith("cuda"):
+            identity = str(torch.cuda.get_device_properties(self._device).uuid)
+            return cards.get(identity, Absent(f"NVML knows no card {identity}, which is {self._device}"))
+        refused = [joules for joules in cards.values() if isinstance(joules, Absent)]
+        return refused[0] if refused else sum(joules for joules in cards.values() if not isinstance(joules, Absent))
+
+    def _read(self) -> dict[str, Quantity] | Absent:
+        """Millijoules of each card since the driver was loaded, by its identity."""
         try:
             pynvml: Any = importlib.import_module("pynvml")
         except ImportError:
             return Absent("nvidia-ml-py is not installed")
         try:
             pynvml.nvmlInit()
-            count = pynvml.nvmlDeviceGetCount()
-            if count == 0:
+            handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
+            if not handles:
                 return Absent("the driver knows no card")
-            handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(count)]
-            return sum(pynvml.nvmlDeviceGetTotalEnergyConsumption(handle) for handle in handles)
+            return {
+                str(pynvml.nvmlDeviceGetUUID(handle)).removeprefix("GPU-"): _millijoules(pynvml, handle)
+                for handle in handles
+            }
         except pynvml.NVMLError as error:
             return Absent(f"NVML says: {error}")
+
+
+def _millijoules(pynvml: Any, handle: Any) -> Quantity:
+    """Cards before Volta have no counter."""
+    try:
+        return int(pynvml.nvmlDeviceGetTotalEnergyConsumption(handle))
+    except pynvml.NVMLError as error:
+        return Absent(f"NVML says: {error}")
+
+
+def _joules_between(before: Quantity | None, now: Quantity) -> Quantity:
+    if before is None:
+        return Absent("the card was not there when the window began")
+    if isinstance(before, Absent):
+        return before
+    return now if isinstance(now, Absent) else (now - before) / 1e3
 
 
 @dataclass

@@ -23,6 +23,7 @@ class How:
         search_seconds: after which no other batch is tried while the largest one is looked for.
         operators: profile where the seconds of a step go.
         follow: read memory over a step.
+        start_celsius: how hot the processors are to be at most when a long run begins; None takes them as they are.
         layers: count memory by layer.
         limit_bytes: that the process may hold; None for no limit.
         budget_bytes: for torch_odt, above the level before the step is made.
@@ -42,6 +43,7 @@ class How:
     search_seconds: float = 300.0
     operators: bool = True
     follow: bool = True
+    start_celsius: float | None = None
     layers: bool = False
     limit_bytes: int | None = None
     budget_bytes: int | None = None

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from torch_odt.measure.job import Job
+from torch_odt.measure.job import How, Job
 from torch_odt.measure.meter import Absent
 from torch_odt.measure.processors import Frequency, Temperature
 from torch_odt.measure.record import Cell, Trace
@@ -17,16 +17,20 @@ from torch_odt.measure.window import Window
 from torch_odt.memory._files import SYSTEM_ROOT
 
 _POINTS = 240
+_CLOSE_CELSIUS = 2.0
 
 
 def long_run(job: Job, cell: Cell, step: Callable[[], Any], *, root: Path = SYSTEM_ROOT) -> Cell:
-    """Makes steps for `how.run_seconds`, and traces temperatures, frequencies and the steps' own seconds."""
+    """Makes steps for `how.run_seconds`, and traces temperatures, frequencies and the steps' own seconds.
+
+    It begins when the processors are as cool as `how.start_celsius`, or after as long a time as the run's.
+    """
     for _ in range(job.how.warmup_steps):
         step()
     temperature, frequency = Temperature(root), Frequency(root)
+    too_hot = _cool_down(job.how, root)
     interval = job.how.run_seconds / _POINTS
     readings: dict[tuple[str, str, str], list[tuple[float, float]]] = defaultdict(list)
-    reasons: dict[str, str] = {}
     seconds: list[float] = []
     with Window([temperature, frequency], poll_seconds=max(interval, 0.1)) as window:
         start = now = time.perf_counter()
@@ -44,9 +48,7 @@ def long_run(job: Job, cell: Cell, step: Callable[[], Any], *, root: Path = SYST
                     ("frequency", "hertz", frequency),
                 ):
                     for name, reading in meter.look().items():
-                        if isinstance(reading, Absent):
-                            reasons[quantity] = reading.reason
-                        else:
+                        if not isinstance(reading, Absent):
                             readings[quantity, name, unit].append((now - start, reading))
     traces = [
         Trace(
@@ -55,15 +57,27 @@ def long_run(job: Job, cell: Cell, step: Callable[[], Any], *, root: Path = SYST
         )
         for (quantity, label, unit), points in readings.items()
     ]  # fmt: skip
-    known = {trace.quantity for trace in traces}
-    notes = [f"{quantity} is absent: {_why(quantity, reasons, window)}" for quantity in ("temperature", "frequency")
-             if quantity not in known]  # fmt: skip
-    return replace(cell, step_seconds=seconds, traces=traces, quantities=window.record(), notes=notes)
+    return replace(cell, step_seconds=seconds, traces=traces, quantities=window.record(), notes=too_hot)
 
 
-def _why(quantity: str, reasons: dict[str, str], window: Window) -> str:
-    if quantity in reasons:
-        return reasons[quantity]
-    source = {"temperature": Temperature.source, "frequency": Frequency.source}[quantity]
-    found = next(iter(window.quantities[source].values()), None)
-    return found.reason if isinstance(found, Absent) else "nothing was read"
+def start_celsius(cell: Cell) -> float | None:
+    """How hot the hottest sensor was when a long run began; None where none was read."""
+    return max((trace.values[0] for trace in cell.traces if trace.quantity == "temperature"), default=None)
+
+
+def _cool_down(how: How, root: Path) -> list[str]:
+    """Waits; what it says is a note."""
+    if how.start_celsius is None:
+        return []
+    end = time.monotonic() + how.run_seconds
+    while (now := _hottest(root)) > how.start_celsius + _CLOSE_CELSIUS:
+        if time.monotonic() > end:
+            return [f"it began at {now:.0f} °C, plain PyTorch's run at {how.start_celsius:.0f} °C"]
+        time.sleep(min(1.0, how.run_seconds))
+    return []
+
+
+def _hottest(root: Path) -> float:
+    temperature = Temperature(root)
+    temperature.begin()
+    return max((celsius for celsius in temperature.look().values() if not isinstance(celsius, Absent)), default=0.0)

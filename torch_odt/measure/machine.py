@@ -8,6 +8,7 @@ import os
 import platform
 import resource
 import time
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -37,7 +38,7 @@ def describe_machine(name: str = "") -> Machine:
         cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
         memory_bytes=memory_bytes(),
         governor="" if isinstance(governor, Absent) else governor,
-        accelerator=torch.cuda.get_device_name(0) if torch.cuda.is_available() else _metal(),
+        accelerator=_cards() if torch.cuda.is_available() else _metal(),
         system=f"{platform.system()} {platform.release()}",
         versions={"python": platform.python_version(), **dict(_versions())},
         started=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -54,6 +55,12 @@ def memory_bytes(root: Path = SYSTEM_ROOT) -> int:
         if soft_bytes != resource.RLIM_INFINITY:
             limits.append(soft_bytes)
     return min([int(psutil.virtual_memory().total), *limits])
+
+
+def _cards() -> str:
+    """Their names; how many there are of each."""
+    names = Counter(torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count()))
+    return ", ".join(name if count == 1 else f"{count} x {name}" for name, count in names.items())
 
 
 def _metal() -> str:

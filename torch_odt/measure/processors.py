@@ -44,7 +44,8 @@ class Frequency:
     def __init__(self, root: Path = SYSTEM_ROOT) -> None:
         folder = root / "sys/devices/system/cpu"
         self._folder = folder
-        self._cores = sorted(folder.glob("cpu[0-9]*"), key=lambda path: int(path.name.removeprefix("cpu")))
+        cores = sorted(folder.glob("cpu[0-9]*"), key=lambda path: int(path.name.removeprefix("cpu")))
+        self._cores = cores if any((core / "cpufreq").exists() for core in cores) else []
 
     def begin(self) -> None:
         self._gauges = {core: Gauge() for core in self._cores}
@@ -65,7 +66,7 @@ class Frequency:
     def end(self) -> dict[str, Quantity]:
         self.poll()
         if not self._gauges:
-            return {"frequency_hertz": Absent(f"there are no processors in {self._folder}")}
+            return {"frequency_hertz": Absent(f"no processor in {self._folder} has cpufreq")}
         return {f"core{core.name.removeprefix('cpu')}_frequency_hertz": g.mean for core, g in self._gauges.items()}
 
 

@@ -25,6 +25,7 @@ Mode = Literal["inference", "training"]
 Engine = Literal["torch", "torch_odt", "executorch"]
 Outcome = Literal["ok", "out of memory", "failed", "skipped"]
 Direction = Literal["forward", "backward", "optimizer", "outside"]
+DEFAULT_OPTIMIZER = "sgd"
 CATEGORIES = ("weights", "gradients", "optimizer", "activations", "workspace", "other")
 """Of tensors: "workspace" are gradients of activations and what operators hold until they end, "other" the batch."""
 
@@ -49,7 +50,7 @@ class Machine:
         cores: that this process may use.
         memory_bytes: of the machine, or of the tightest control group.
         governor: of the processors' frequencies as it was found; empty where there is none.
-        accelerator: a graphics card's name; empty where torch sees none.
+        accelerator: graphics cards' names; empty where torch sees none.
         system: the kernel.
         versions: of python, torch, torch_odt, torchvision and timm, as far as they are there.
         started: date and time, ISO 8601, UTC.
@@ -222,7 +223,7 @@ class Cell:
     governor: str = ""
     device: str = "cpu"
     budget: str = ""
-    optimizer: str = "sgd"
+    optimizer: str = DEFAULT_OPTIMIZER
     factors: Mapping[str, Number | str] = field(default_factory=dict)
 
     outcome: Outcome = "ok"
@@ -252,8 +253,13 @@ class Cell:
     @property
     def key(self) -> str:
         """What identifies it, as one text."""
+        return json.dumps(self.identity, sort_keys=True)
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What identifies it, as JSON has it."""
         parts = {name: getattr(self, name) for name in _IDENTITY}
-        return json.dumps({**parts, "factors": dict(self.factors)}, sort_keys=True, default=list)
+        return {**parts, "input_shape": list(self.input_shape), "factors": dict(self.factors)}
 
     @property
     def median_seconds(self) -> float | None:
@@ -266,6 +272,13 @@ class Cell:
         if self.peak_bytes is None or self.base_bytes is None:
             return None
         return max(0, self.peak_bytes - self.base_bytes)
+
+    @property
+    def device_bytes(self) -> Number | None:
+        """The most that tensors took of the memory of a device that has its own; of what was reserved where that is
+        not counted; None on the CPU."""
+        allocated = self.reading("device", "peak_allocated_bytes")
+        return self.reading("device", "peak_reserved_bytes") if allocated is None else allocated
 
     def reading(self, source: str, name: str) -> Number | None:
         """What a meter said, or None where it was absent."""

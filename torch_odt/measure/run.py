@@ -16,6 +16,7 @@ from pathlib import Path
 from torch_odt.measure.ending import Shortage, says_out_of_memory
 from torch_odt.measure.governors import governor
 from torch_odt.measure.job import Job
+from torch_odt.measure.long_run import start_celsius
 from torch_odt.measure.record import Cell, Machine, Record, append_line
 from torch_odt.memory._units import parse_bytes
 
@@ -89,13 +90,20 @@ class Run:
     def _measured(self, job: Job) -> Cell:
         if job.cell.outcome != "ok":
             return job.cell
-        ready = self._with_budget(job)
+        ready = self._with_budget(self._as_cool(job))
         if isinstance(ready, Cell):
             return ready
         with governor(job.cell.governor) as refused:
             if refused is not None:
                 return replace(job.cell, outcome="skipped", reason=refused.reason)
             return self.measure(ready)
+
+    def _as_cool(self, job: Job) -> Job:
+        """A long run begins as cool as plain PyTorch's did, which is measured first."""
+        plain = self.cells.get(replace(job.cell, engine="torch", budget="").key)
+        if job.cell.experiment != "long run" or job.cell.engine == "torch" or plain is None:
+            return job
+        return Job(job.cell, replace(job.how, start_celsius=start_celsius(plain)))
 
     def _with_budget(self, job: Job) -> Job | Cell:
         """The job with torch_odt's budget in bytes; the cell itself where there is nothing to take a share of."""
@@ -105,7 +113,7 @@ class Run:
         share = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*%\s*", cell.budget)
         if share is None:
             return Job(cell, replace(job.how, budget_bytes=parse_bytes(cell.budget)))
-        plain = self.cells.get(replace(cell, engine="torch", budget="").key)
+        plain = self.cells.get(_plain_steps(cell).key)
         if plain is None or plain.outcome == "failed":
             return replace(cell, outcome="skipped", reason=f"{cell.budget} of what plain PyTorch took is not known")
         if plain.outcome == "skipped":
@@ -161,6 +169,12 @@ def _read(job: Job, code: int, out: str, err: str, shortage: Shortage) -> Cell:
         return replace(job.cell, outcome="out of memory", reason=reason, limit_bytes=limit)
     reason = f"the process was ended by {signal.Signals(-code).name}" if code < 0 else last
     return replace(job.cell, outcome="failed", reason=reason, limit_bytes=limit)
+
+
+def _plain_steps(cell: Cell) -> Cell:
+    """The steps of plain PyTorch of whose memory a share is meant, whatever the experiment."""
+    factors = cell.factors if cell.experiment == "step" else {}
+    return replace(cell, engine="torch", budget="", experiment="step", factors=factors)
 
 
 def _is_waiting(job: Job, before: Cell | None) -> bool:

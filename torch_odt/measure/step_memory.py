@@ -18,6 +18,8 @@ _NAMES = {
     "workspace": "workspace", "other": "other",
 }  # fmt: skip
 _LOOK_SECONDS = 0.0005
+# So much of the peak may be missed without a note.
+_WORTH_TELLING = 0.01
 
 
 @dataclass
@@ -27,17 +29,20 @@ class StepMemory:
     Attributes:
         at_seconds: of each reading, from the step's start.
         bytes: by `CATEGORIES`, one number for each reading; their sum is what is allocated.
+        process_bytes: what the process held at each reading.
         peak_bytes: what the allocator counts as the most of the step.
         notes: what is to be known of it.
     """
 
     at_seconds: list[float] = field(default_factory=list)
     bytes: dict[str, list[int]] = field(default_factory=lambda: {name: [] for name in CATEGORIES})
+    process_bytes: list[int] = field(default_factory=list)
     peak_bytes: int = 0
     notes: list[str] = field(default_factory=list)
 
-    def add(self, at_seconds: float, counts: Mapping[str, int]) -> None:
+    def add(self, at_seconds: float, counts: Mapping[str, int], process_bytes: int) -> None:
         self.at_seconds.append(at_seconds)
+        self.process_bytes.append(process_bytes)
         for name in CATEGORIES:
             self.bytes[name].append(counts[name])
 
@@ -50,13 +55,18 @@ class StepMemory:
         where = totals.index(max(totals))
         return {name: counts[where] for name, counts in self.bytes.items()}
 
-    def traces(self, *, most_points: int = 600) -> list[Trace]:
-        """One trace for each category, thinned out; the moment of the peak stays."""
+    def traces(self, *, base_bytes: int = 0, most_points: int = 600) -> list[Trace]:
+        """One trace for each category and one for the process, thinned out; the moment of the tensors' peak stays.
+
+        Args:
+            base_bytes: what the process held before the step was made: its trace is above that.
+        """
         kept = self._kept(most_points)
         seconds = [round(self.at_seconds[index], 6) for index in kept]
+        above = [max(0, held - base_bytes) for held in self.process_bytes]
         return [
             Trace(quantity="memory", label=name, unit="bytes", at_seconds=seconds, values=[counts[i] for i in kept])
-            for name, counts in self.bytes.items()
+            for name, counts in {**self.bytes, "process": above}.items()
         ]
 
     def _kept(self, most_points: int) -> Sequence[int]:
@@ -93,10 +103,10 @@ class _Follower(TorchDispatchMode):
         counts = _counts(stats)
         # An operator's result may have begun as part of its workspace: what is there afterwards is not counted twice.
         transient = max(0, (stats.peak_bytes or 0) - (stats.allocated_bytes or 0))
-        now = time.perf_counter() - self._start
+        now, held_bytes = time.perf_counter() - self._start, memory.process_bytes()
         if transient:
-            self.found.add(now, {**counts, "workspace": counts["workspace"] + transient})
-        self.found.add(now, counts)
+            self.found.add(now, {**counts, "workspace": counts["workspace"] + transient}, held_bytes)
+        self.found.add(now, counts, held_bytes)
         self.found.peak_bytes = max(self.found.peak_bytes, stats.peak_bytes or 0)
         return result
 
@@ -113,7 +123,7 @@ def sample(step: Callable[[], Any]) -> StepMemory | None:
 
     def look() -> None:
         while not ended.is_set():
-            found.add(time.perf_counter() - start, _counts(memory.stats()))
+            found.add(time.perf_counter() - start, _counts(memory.stats()), memory.process_bytes())
             ended.wait(_LOOK_SECONDS)
 
     memory.reset_peak()
@@ -126,7 +136,7 @@ def sample(step: Callable[[], Any]) -> StepMemory | None:
         thread.join()
     found.peak_bytes = memory.stats().peak_bytes or 0
     seen = max(map(sum, zip(*found.bytes.values(), strict=True)), default=0)
-    if seen < found.peak_bytes:
+    if seen < (1 - _WORTH_TELLING) * found.peak_bytes:
         found.notes.append(f"the allocator's own peak is {found.peak_bytes - seen} bytes above what was seen in a step")
     return found
 

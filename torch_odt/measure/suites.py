@@ -11,8 +11,8 @@ from dataclasses import dataclass, field, replace
 
 from torch_odt.measure.job import How, Job
 from torch_odt.measure.networks import CIFAR_SHAPE, IMAGE_SHAPES, is_network
-from torch_odt.measure.record import Cell, Engine, Mode, Number
-from torch_odt.memory._units import format_bytes
+from torch_odt.measure.record import DEFAULT_OPTIMIZER, Cell, Engine, Mode, Number
+from torch_odt.memory._units import format_bytes, parse_bytes
 
 UBIQUITOUS = ("lenet", "alexnet", "mobilenet_v2", "squeezenet1_1", "googlenet")
 REDUCED = ("mentee", "reduced_mobilenet", "reduced_resnet")
@@ -32,7 +32,8 @@ class Choices:
         cores: of this machine.
         device: to train on, beside the CPU where it is another.
         executorch: measure ExecuTorch's training steps beside plain PyTorch's.
-        budget: for torch_odt: bytes, or a share of what plain PyTorch took, such as "50%".
+        budgets: for torch_odt, a cell for each: bytes, or a share of what plain PyTorch took, such as "50%". Long runs
+            and runs beside a neighbour take the first one.
         largest_batch_bytes: into which the largest batch is to fit.
         how: how cells are measured.
     """
@@ -47,7 +48,7 @@ class Choices:
     cores: int = 1
     device: str = "cpu"
     executorch: bool = False
-    budget: str = "50%"
+    budgets: Sequence[str] = ("50%",)
     largest_batch_bytes: int = 0
     how: How = field(default_factory=How)
 
@@ -95,11 +96,18 @@ def ubiquitous(choices: Choices) -> Iterator[Job]:
     for model in _beyond_lenet(models)[: 1 if choices.quick else None]:
         yield from _largest_batch(choices, "ubiquitous", model, counts[-1])
     hot = "mobilenet_v2" if "mobilenet_v2" in models else models[-1]
-    yield _job(choices, "ubiquitous", hot, choices.batches_of(hot, usual)[-1], counts[-1], experiment="long run")
+    for engine, budget in _both(choices):
+        yield _job(
+            choices, "ubiquitous", hot, choices.batches_of(hot, usual)[-1], counts[-1], "training", engine,
+            experiment="long run", budget=budget,
+        )  # fmt: skip
 
 
 def architectures(choices: Choices) -> Iterator[Job]:
-    """Chen et al.: its three networks, layers by width and depth, and what training does to other programs."""
+    """Chen et al.: its three networks, layers by width and depth, and what training does to other programs.
+
+    A quick run measures torch_odt at the ends of each sweep alone.
+    """
     usual = [16 if choices.quick else 128]
     (batch, *_) = choices.batch_sizes or usual
     threads = choices.thread_counts[-1]
@@ -114,14 +122,19 @@ def architectures(choices: Choices) -> Iterator[Job]:
             # The paper compares separable convolutions with standard ones layer by layer.
             if layer == "separable" and depth > 1:
                 continue
+            is_corner = width in (widths[0], widths[-1]) and depth in (depths[0], depths[-1])
             yield from _sides(
-                choices, "architectures", f"{layer}_{width}x{depth}", batch, threads, planned=not choices.quick,
+                choices, "architectures", f"{layer}_{width}x{depth}", batch, threads,
+                planned=not choices.quick or is_corner,
                 factors={"layer": layer.replace("_", " "), "width": width, "depth": depth},
             )  # fmt: skip
-    for training in ("none", "foreground", "background"):
+    # The other program alone knows no engine.
+    beside: list[tuple[str, Engine, str]] = [("none", "torch", "")]
+    beside += [(how, *each) for each in _both(choices) for how in ("foreground", "background")]
+    for training, engine, budget in beside:
         yield _job(
-            choices, "architectures", models[0], choices.batches_of(models[0], usual)[0], threads,
-            experiment="neighbour", factors={"training": training},
+            choices, "architectures", models[0], choices.batches_of(models[0], usual)[0], threads, "training", engine,
+            experiment="neighbour", factors={"training": training}, budget=budget,
         )  # fmt: skip
 
 
@@ -154,14 +167,20 @@ def _sides(
     training: bool = True,
     planned: bool = True,
 ) -> Iterator[Job]:
-    """A configuration's cells: inference, training by plain PyTorch, torch_odt and others, and on the other device."""
+    """A configuration's cells: inference, training by plain PyTorch, torch_odt and others, and on the other device.
+
+    Inference has no torch_odt beside it: what it plans is training.
+    """
     sides: list[tuple[Mode, Engine]] = []
     sides += [("inference", "torch")] if inference else []
     sides += [("training", "torch")] if training else []
     for mode, engine in sides:
         yield _job(choices, suite, model, batch, threads, mode, engine, governor=governor, factors=factors)
-    if planned:
-        yield _job(choices, suite, model, batch, threads, "training", "torch_odt", governor=governor, factors=factors)
+    for budget in _descending(choices.budgets) if planned else ():
+        yield _job(
+            choices, suite, model, batch, threads, "training", "torch_odt", governor=governor, factors=factors,
+            budget=budget,
+        )  # fmt: skip
     if choices.executorch and training and not governor:
         yield _job(choices, suite, model, batch, threads, "training", "executorch", factors=factors)
     if choices.device != "cpu" and threads == choices.thread_counts[-1]:
@@ -170,15 +189,35 @@ def _sides(
                 choices, suite, model, batch, threads, mode, engine, governor=governor, factors=factors,
                 device=choices.device,
             )  # fmt: skip
+        if planned:
+            job = _job(
+                choices, suite, model, batch, threads, "training", "torch_odt", governor=governor, factors=factors,
+                device=choices.device, budget=choices.budgets[0],
+            )  # fmt: skip
+            yield replace(job, cell=replace(job.cell, outcome="skipped", reason="torch_odt trains on the CPU"))
+
+
+def _descending(budgets: Sequence[str]) -> list[str]:
+    """Shares before bytes, the largest first: a smaller one's plan rests on what was measured within the larger."""
+    shares = [budget for budget in budgets if budget.strip().endswith("%")]
+    others = [budget for budget in budgets if budget not in shares]
+    shares.sort(key=lambda budget: -float(budget.strip().removesuffix("%")))
+    return [*shares, *sorted(others, key=lambda budget: -parse_bytes(budget))]
+
+
+def _both(choices: Choices) -> Iterator[tuple[Engine, str]]:
+    """Engines with their budgets, for what takes minutes each: torch_odt within the first one alone."""
+    yield "torch", ""
+    yield "torch_odt", choices.budgets[0]
 
 
 def _largest_batch(choices: Choices, suite: str, model: str, threads: int) -> Iterator[Job]:
     limit = choices.largest_batch_bytes or (128 << 20 if choices.quick else 512 << 20)
-    exact = replace(choices, budget=format_bytes(limit).replace(" ", ""), how=replace(choices.how, budget_bytes=limit))
-    engines: tuple[Engine, ...] = ("torch", "torch_odt")
-    for engine in engines:
+    exact = replace(choices, how=replace(choices.how, budget_bytes=limit))
+    engines: dict[Engine, str] = {"torch": "", "torch_odt": format_bytes(limit).replace(" ", "")}
+    for engine, budget in engines.items():
         job = _job(
-            exact, suite, model, 0, threads, "training", engine, experiment="largest batch",
+            exact, suite, model, 0, threads, "training", engine, experiment="largest batch", budget=budget,
             factors={"limit_bytes": limit},
         )  # fmt: skip
         if model in choices.own_batches:
@@ -199,13 +238,13 @@ def _job(
     experiment: str = "step",
     governor: str = "",
     device: str = "cpu",
+    budget: str = "",
     factors: dict[str, Number | str] | None = None,
 ) -> Job:
     cell = Cell(
         suite=suite, experiment=experiment, model=model, batch_size=batch, input_shape=choices.shape_of(model),
         mode=mode, engine=engine, threads=threads, governor=governor, device=device, factors=factors or {},
-        budget=choices.budget if engine == "torch_odt" else "",
-        optimizer=choices.how.optimizer if mode == "training" else "sgd",
+        budget=budget, optimizer=choices.how.optimizer if mode == "training" else DEFAULT_OPTIMIZER,
     )  # fmt: skip
     return Job(cell, choices.how)
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from types import TracebackType
 
 from torch_odt.measure.clock import Clock, Events, Pressure
+from torch_odt.measure.devices import DeviceMemory
 from torch_odt.measure.energy import Battery, Board, Nvml, Rapl
 from torch_odt.measure.memory import AllocatedMemory, ProcessMemory
 from torch_odt.measure.meter import Absent, Meter, Quantity
@@ -17,21 +18,26 @@ from torch_odt.memory._files import SYSTEM_ROOT
 POLL_SECONDS = 0.1
 
 
-def find_meters(root: Path = SYSTEM_ROOT) -> list[Meter]:
-    """A meter of every kind; those that find no sensor say so in what they return."""
+def find_meters(root: Path = SYSTEM_ROOT, *, device: str = "cpu") -> list[Meter]:
+    """A meter of every kind; those that find no sensor say so in what they return.
+
+    Args:
+        device: on which what is measured computes, as torch names it.
+    """
     return [
         Clock(),
         Events(),
         Pressure(root),
         ProcessMemory(root),
         AllocatedMemory(),
+        DeviceMemory(device),
         Utilization(),
         Frequency(root),
         Temperature(root),
         Rapl(root),
         Board(root),
         Battery(root),
-        Nvml(),
+        Nvml(device),
     ]
 
 

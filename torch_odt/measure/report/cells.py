@@ -16,7 +16,8 @@ def all_cells(record: Record) -> Figure:
         "all-cells",
         "Every cell of the record",
         header=(
-            "cell", "outcome", "seconds of a step", "first step", "bytes above the level before", "joules of a step",
+            "cell", "outcome", "seconds of a step", "first step", "bytes above the level before",
+            "bytes of the device's memory", "joules of a step",
             "parameters", "results and notes",
         ),
         rows=[_row(cell) for cell in record.cells],
@@ -32,6 +33,7 @@ def _row(cell: Cell) -> tuple[str, ...]:
         _text(SECONDS.text, cell.median_seconds),
         _text(SECONDS.text, cell.first_seconds),
         _text(BYTES.text, cell.training_bytes),
+        _text(BYTES.text, cell.device_bytes),
         "" if joules is None else f"{JOULES.text(joules[0])} ({joules[1]})",
         f"{cell.parameters:,}" if cell.parameters else "",
         "; ".join([text for text in (cell.reason, *results_text(cell), *cell.notes) if text]),

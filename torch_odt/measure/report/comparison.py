@@ -6,14 +6,16 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from html import escape
 from pathlib import Path
+from typing import Any
 
 from torch_odt.commands.table import ABSENT, render
 from torch_odt.measure.record import Cell, Machine, Record
 from torch_odt.measure.report.bars import Bar, Group, bars
 from torch_odt.measure.report.figure import Figure, Panel, figure_section
 from torch_odt.measure.report.page import machine_facts, style
-from torch_odt.measure.report.selection import cell_name, details_of, is_least, model_of, ratio, series_of, threads_text
+from torch_odt.measure.report.selection import cell_name, details_of, is_least, model_of, ratio, threads_text
 from torch_odt.measure.report.units import BYTES, JOULES, SECONDS, Unit, unit_of
+from torch_odt.measure.report.ways import series_of
 from torch_odt.pages.document import document, facts, section
 
 _STYLES = ("line0", "line1")
@@ -72,6 +74,42 @@ class Comparison:
             if cells:
                 blocks.append("\n".join([f"Only in {name}", *(f"  {cell_name(cell)}" for cell in cells)]))
         return "\n\n".join(blocks)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The comparison for a program.
+
+        Returns:
+            "names" and "machines" of both records, the "rows", and what identifies the cells that "only_first" and
+            "only_second" have. A row is one quantity of one cell of both: all that identifies the first one's ("suite",
+            "model", ...), the "quantity" with its "unit", the numbers "first" and "second", None where there is none,
+            and their "ratio", second / first, None where one is missing or says no more than a bound. "outcomes",
+            "threads" and "at_least" (whether the number is the least that it may be) are pairs, and so are the
+            "sources" of energy.
+
+        Example:
+            >>> from dataclasses import replace
+            >>> from torch_odt.measure.record import Cell, Machine, Record
+            >>> cell = Cell(suite="ubiquitous", model="lenet", batch_size=1, mode="training", engine="torch", threads=1)
+            >>> first, second = (
+            ...     Record(Machine(name=name, processor=""), [replace(cell, step_seconds=[seconds])])
+            ...     for name, seconds in (("a", 0.002), ("b", 0.004))
+            ... )
+            >>> (row,) = compare(first, second).to_dict()["rows"]
+            >>> row["model"], row["quantity"], row["first"], row["second"], row["ratio"]
+            ('lenet', 'step_seconds', 0.002, 0.004, 2.0)
+        """
+        return {
+            "names": list(self.names),
+            "machines": [machine.to_dict() for machine in self.machines],
+            "rows": [
+                _json_row(pair, measure)
+                for measure in _measures(self.pairs)
+                for pair in self.pairs
+                if _says(pair, measure)
+            ],
+            "only_first": [cell.identity for cell in self.only_first],
+            "only_second": [cell.identity for cell in self.only_second],
+        }
 
     def write_page(self, path: str | Path, *, title: str = "") -> None:
         """Write the comparison to an HTML file that needs no network; the file is replaced.
@@ -150,19 +188,32 @@ def compare(first: Record, second: Record, *, names: tuple[str, str] | None = No
 
 @dataclass(frozen=True)
 class _Measure:
-    """A number that is compared."""
+    """A number that is compared.
 
+    Attributes:
+        quantity: its name for programs, with its unit; that for a page's places is `key`.
+        source: where a cell's number comes from, where there are several.
+    """
+
+    quantity: str
     key: str
     title: str
     unit: Unit
     of: Callable[[Cell], float | None]
+    source: Callable[[Cell], str] = lambda cell: ""
 
 
 _MEASURES = (
-    _Measure("seconds", "seconds of a step", SECONDS, lambda cell: cell.median_seconds),
-    _Measure("bytes", "bytes above the level before", BYTES, lambda cell: cell.training_bytes),
+    _Measure("step_seconds", "seconds", "seconds of a step", SECONDS, lambda cell: cell.median_seconds),
+    _Measure("training_bytes", "bytes", "bytes above the level before", BYTES, lambda cell: cell.training_bytes),
+    _Measure("device_bytes", "device-bytes", "bytes of the device's memory", BYTES, lambda cell: cell.device_bytes),
     _Measure(
-        "joules", "joules of a step", JOULES, lambda cell: found[0] if (found := cell.joules_per_step()) else None
+        "step_joules",
+        "joules",
+        "joules of a step",
+        JOULES,
+        lambda cell: found[0] if (found := cell.joules_per_step()) else None,
+        lambda cell: found[1] if (found := cell.joules_per_step()) else "",
     ),
 )
 
@@ -174,7 +225,9 @@ def _measures(pairs: Sequence[Pair]) -> list[_Measure]:
 
 
 def _result(name: str) -> _Measure:
-    return _Measure(name.replace("_", "-"), name.replace("_", " "), unit_of(name), lambda cell: cell.results.get(name))
+    return _Measure(
+        name, name.replace("_", "-"), name.replace("_", " "), unit_of(name), lambda cell: cell.results.get(name)
+    )
 
 
 def _says(pair: Pair, measure: _Measure) -> bool:
@@ -191,10 +244,34 @@ def _texts(pair: Pair, measure: _Measure) -> list[str]:
 
 
 def _times(pair: Pair, measure: _Measure) -> float | None:
-    """How many times the first one's number the second one's is; None where one is only the least that it may be."""
-    if measure.key == _LARGEST and (is_least(pair.first) or is_least(pair.second)):
+    """How many times the first one's number the second one's is.
+
+    None where one is only the least that it may be, or where they come from different sources.
+    """
+    if any(_at_least(pair, measure)) or measure.source(pair.first) != measure.source(pair.second):
         return None
     return ratio(measure.of(pair.second), measure.of(pair.first))
+
+
+def _at_least(pair: Pair, measure: _Measure) -> list[bool]:
+    return [measure.key == _LARGEST and is_least(cell) for cell in (pair.first, pair.second)]
+
+
+def _json_row(pair: Pair, measure: _Measure) -> dict[str, Any]:
+    cells = (pair.first, pair.second)
+    sources = [measure.source(cell) for cell in cells]
+    return {
+        **pair.first.identity,
+        "threads": [cell.threads for cell in cells],
+        "quantity": measure.quantity,
+        "unit": measure.unit.name,
+        "first": measure.of(pair.first),
+        "second": measure.of(pair.second),
+        "ratio": _times(pair, measure),
+        "outcomes": [cell.outcome for cell in cells],
+        "at_least": _at_least(pair, measure),
+        **({"sources": sources} if any(sources) else {}),
+    }
 
 
 def _text(cell: Cell, measure: _Measure) -> str:
@@ -203,7 +280,9 @@ def _text(cell: Cell, measure: _Measure) -> str:
         return cell.outcome
     if value is None:
         return ABSENT
-    return ("at least " if measure.key == _LARGEST and is_least(cell) else "") + measure.unit.text(value)
+    least = "at least " if measure.key == _LARGEST and is_least(cell) else ""
+    source = measure.source(cell)
+    return least + measure.unit.text(value) + (f" ({source})" if source else "")
 
 
 def _figure(comparison: Comparison, measure: _Measure) -> Figure:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
+
 from torch_odt.measure.record import ENERGY, Cell, Record
 from torch_odt.measure.report.figure import Figure
 from torch_odt.measure.report.selection import usual_steps, why_absent
@@ -13,7 +16,7 @@ _SOURCES = {
     "rapl": "the processor's counter (RAPL)",
     "ina": "the board's sensors (INA)",
     "battery": "the battery",
-    "model": "a model: stated watts, not measured",
+    "model": "a model of stated watts, not measured",
 }
 
 
@@ -34,12 +37,14 @@ def sample_energy(record: Record) -> Figure:
         found = _joules(cell)
         return found / cell.batch_size if found is not None and cell.batch_size else None
 
-    return _figure(
+    figure = _figure(
         record,
         Measure(joules, JOULES, "joules per sample"),
         key="sample-energy",
         title="Energy per sample: small batches against large ones",
     )
+    # The reasons stand at the energy of a step.
+    return figure if figure.panels else replace(figure, rows=(), missing=("No energy was measured.",))
 
 
 def _figure(record: Record, measure: Measure, *, key: str, title: str) -> Figure:
@@ -52,16 +57,18 @@ def _figure(record: Record, measure: Measure, *, key: str, title: str) -> Figure
     )
 
 
-def why_no_energy(record: Record, cell: Cell) -> str:
-    """What the sources of energy say instead of a number."""
+def why_no_energy(record: Record, cell: Cell) -> list[str]:
+    """What each source of energy says instead of a number."""
     reasons = []
     for source, name in ENERGY:
         reading = cell.quantities.get(source, {}).get(name)
-        if reading is not None and not isinstance(reading, int | float):
-            reasons.append(f"{source}: {reading['absent']}")
+        if isinstance(reading, Mapping):
+            reasons.append(f"no energy from {_SOURCES[source]}: {reading['absent']}")
         elif reading is None and (reason := why_absent(record.machine, source)):
-            reasons.append(f"{source}: {reason}")
-    return "no energy was measured" + (f" ({'; '.join(reasons)})" if reasons else "")
+            reasons.append(f"no energy from {_SOURCES[source]}: {reason}")
+    if "model" not in cell.quantities:
+        reasons.append("no energy by a model: torch-odt measure --watts states what a busy core draws")
+    return reasons
 
 
 def _joules(cell: Cell) -> float | None:

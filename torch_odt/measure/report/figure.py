@@ -48,6 +48,11 @@ class Figure:
     missing: Sequence[str] = ()
     is_dense: bool = False
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing in it but the reason for that."""
+        return not self.panels and not self.rows
+
 
 def figure_section(figure: Figure) -> str:
     """A figure as HTML."""
@@ -63,6 +68,14 @@ def figure_section(figure: Figure) -> str:
 <div class="panels{" dense" if figure.is_dense else ""}">{panels}</div></figure>
 {missing}{_numbers(figure)}"""
     return section(escape(figure.title), content, escape(figure.hint))
+
+
+def lacking_section(figures: Sequence[Figure]) -> str:
+    """Figures without anything in them as one part of a page: what each would show, and why it does not."""
+    entries = "".join(
+        f'<li id="{figure.key}">{escape(figure.title)}: {escape(" ".join(figure.missing))}</li>' for figure in figures
+    )
+    return section("What this record does not show", f'<ul class="absent">{entries}</ul>') if entries else ""
 
 
 def _missing(reasons: Sequence[str]) -> str:

@@ -7,42 +7,43 @@ from collections.abc import Sequence
 from torch_odt.measure.record import Cell, Record
 from torch_odt.measure.report.figure import Figure, Panel
 from torch_odt.measure.report.lines import Line, Side, lines
-from torch_odt.measure.report.selection import grouped, model_of, usual_steps, way_of
+from torch_odt.measure.report.selection import grouped, model_of, usual_steps
 from torch_odt.measure.report.units import BYTES, SECONDS
+from torch_odt.measure.report.ways import way_of
 
-_PLAIN, _MEASURED, _PREDICTED = "line0", "line1", "line2 dashed"
+_STYLES = {"torch": "line0", "torch_odt": "line1", "executorch": "line4"}
+_NAMES = {"torch": "plain PyTorch", "torch_odt": "torch_odt, measured", "executorch": "ExecuTorch"}
+_PREDICTED = "line2 dashed"
 
 
 def frontier(record: Record) -> Figure:
-    """For each network the largest batch that torch_odt trained: a dot for each budget, and plain PyTorch."""
+    """For each network the largest batch that torch_odt trained: a dot for each budget, named by it, and the others."""
     cells = usual_steps(record, _is_measured)
     panels, rows = [], []
-    for model, each in grouped(cells, model_of).items():
+    shown: set[str] = set()
+    for (model, optimizer), each in grouped(cells, lambda cell: (model_of(cell), way_of(cell).optimizer)).items():
         largest = max((cell.batch_size for cell in each if cell.engine == "torch_odt"), default=None)
-        same = [cell for cell in each if cell.batch_size == largest]
         if largest is None:
             continue
-        plain = [cell for cell in same if cell.engine == "torch"]
-        ours = sorted((cell for cell in same if cell.engine == "torch_odt"), key=lambda cell: cell.training_bytes or 0)
-        drawn = [
-            Line("plain PyTorch", _PLAIN, *_points(plain)),
-            Line("torch_odt", _MEASURED, *_points(ours)),
-            Line("predicted", _PREDICTED, *_predicted(ours)),
-        ]
+        by_engine = grouped([cell for cell in each if cell.batch_size == largest], lambda cell: cell.engine)
+        ours = sorted(by_engine["torch_odt"], key=lambda cell: cell.training_bytes or 0)
+        by_engine["torch_odt"] = ours
+        drawn = [_line(engine, same) for engine, same in by_engine.items()]
+        drawn.append(Line("predicted", _PREDICTED, *_predicted(ours)))
         x = Side("peak bytes above the level before", BYTES, includes_zero=True)
         y = Side("seconds of a training step", SECONDS, includes_zero=True)
-        name = f"{model}, batch {largest}"
+        name = ", ".join(part for part in (model, f"batch {largest}", optimizer) if part)
         chart = lines(drawn, x=x, y=y, description=f"seconds over bytes of a training step of {name}")
         panels.append(Panel(name, chart))
-        rows += [_row(name, cell) for cell in (*plain, *ours)]
+        shown |= by_engine.keys()
+        rows += [_row(name, cell) for same in by_engine.values() for cell in same]
+    legend = [(_NAMES[engine], style) for engine, style in _STYLES.items() if engine in shown]
     return Figure(
         "frontier",
         "The frontier: bytes against seconds of a training step, measured and predicted",
         "Further to the left is less memory, further down is faster; a dot of torch_odt for each budget.",
         panels,
-        [("plain PyTorch", _PLAIN), ("torch_odt, measured", _MEASURED), ("torch_odt, predicted", _PREDICTED)]
-        if panels
-        else (),
+        [*legend, ("torch_odt, predicted", _PREDICTED)] if panels else (),
         ("step", "series", "bytes", "seconds", "predicted bytes", "predicted seconds"),
         rows,
         () if panels else ("torch_odt trained nothing in this record.",),
@@ -51,11 +52,14 @@ def frontier(record: Record) -> Figure:
 
 
 def _is_measured(cell: Cell) -> bool:
-    return cell.mode == "training" and bool(cell.median_seconds) and cell.training_bytes is not None
+    has_numbers = bool(cell.median_seconds) and cell.training_bytes is not None
+    # What the process holds says nothing of what another device does.
+    return cell.mode == "training" and has_numbers and cell.device == "cpu"
 
 
-def _points(cells: Sequence[Cell]) -> tuple[list[float], list[float]]:
-    return [cell.training_bytes or 0 for cell in cells], [cell.median_seconds or 0.0 for cell in cells]
+def _line(engine: str, cells: Sequence[Cell]) -> Line:
+    xs, ys = [cell.training_bytes or 0 for cell in cells], [cell.median_seconds or 0.0 for cell in cells]
+    return Line(_NAMES[engine], _STYLES[engine], xs, ys, marks=[cell.budget for cell in cells])
 
 
 def _predicted(cells: Sequence[Cell]) -> tuple[list[float], list[float]]:

@@ -6,8 +6,9 @@ from torch_odt.measure.record import LayerMemory, Record
 from torch_odt.measure.report.bars import Bar, Group, bars
 from torch_odt.measure.report.figure import Figure, Panel
 from torch_odt.measure.report.memory import category_name, category_style
-from torch_odt.measure.report.selection import model_of, series_of
+from torch_odt.measure.report.selection import model_of
 from torch_odt.measure.report.units import BYTES
+from torch_odt.measure.report.ways import series_of
 
 _CATEGORIES = ("weights", "gradients", "optimizer", "activations")
 _MOST = 16

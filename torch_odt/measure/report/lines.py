@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
 
@@ -13,6 +13,8 @@ _ROOM = 0.06
 # A label at the very edge would stand out of the chart.
 _LAST_LABEL = 0.95
 _MOST_UPWARDS, _MOST_ACROSS = 5, 4
+# What a mark takes of a chart, about.
+_MARK_WIDTH, _MARK_HEIGHT = 0.2, 0.1
 
 
 @dataclass(frozen=True)
@@ -23,6 +25,7 @@ class Line:
         name: for what is said of a dot.
         style: the class that colours it.
         has_dots: whether each point is marked.
+        marks: what stands beside each point, where there is room.
     """
 
     name: str
@@ -30,6 +33,7 @@ class Line:
     xs: Sequence[float]
     ys: Sequence[float]
     has_dots: bool = True
+    marks: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
@@ -64,6 +68,7 @@ def lines(drawn: Sequence[Line], *, x: Side, y: Side, description: str) -> str:
             shapes.append(svg.line(svg.polyline(across, upwards, line.xs, line.ys), line.style))
         if line.has_dots or len(line.xs) == 1:
             texts += [_dot(line, x, y, across, upwards, point) for point in zip(line.xs, line.ys, strict=True)]
+    texts += _marks(drawn, across, upwards)
     x_ticks = [tick for tick in _ticks(x, across, _MOST_ACROSS) if x.places or across.share(tick[0]) < _LAST_LABEL]
     labels = "".join(svg.label(text, "tick", left=across.percent(tick)) for tick, text in x_ticks)
     return f"""<div class="stack">
@@ -95,3 +100,17 @@ def _dot(line: Line, x: Side, y: Side, across: svg.Axis, upwards: svg.Axis, poin
     text = escape(f"{line.name}: {y.unit.text(point[1])} at {x.unit.text(point[0])}")
     place = f"left:{across.percent(point[0])};bottom:{upwards.percent(point[1])}"
     return f'<i class="dot {line.style}" style="{place}" title="{text}"></i>'
+
+
+def _marks(drawn: Sequence[Line], across: svg.Axis, upwards: svg.Axis) -> Iterator[str]:
+    """On the left of its point, or on the right where another mark or the axis is in the way; else nowhere."""
+    taken: list[tuple[float, float]] = []
+    for line in drawn:
+        for x, y, text in zip(line.xs, line.ys, line.marks, strict=False):
+            point, bottom = across.share(x), upwards.share(y)
+            for style, left in (("before", point - _MARK_WIDTH), ("behind", point)):
+                is_free = all(abs(left - a) >= _MARK_WIDTH or abs(bottom - b) >= _MARK_HEIGHT for a, b in taken)
+                if text and is_free and 0 <= left <= 1 - _MARK_WIDTH:
+                    taken.append((left, bottom))
+                    yield svg.label(text, f"mark {style}", left=across.percent(x), bottom=upwards.percent(y))
+                    break

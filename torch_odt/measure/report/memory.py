@@ -3,27 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 
 from torch_odt.measure.record import Cell, Record
 from torch_odt.measure.report.bars import Bar, Group, bars
 from torch_odt.measure.report.figure import Figure, Panel
 from torch_odt.measure.report.selection import (
-    Series,
     grouped,
     is_least,
-    legend_of,
     model_of,
     notes_of,
     plain,
     ratio,
     refusals,
-    series_of,
     sides_of,
-    styles_of,
     usual_steps,
 )
 from torch_odt.measure.report.side_by_side import Measure, side_by_side
 from torch_odt.measure.report.units import BYTES, COUNT, times_text
+from torch_odt.measure.report.ways import Series, legend_of, series_of, styles_of
 
 # From the bottom upwards: what is there all the time first.
 _STYLES = {
@@ -61,8 +59,21 @@ def peak_memory(record: Record) -> Figure:
         key="peak-memory",
         title="Peak memory of the process: training against inference, torch_odt against plain PyTorch",
         hint="What steps take on top of a process that holds the model and a batch.",
-        why_absent=lambda cell: "the process's memory was not read",
+        why_absent=lambda cell: ["the process's memory was not read"],
     )
+
+
+def device_memory(record: Record) -> Figure:
+    """What tensors take of the memory of a graphics card, weights and batch included."""
+    figure = side_by_side(
+        usual_steps(record, lambda cell: cell.device != "cpu" and cell.engine == "torch"),
+        Measure(lambda cell: cell.device_bytes, BYTES, "bytes of the device's memory"),
+        key="device-memory",
+        title="Peak memory of another device: training against inference",
+        hint="What torch allocates there, weights and batch included.",
+        why_absent=lambda cell: ["the device's memory was not counted"],
+    )
+    return figure if figure.rows else replace(figure, missing=("No step was made on another device than the CPU.",))
 
 
 def memory_by_category(record: Record) -> Figure:
@@ -78,7 +89,7 @@ def memory_by_category(record: Record) -> Figure:
                 if (cell := side.get(series)) is None:
                     continue
                 total = sum(cell.categories.values())
-                inference = plain(side, "inference", series.way.device)
+                inference = plain(side, "inference", series.way)
                 times = ratio(total, sum(inference.categories.values()) if inference else None)
                 against = f" · {times_text(times)} inf." if times is not None and cell is not inference else ""
                 parts = [(cell.categories.get(name, 0), category_style(name)) for name in names]
@@ -134,7 +145,6 @@ def largest_batch(record: Record) -> Figure:
 
 def _batch_bars(cells: list[Cell], styles: Mapping[Series, str]) -> list[Bar]:
     found = {series_of(cell): cell for cell in cells}
-    first = next((_largest(cell) for cell in cells if cell.engine == "torch" and not is_least(cell)), None)
     made = []
     for series, style in styles.items():
         if (cell := found.get(series)) is None:
@@ -143,7 +153,8 @@ def _batch_bars(cells: list[Cell], styles: Mapping[Series, str]) -> list[Bar]:
         if largest is None:
             made.append(Bar((), cell.outcome if cell.outcome != "ok" else "absent", is_refused=cell.outcome != "ok"))
             continue
-        times = ratio(largest, first) if cell.engine != "torch" and not is_least(cell) else None
+        other = plain(found, "training", series.way) if cell.engine != "torch" and not is_least(cell) else None
+        times = ratio(largest, _largest(other)) if other is not None and not is_least(other) else None
         made.append(Bar([(largest, style)], _samples(cell) + (f" · {times_text(times)} plain" if times else "")))
     return made
 

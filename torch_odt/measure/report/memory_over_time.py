@@ -11,8 +11,9 @@ from torch_odt.measure.record import CATEGORIES, Cell, Record, Trace
 from torch_odt.measure.report.areas import Band, Overlay, areas
 from torch_odt.measure.report.figure import Figure, Panel
 from torch_odt.measure.report.memory import category_name, category_style, in_order
-from torch_odt.measure.report.selection import grouped, largest_batches, model_of, series_of, usual_steps
+from torch_odt.measure.report.selection import grouped, largest_batches, model_of, usual_steps
 from torch_odt.measure.report.units import BYTES, SECONDS
+from torch_odt.measure.report.ways import series_of
 
 _PROCESS = "process"
 # More moments than a chart has pixels, or a table readers, are thinned out; the highest ones stay.
@@ -22,8 +23,9 @@ _MOST_DRAWN, _MOST_LISTED = 1200, 40
 def memory_over_time(record: Record) -> Figure:
     """A chart for each network and way of making a step, of the largest batch that was traced."""
     cells = list(largest_batches(usual_steps(record, _is_traced)))
-    panels, rows = [], []
+    panels, rows, most = [], [], 0
     for same in grouped(cells, lambda cell: (model_of(cell), cell.batch_size)).values():
+        most = max(most, len(same))
         drawn = [_drawn(cell) for cell in same]
         until_seconds = max(each.end_seconds for each in drawn)
         at_most = max(each.highest for each in drawn)
@@ -43,6 +45,7 @@ def memory_over_time(record: Record) -> Figure:
         ("step", "at", *CATEGORIES, "together", "process", "predicted"),
         rows,
         () if panels else ("No training step's memory was traced.",),
+        is_dense=most == 3 or most > 4,
     )
 
 

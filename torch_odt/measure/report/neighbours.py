@@ -5,11 +5,15 @@ from __future__ import annotations
 from torch_odt.measure.record import Cell, Record
 from torch_odt.measure.report.bars import Bar, Group, bars
 from torch_odt.measure.report.figure import Figure, Panel
-from torch_odt.measure.report.selection import grouped, model_of, ratio, refusals, way_of
+from torch_odt.measure.report.selection import grouped, model_of, ratio, refusals
 from torch_odt.measure.report.units import times_text, unit_of
+from torch_odt.measure.report.ways import way_of
 
 _COLORS = 8
 _STEP = "step_seconds"
+_ALONE = "none"
+# That are sent, whatever happens; what the percentiles are of.
+_COUNT = "requests"
 _NAMES = {
     "requests_per_second": "requests the other program answers",
     "p50_seconds": "half of its requests are answered within",
@@ -27,9 +31,10 @@ def neighbours(record: Record) -> Figure:
     conditions = list(dict.fromkeys(map(_condition, measured)))
     colors = {condition: f"line{i % _COLORS}" for i, condition in enumerate(conditions)}
     panels, rows = [], []
-    for (model, way), each in grouped(measured, lambda cell: (model_of(cell), way_of(cell))).items():
+    for (model, batch), each in grouped(measured, lambda cell: (model_of(cell), cell.batch_size)).items():
+        beside = f"{model}, batch {batch}"
         readings = {condition: _readings(same[0]) for condition, same in grouped(each, _condition).items()}
-        for name in dict.fromkeys(name for found in readings.values() for name in found):
+        for name in dict.fromkeys(name for found in readings.values() for name in found if name != _COUNT):
             made = [
                 Bar(
                     [(found[name], colors[condition])],
@@ -41,9 +46,9 @@ def neighbours(record: Record) -> Figure:
             title = f"{_title(name)} in {unit_of(name).name}"
             chart = bars([Group("", made)], unit_of(name), title=title, rows_title="training beside it")
             if chart:
-                panels.append(Panel(f"{_title(name)}, beside {model}, {way.name}", chart))
+                panels.append(Panel(f"{_title(name)}, beside {beside}", chart))
             rows += [
-                (model, way.name, _title(name), condition, unit_of(name).text(found[name]))
+                (beside, _title(name), condition, unit_of(name).text(found[name]))
                 for condition, found in readings.items()
                 if name in found
             ]
@@ -53,7 +58,7 @@ def neighbours(record: Record) -> Figure:
         "The other program alone, and beside a training in the foreground and in the background.",
         panels,
         [(f"training: {condition}", color) for condition, color in colors.items()] if panels else (),
-        ("network", "way", "what", "training", "reading"),
+        ("training", "what", "how", "reading"),
         rows,
         refusals(cells) or (() if panels else ("Training beside another program was not measured.",)),
         is_dense=True,
@@ -61,7 +66,9 @@ def neighbours(record: Record) -> Figure:
 
 
 def _condition(cell: Cell) -> str:
-    return ", ".join(map(str, cell.factors.values())) or "as it is"
+    """How it was trained; the program that runs alone knows no engine."""
+    how = ", ".join(map(str, cell.factors.values())) or "as it is"
+    return how if how == _ALONE else f"{how}, {way_of(cell).name}"
 
 
 def _readings(cell: Cell) -> dict[str, float]:

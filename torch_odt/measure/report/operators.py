@@ -7,27 +7,31 @@ from collections.abc import Sequence
 from torch_odt.measure.record import Cell, OperatorTime, Record
 from torch_odt.measure.report.bars import Bar, Group, bars
 from torch_odt.measure.report.figure import Figure, Panel
-from torch_odt.measure.report.selection import grouped, largest_batches, model_of, ratio, series_of, usual_steps
+from torch_odt.measure.report.selection import grouped, largest_batches, model_of, ratio, usual_steps
 from torch_odt.measure.report.units import SECONDS, SHARE
+from torch_odt.measure.report.ways import series_of
 
 _DIRECTIONS = {"forward": "line0", "backward": "line1", "optimizer": "line2", "outside": "line7"}
 _NAMES = {"outside": "outside operators (Python, autograd, allocator)"}
+_GRADIENTS, _REST = "backward: convolutions' gradients", "backward: the rest"
+# The backward pass in two: the darker part is what convolutions' gradients take.
+_PHASES = {"forward": "line0", _GRADIENTS: "line3", _REST: "line1", "optimizer": "line2", "outside": "line7"}
 _MOST = 10
 
 
 def phases(record: Record) -> Figure:
-    """The passes of a step."""
+    """The passes of a step, and what gradients of convolutions take of it (Chen et al., Figure 11)."""
     cells = _profiled(record)
     panels, rows = [], []
     for model, each in grouped(cells, model_of).items():
         groups = []
         for cell in each:
-            seconds = {name: _seconds(cell.operators, name) for name in _DIRECTIONS}
+            seconds = _phases(cell.operators)
             total = sum(seconds.values())
-            parts = [(seconds[name], style) for name, style in _DIRECTIONS.items()]
+            parts = [(seconds[name], style) for name, style in _PHASES.items()]
             groups.append(Group(f"batch {cell.batch_size}: {series_of(cell).name}", [Bar(parts, SECONDS.text(total))]))
             share = convolution_gradient_share(cell)
-            texts = [SECONDS.text(value) for value in seconds.values()]
+            texts = [SECONDS.text(seconds[name]) for name in _PHASES]
             gradients = "" if share is None else SHARE.text(share)
             name = series_of(cell).name
             rows.append((model, str(cell.batch_size), name, *texts, SECONDS.text(total), _of_step(cell), gradients))
@@ -37,14 +41,15 @@ def phases(record: Record) -> Figure:
     return Figure(
         "phases",
         "Forward against backward: where the seconds of a step go",
-        "Of the largest batch whose operators were counted. Steps whose operators are counted take longer than others.",
+        "Of the largest batch whose operators were counted, and of the largest network of each kind of layer. Steps "
+        "whose operators are counted take longer than others.",
         panels,
-        [(_NAMES.get(name, name), style) for name, style in _DIRECTIONS.items()] if panels else (),
+        [(_NAMES.get(name, name), style) for name, style in _PHASES.items()] if panels else (),
         (
             "network",
             "batch",
             "series",
-            *_DIRECTIONS,
+            *_PHASES,
             "together",
             "of the profiled step",
             "convolution gradients' share of backward",
@@ -92,12 +97,31 @@ def operators(record: Record) -> Figure:
 def convolution_gradient_share(cell: Cell) -> float | None:
     """The share of the backward pass that convolutions' gradients take; None where there is no backward pass."""
     backward = [each for each in cell.operators if each.direction == "backward"]
-    gradients = [each for each in backward if "conv" in each.op and "backward" in each.op]
+    gradients = [each for each in backward if _is_gradient(each)]
     return ratio(sum(each.seconds for each in gradients), sum(each.seconds for each in backward))
 
 
 def _profiled(record: Record) -> list[Cell]:
-    return list(largest_batches(usual_steps(record, lambda cell: bool(cell.operators) and cell.outcome == "ok")))
+    """The largest batches of networks, and the largest networks of one kind of layer."""
+    swept = [cell for cell in record.cells if _is_profiled(cell) and {"width", "depth"} <= cell.factors.keys()]
+    by_kind = grouped(swept, lambda cell: (cell.factors.get("layer"), series_of(cell)))
+    largest = [max(each, key=lambda cell: (cell.factors["width"], cell.factors["depth"])) for each in by_kind.values()]
+    return [*largest_batches(usual_steps(record, _is_profiled)), *largest]
+
+
+def _is_profiled(cell: Cell) -> bool:
+    return bool(cell.operators) and cell.outcome == "ok"
+
+
+def _phases(operators: Sequence[OperatorTime]) -> dict[str, float]:
+    gradients = sum(each.seconds for each in operators if _is_gradient(each))
+    seconds = {name: _seconds(operators, name) for name in ("forward", "optimizer", "outside")}
+    return {**seconds, _GRADIENTS: gradients, _REST: _seconds(operators, "backward") - gradients}
+
+
+def _is_gradient(operator: OperatorTime) -> bool:
+    """Of a convolution."""
+    return operator.direction == "backward" and "conv" in operator.op and "backward" in operator.op
 
 
 def _seconds(operators: Sequence[OperatorTime], direction: str) -> float:

@@ -9,14 +9,15 @@ from pathlib import Path
 from torch_odt.measure.record import Machine, Record
 from torch_odt.measure.report.cells import all_cells
 from torch_odt.measure.report.energy import sample_energy, step_energy
-from torch_odt.measure.report.figure import Figure, figure_section
+from torch_odt.measure.report.figure import Figure, figure_section, lacking_section
 from torch_odt.measure.report.frontier import frontier
 from torch_odt.measure.report.layers import layers
 from torch_odt.measure.report.long_run import long_run
-from torch_odt.measure.report.memory import largest_batch, memory_by_category, peak_memory
+from torch_odt.measure.report.memory import device_memory, largest_batch, memory_by_category, peak_memory
 from torch_odt.measure.report.memory_over_time import memory_over_time
 from torch_odt.measure.report.neighbours import neighbours
 from torch_odt.measure.report.operators import operators, phases
+from torch_odt.measure.report.selection import absences
 from torch_odt.measure.report.sweeps import layer_kinds, sweep_of_depth, sweep_of_width
 from torch_odt.measure.report.threads import threads
 from torch_odt.measure.report.times import busy_processors, sample_times, step_times
@@ -29,6 +30,7 @@ _FIGURES: tuple[Callable[[Record], Figure], ...] = (
     threads,
     busy_processors,
     peak_memory,
+    device_memory,
     memory_by_category,
     memory_over_time,
     layers,
@@ -72,11 +74,16 @@ def page(record: Record, *, title: str = "") -> str:
         '<!DOCTYPE html>'
     """
     machine = record.machine
+    figures = [figure(record) for figure in _FIGURES]
+    parts = [
+        facts(list(machine_facts(machine))),
+        *(figure_section(figure) for figure in figures if not figure.is_empty),
+        lacking_section([figure for figure in figures if figure.is_empty]),
+        _absent(machine),
+    ]
     return document(
         title or f"What training costs on {machine.name or 'this device'}",
-        "".join(
-            [facts(list(machine_facts(machine))), _absent(machine), *(figure_section(f(record)) for f in _FIGURES)]
-        ),
+        "".join(parts),
         subtitle=f"measured {machine.started}" if machine.started else "",
         style=style(),
     )
@@ -100,7 +107,7 @@ def machine_facts(machine: Machine) -> Iterator[tuple[str, str]]:
 
 
 def _absent(machine: Machine) -> str:
-    if not machine.absent:
+    entries = "".join(f"<li>{escape(text)}</li>" for text in absences(machine))
+    if not entries:
         return ""
-    entries = "".join(f"<li>{escape(name)}: {escape(reason)}</li>" for name, reason in machine.absent.items())
     return section("What this machine cannot measure", f'<ul class="absent">{entries}</ul>')

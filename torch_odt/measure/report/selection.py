@@ -4,91 +4,21 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TypeVar
 
 from torch_odt.measure.record import Cell, Machine, Record
 from torch_odt.measure.report.units import result_text
+from torch_odt.measure.report.ways import Series, Way, series_of
 
 Key = TypeVar("Key")
 Value = TypeVar("Value", int, str)
 
-_ENGINES = {"torch": "plain PyTorch", "torch_odt": "torch_odt", "executorch": "ExecuTorch"}
-_STROKES = {"torch": "", "torch_odt": " dashed", "executorch": " dotted"}
+_MOST_NAMES = 4
 # What the search for the largest batch notes where it ended before a batch that does not fit.
 _OPEN = ("no more than ", "the search was ended ")
-# Colours of `pages/base.css`: plain PyTorch always has the first one.
-_COLORS = 8
-
-
-@dataclass(frozen=True)
-class Way:
-    """How steps are made: what is drawn in one colour, and inference in a pale one."""
-
-    engine: str
-    budget: str
-    device: str
-
-    @property
-    def name(self) -> str:
-        given = [part for part in (self.budget, "" if self.device == "cpu" else self.device) if part]
-        return f"{self.engine_name} ({', '.join(given)})" if given else self.engine_name
-
-    @property
-    def engine_name(self) -> str:
-        return _ENGINES.get(self.engine, self.engine)
-
-    @property
-    def stroke(self) -> str:
-        """A class for lines whose colour stands for something else, with a space before it."""
-        return _STROKES.get(self.engine, "")
-
-
-def strokes_of(ways: Iterable[Way]) -> list[tuple[str, str]]:
-    """A legend of the strokes, but for that of plain PyTorch."""
-    used = dict.fromkeys((way.stroke.strip(), way.engine_name) for way in ways if way.stroke)
-    return [(f"{stroke}: {name}", stroke) for stroke, name in used]
-
-
-@dataclass(frozen=True)
-class Series:
-    """A way of making steps of training, or of inference."""
-
-    way: Way
-    mode: str
-
-    @property
-    def name(self) -> str:
-        return f"{self.way.name}, {self.mode}"
-
 
 Beside = Mapping[Series, Cell]
 """The cells that stand beside each other."""
-
-
-def way_of(cell: Cell) -> Way:
-    return Way(cell.engine, cell.budget, cell.device)
-
-
-def series_of(cell: Cell) -> Series:
-    return Series(way_of(cell), cell.mode)
-
-
-def styles_of(cells: Iterable[Cell]) -> dict[Series, str]:
-    """A class for each series, in the order in which bars stand: inference before training, plain before torch_odt."""
-    ways = sorted(dict.fromkeys(map(way_of, cells)), key=lambda way: way.engine != "torch")
-    colors = {way: f"line{i % _COLORS}" for i, way in enumerate(ways)}
-    return {
-        Series(way, mode): color + (" pale" if mode == "inference" else "")
-        for way, color in colors.items()
-        for mode in ("inference", "training")
-    }
-
-
-def legend_of(styles: Mapping[Series, str], cells: Iterable[Cell]) -> list[tuple[str, str]]:
-    """Of the series that there are cells of."""
-    used = set(map(series_of, cells))
-    return [(series.name, style) for series, style in styles.items() if series in used]
 
 
 def steps_of(record: Record, where: Callable[[Cell], bool] = lambda cell: True) -> list[Cell]:
@@ -140,9 +70,9 @@ def by_series(cells: Iterable[Cell]) -> Beside:
     return found
 
 
-def plain(side: Beside, mode: str, device: str = "cpu") -> Cell | None:
-    """Plain PyTorch's cell among those beside each other."""
-    return side.get(Series(Way("torch", "", device), mode))
+def plain(side: Beside, mode: str, way: Way) -> Cell | None:
+    """Plain PyTorch's cell beside that of a way, with the same optimizer, and on the same device."""
+    return side.get(Series(way.plain if mode == "training" else way.plain.inference, mode))
 
 
 def grouped(cells: Iterable[Cell], key: Callable[[Cell], Key]) -> dict[Key, list[Cell]]:
@@ -173,11 +103,10 @@ def details_of(cell: Cell) -> list[str]:
         f"{name} {value}" if isinstance(value, str) else result_text(name, value)
         for name, value in cell.factors.items()
     ]
-    optimizer = [cell.optimizer] if cell.optimizer != "sgd" else []
     experiment = [cell.experiment] if cell.experiment != "step" else []
     # What the breakdown measures may be a step of another suite, too.
     suite = ["breakdown"] if cell.suite == "breakdown" else []
-    return [*factors, *batch, series_of(cell).name, *threads, *governor, *optimizer, *experiment, *suite]
+    return [*factors, *batch, series_of(cell).name, *threads, *governor, *experiment, *suite]
 
 
 def threads_text(count: int) -> str:
@@ -185,12 +114,19 @@ def threads_text(count: int) -> str:
 
 
 def refusals(cells: Iterable[Cell]) -> list[str]:
-    """Of each cell that was not measured what became of it, and why."""
-    return [
-        f"{cell_name(cell)}: {cell.outcome}{f' ({cell.reason})' if cell.reason else ''}"
-        for cell in cells
-        if cell.outcome != "ok"
-    ]
+    """What became of cells that were not measured, and why: a line for each reason."""
+    found: dict[str, list[str]] = {}
+    for cell in cells:
+        if cell.outcome != "ok":
+            became = f"{cell.outcome} ({cell.reason})" if cell.reason else cell.outcome
+            found.setdefault(became, []).append(cell_name(cell))
+    return [f"{together(names)}: {became}" for became, names in found.items()]
+
+
+def together(names: Sequence[str]) -> str:
+    """Names of cells; of many the first ones."""
+    more = len(names) - _MOST_NAMES
+    return "; ".join(names) if more <= 1 else f"{'; '.join(names[:_MOST_NAMES])}; and {more} others"
 
 
 def notes_of(cells: Iterable[Cell]) -> dict[str, list[str]]:
@@ -222,6 +158,16 @@ def why_absent(machine: Machine, source: str) -> str:
     """
     found = (reason for name, reason in machine.absent.items() if name.split(" ")[0] == source)
     return next(found, "")
+
+
+def absences(machine: Machine) -> list[str]:
+    """What a machine cannot measure, a line for each source and reason."""
+    found: dict[tuple[str, str], list[str]] = {}
+    for name, reason in machine.absent.items():
+        source, _, quantity = name.partition(" ")
+        found.setdefault((source, reason), []).append(quantity.replace("_", " "))
+    return [f"{source}{f' ({names})' if (names := ', '.join(filter(None, each))) else ''}: {reason}"
+            for (source, reason), each in found.items()]  # fmt: skip
 
 
 def ratio(value: float | None, other: float | None) -> float | None:

@@ -8,17 +8,9 @@ from dataclasses import dataclass
 from torch_odt.measure.record import Cell
 from torch_odt.measure.report.bars import Bar, Group, bars
 from torch_odt.measure.report.figure import Figure, Panel
-from torch_odt.measure.report.selection import (
-    Beside,
-    Series,
-    legend_of,
-    plain,
-    ratio,
-    refusals,
-    sides_of,
-    styles_of,
-)
+from torch_odt.measure.report.selection import Beside, plain, ratio, refusals, sides_of
 from torch_odt.measure.report.units import Unit, times_text
+from torch_odt.measure.report.ways import Series, legend_of, styles_of
 
 
 @dataclass(frozen=True)
@@ -37,14 +29,20 @@ class Measure:
 
 
 def side_by_side(
-    cells: Sequence[Cell], measure: Measure, *, key: str, title: str, hint: str, why_absent: Callable[[Cell], str]
+    cells: Sequence[Cell],
+    measure: Measure,
+    *,
+    key: str,
+    title: str,
+    hint: str,
+    why_absent: Callable[[Cell], Sequence[str]],
 ) -> Figure:
     """A chart for each network: bars for each batch, with how many times plain PyTorch's each number is.
 
     Training is compared with inference for plain PyTorch, torch_odt's with plain PyTorch's of the same kind.
 
     Args:
-        why_absent: why a cell that was measured does not have the number.
+        why_absent: reasons why a cell that was measured does not have the number.
     """
     styles = styles_of(cells)
     panels, rows, missing = [], [], refusals(cells)
@@ -54,14 +52,19 @@ def side_by_side(
         if chart:
             panels.append(Panel(model, chart))
         rows += [row for batch, side in batches.items() for row in _rows(model, batch, side, styles, measure)]
-    missing += [
-        f"{model}: {why}"
-        for model, why in dict.fromkeys(
-            (cell.model, why_absent(cell)) for cell in cells if cell.outcome == "ok" and measure.of(cell) is None
-        )
-    ]
+    missing += _absent([cell for cell in cells if cell.outcome == "ok"], measure, why_absent)
     header = ("network", "batch", "series", measure.title, "times inference", "times plain PyTorch")
     return Figure(key, title, hint, panels, legend_of(styles, cells), header, rows, missing or _nothing(cells))
+
+
+def _absent(cells: Sequence[Cell], measure: Measure, why_absent: Callable[[Cell], Sequence[str]]) -> list[str]:
+    """A line for each reason, with the networks that it is of where others have the number."""
+    models: dict[str, list[str]] = {}
+    for cell in cells:
+        for reason in why_absent(cell) if measure.of(cell) is None else ():
+            models.setdefault(reason, []).append(cell.model)
+    some_have = any(measure.of(cell) is not None for cell in cells)
+    return [reason + (f" ({', '.join(dict.fromkeys(each))})" if some_have else "") for reason, each in models.items()]
 
 
 def _nothing(cells: Sequence[Cell]) -> list[str]:
@@ -91,8 +94,8 @@ def _text(side: Beside, series: Series, value: float, measure: Measure) -> str:
 
 def _ratios(side: Beside, series: Series, value: float, measure: Measure) -> tuple[float | None, float | None]:
     """To inference done the same way, and to plain PyTorch's of the same kind on the same device."""
-    inference = side.get(Series(series.way, "inference")) if series.mode == "training" else None
-    other = plain(side, series.mode, series.way.device) if series.way.engine != "torch" else None
+    inference = side.get(Series(series.way.inference, "inference")) if series.mode == "training" else None
+    other = plain(side, series.mode, series.way) if series.way.engine != "torch" else None
     of_inference, of_other = (measure.of(cell) if cell is not None else None for cell in (inference, other))
     return ratio(value, of_inference), ratio(value, of_other)
 

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from torch_odt.measure.record import Cell, Record
 from torch_odt.measure.report.figure import Figure, Panel
 from torch_odt.measure.report.lines import Line, Side, lines
-from torch_odt.measure.report.selection import grouped, refusals, series_of, strokes_of, way_of
+from torch_odt.measure.report.selection import grouped, refusals
 from torch_odt.measure.report.units import BYTES, COUNT, SECONDS
+from torch_odt.measure.report.ways import series_of, stroke_legend, strokes_of, way_of
 
 _COLORS = 8
 _HEADER = ("layers", "width", "depth", "series", "seconds of a step", "bytes above the level before", "parameters")
@@ -27,14 +28,18 @@ def sweep_of_depth(record: Record) -> Figure:
 
 def layer_kinds(record: Record) -> Figure:
     """Kinds of layers against each other at the smallest depth, over the width."""
-    cells = [cell for cell in _swept(record) if cell.median_seconds and cell.engine == "torch"]
+    cells = [cell for cell in _swept(record) if cell.median_seconds]
+    strokes = strokes_of(map(way_of, cells))
     lowest = min((_number(cell, "depth") for cell in cells), default=0.0)
     kinds = list(dict.fromkeys(_kind(cell) for cell in cells))
     colors = {kind: f"line{i % _COLORS}" for i, kind in enumerate(kinds)}
     panels, rows = [], []
     for mode in ("training", "inference"):
         same = [cell for cell in cells if cell.mode == mode and _number(cell, "depth") == lowest]
-        drawn = [_line(each, "width", kind, colors[kind]) for kind, each in grouped(same, _kind).items()]
+        drawn = [
+            _line(each, "width", f"{kind}, {way.name}", f"{colors[kind]} {strokes[way]}".strip())
+            for (kind, way), each in grouped(same, lambda cell: (_kind(cell), way_of(cell))).items()
+        ]
         if drawn:
             panels.append(Panel(f"{mode}, depth {lowest:g}", _chart(drawn, "width", mode)))
         rows += [_row(cell) for cell in same]
@@ -43,7 +48,7 @@ def layer_kinds(record: Record) -> Figure:
         "Kinds of layers against each other: fully connected, convolution, depthwise separable",
         "Both axes are logarithmic.",
         panels,
-        list(colors.items()) if panels else (),
+        [*colors.items(), *stroke_legend(strokes)] if panels else (),
         _HEADER,
         rows,
         () if panels else (_NONE,),
@@ -55,16 +60,19 @@ def _sweep(record: Record, *, over: str, line_for: str) -> Figure:
     cells = [cell for cell in swept if cell.median_seconds]
     sizes = sorted({_number(cell, line_for) for cell in cells})
     colors = {size: f"line{i % _COLORS}" for i, size in enumerate(sizes)}
+    strokes = strokes_of(map(way_of, cells))
     panels, rows = [], []
     for (kind, mode), each in grouped(cells, lambda cell: (_kind(cell), cell.mode)).items():
         drawn = [
-            _line(same, over, f"{line_for} {size:g}, {series.way.name}", colors[size] + series.way.stroke)
-            for (size, series), same in sorted(
-                grouped(each, lambda cell: (_number(cell, line_for), series_of(cell))).items(),
+            _line(same, over, f"{line_for} {size:g}, {way.name}", f"{colors[size]} {strokes[way]}".strip())
+            for (size, way), same in sorted(
+                grouped(each, lambda cell: (_number(cell, line_for), way_of(cell))).items(),
                 key=lambda item: item[0][0],
             )
         ]
-        panels.append(Panel(f"{kind}, {mode}", _chart(drawn, over, mode)))
+        # Separable convolutions have one depth.
+        if len({x for line in drawn for x in line.xs}) > 1:
+            panels.append(Panel(f"{kind}, {mode}", _chart(drawn, over, mode)))
         rows += [_row(cell) for cell in each]
     return Figure(
         f"sweep-{over}",
@@ -72,7 +80,7 @@ def _sweep(record: Record, *, over: str, line_for: str) -> Figure:
         "Both axes are logarithmic. Where lines are steep, "
         f"{over} costs much; where they lie far apart, {line_for} does.",
         panels,
-        [(f"{line_for} {size:g}", color) for size, color in colors.items()] + strokes_of(map(way_of, cells)),
+        [(f"{line_for} {size:g}", color) for size, color in colors.items()] + stroke_legend(strokes),
         _HEADER,
         rows,
         refusals(swept) or (() if panels else (_NONE,)),

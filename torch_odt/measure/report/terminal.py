@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from statistics import median
 
 from torch_odt.commands.table import ABSENT, bytes_text, render, seconds_text
-from torch_odt.measure.record import Cell, Record
+from torch_odt.measure.record import Cell, Number, Record
 from torch_odt.measure.report.selection import (
-    cell_name,
+    absences,
     grouped,
+    is_least,
     model_of,
     notes_of,
     ratio,
     refusals,
-    results_text,
-    way_of,
+    together,
 )
+from torch_odt.measure.report.units import CELSIUS, HERTZ, Unit, result_text, unit_of
+from torch_odt.measure.report.ways import way_of
 from torch_odt.planning.plan_text import format_joules
 
-_CIRCUMSTANCES = ("network", "factors", "batch", "threads", "governor", "device", "step", "budget", "engine")
+_CIRCUMSTANCES = (
+    "network", "factors", "batch", "threads", "governor", "device", "step", "optimizer", "budget", "engine",
+)  # fmt: skip
 
 
 def table(record: Record) -> str:
@@ -58,21 +63,22 @@ def _blocks(record: Record) -> Iterator[str]:
     ):
         if cells:
             yield f"{title}\n{_steps(cells)}"
-    others = [cell for cell in record.cells if cell.experiment != "step" and cell.results]
+    others = [cell for cell in record.cells if cell.experiment != "step" and cell.outcome == "ok"]
     for experiment, cells in grouped(others, lambda cell: cell.experiment).items():
-        yield f"{experiment.capitalize()}\n" + render([_result_row(cell) for cell in cells])
+        yield f"{experiment.capitalize()}\n{_experiments(cells)}"
     if notes := notes_of(record.cells):
-        yield "\n".join(["Notes", *(f"  {note}: {'; '.join(names)}" for note, names in notes.items())])
+        yield "\n".join(["Notes", *(f"  {note}: {together(names)}" for note, names in notes.items())])
     if refused := refusals(record.cells):
         yield "\n".join(["Not measured", *(f"  {text}" for text in refused)])
-    if record.machine.absent:
-        yield "\n".join(["This machine cannot measure", *(f"  {k}: {v}" for k, v in record.machine.absent.items())])
+    if absent := absences(record.machine):
+        yield "\n".join(["This machine cannot measure", *(f"  {text}" for text in absent)])
 
 
 def _steps(cells: Sequence[Cell]) -> str:
     """A row for each budget that torch_odt was given; columns in which nothing stands are left out."""
-    measures = ("seconds", "memory", "energy")
+    measures = ("seconds", "memory", "device memory", "energy")
     has_others = any(cell.engine == "executorch" for cell in cells)
+    has_optimizers = any(way_of(cell).optimizer for cell in cells)
     beside = "engine's" if has_others else "torch_odt"
     header = [*_CIRCUMSTANCES, *(text for name in measures for text in (f"{name}, plain", beside, ""))]
     shaped = {model: set(map(model_of, each)) for model, each in grouped(cells, _model).items()}
@@ -82,22 +88,27 @@ def _steps(cells: Sequence[Cell]) -> str:
         plain = next((cell for cell in same if cell.engine == "torch"), None)
         name = model_of(same[0]) if len(shaped[same[0].model]) > 1 else same[0].model
         beside_it: list[Cell | None] = [cell for cell in same if cell.engine != "torch"]
-        rows += [_row(name, plain, cell, names_engine=has_others) for cell in beside_it or [None]]
-    used = [any(row[column].strip(ABSENT) for row in rows) for column in range(len(header))]
-    return render([_only(row, used) for row in rows], _only(header, used))
+        rows += [
+            _row(name, plain, cell, names_engine=has_others, names_optimizer=has_optimizers)
+            for cell in beside_it or [None]
+        ]
+    return _used(header, rows)
 
 
-def _row(name: str, plain: Cell | None, ours: Cell | None, *, names_engine: bool) -> list[str]:
+def _row(name: str, plain: Cell | None, ours: Cell | None, *, names_engine: bool, names_optimizer: bool) -> list[str]:
     cell = ours or plain
     assert cell is not None
-    factors = ", ".join(f"{key} {value}" for key, value in cell.factors.items())
+    # The name of a network of one kind of layer tells its width and depth.
+    factors = "" if "width" in cell.factors else ", ".join(f"{key} {value}" for key, value in cell.factors.items())
     device = "" if cell.device == "cpu" else cell.device
     batch = str(cell.batch_size) if cell.batch_size else ""
     engine = way_of(ours).engine_name if names_engine and ours is not None else ""
-    found = [name, factors, batch, str(cell.threads), cell.governor, device, cell.mode, cell.budget, engine]
+    optimizer = _optimizer(cell) if names_optimizer else ""
+    found = [name, factors, batch, str(cell.threads), cell.governor, device, cell.mode, optimizer, cell.budget, engine]
     pair = (plain, ours)
     found += _beside(pair, lambda each: each.median_seconds, seconds_text, says_outcome=True)
     found += _beside(pair, lambda each: each.training_bytes, lambda count: bytes_text(round(count)))
+    found += _beside(pair, lambda each: each.device_bytes, lambda count: bytes_text(round(count)))
     return found + _beside(pair, lambda each: joules[0] if (joules := each.joules_per_step()) else None, format_joules)
 
 
@@ -120,8 +131,11 @@ def _beside(
     return [*texts, "" if times is None else f"{times:.2f}×"]
 
 
-def _only(row: Sequence[str], used: Sequence[bool]) -> list[str]:
-    return [text for text, is_used in zip(row, used, strict=True) if is_used]
+def _used(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table without the columns in which nothing stands."""
+    used = [any(row[column].strip(ABSENT) for row in rows) for column in range(len(header))]
+    lines = [[text for text, is_used in zip(row, used, strict=True) if is_used] for row in (header, *rows)]
+    return render(lines[1:], lines[0])
 
 
 def _model(cell: Cell) -> str:
@@ -148,5 +162,37 @@ def _optimizer(cell: Cell) -> str:
     return "" if cell.mode == "inference" else cell.optimizer
 
 
-def _result_row(cell: Cell) -> list[str]:
-    return [cell_name(cell), ", ".join(results_text(cell))]
+def _experiments(cells: Sequence[Cell]) -> str:
+    """A row for each cell: what was found, and the steps' times where steps were made."""
+    names = list(dict.fromkeys(name for cell in cells for name in cell.results))
+    header = ["network", "batch", "threads", "governor", "", "way", *(name.replace("_", " ") for name in names)]
+    header += ["a step at first", "in the end", "hottest", "slowest core"]
+    return _used(header, [_found(cell, names) for cell in cells])
+
+
+def _found(cell: Cell, names: Sequence[str]) -> list[str]:
+    factors = ", ".join(
+        f"{name} {value}" if isinstance(value, str) else result_text(name, value)
+        for name, value in cell.factors.items()
+    )
+    least = "at least " if is_least(cell) else ""
+    results = [unit_of(name).text(cell.results[name]) if name in cell.results else ABSENT for name in names]
+    results = [f"{least}{text}" if name == "largest_batch" else text for name, text in zip(names, results, strict=True)]
+    batch = str(cell.batch_size) if cell.batch_size else ""
+    way = "" if cell.factors.get("training") == "none" else way_of(cell).name
+    return [
+        cell.model, batch, str(cell.threads), cell.governor, factors, way, *results,
+        *map(seconds_text, _first_and_last(cell.step_seconds)),
+        _extreme(cell, "temperature", max, CELSIUS), _extreme(cell, "frequency", min, HERTZ),
+    ]  # fmt: skip
+
+
+def _first_and_last(seconds: Sequence[float]) -> tuple[float | None, float | None]:
+    """Medians of the first and of the last tenth: what heat and others did meanwhile."""
+    tenth = max(1, len(seconds) // 10)
+    return (median(seconds[:tenth]), median(seconds[-tenth:])) if seconds else (None, None)
+
+
+def _extreme(cell: Cell, quantity: str, which: Callable[[list[Number]], Number], unit: Unit) -> str:
+    values = [value for trace in cell.traces if trace.quantity == quantity for value in trace.values]
+    return unit.text(which(values)) if values else ABSENT

@@ -5,18 +5,9 @@ from __future__ import annotations
 from torch_odt.measure.record import Cell, Record
 from torch_odt.measure.report.figure import Figure, Panel
 from torch_odt.measure.report.lines import Line, Side, lines
-from torch_odt.measure.report.selection import (
-    Way,
-    grouped,
-    model_of,
-    ratio,
-    refusals,
-    steps_of,
-    strokes_of,
-    threads_text,
-    way_of,
-)
+from torch_odt.measure.report.selection import grouped, model_of, ratio, refusals, steps_of, threads_text
 from torch_odt.measure.report.units import COUNT, JOULES, SECONDS, TIMES
+from torch_odt.measure.report.ways import Way, stroke_legend, strokes_of, way_of
 
 _COLORS = 8
 
@@ -24,27 +15,29 @@ _COLORS = 8
 def threads(record: Record) -> Figure:
     """How much faster more threads train (Cai et al., Figure 1 and Table 3).
 
-    A chart for each network and governor; a line for each batch, dashed for torch_odt, dotted for ExecuTorch.
+    A chart for each network and governor; a line for each batch, dashed for torch_odt's budgets, dotted for
+    ExecuTorch.
     """
     cells = [cell for cell in steps_of(record) if cell.mode == "training" and cell.median_seconds]
     batches = sorted({cell.batch_size for cell in cells})
     colors = {batch: f"line{i % _COLORS}" for i, batch in enumerate(batches)}
-    panels, rows, shown, ways = [], [], set(), []
+    strokes = strokes_of(map(way_of, cells))
+    panels, rows, shown, used = [], [], set(), set()
     for (model, governor), each in grouped(cells, lambda cell: (model_of(cell), cell.governor)).items():
         drawn = []
         for (batch, way), same in sorted(grouped(each, _line_of).items(), key=lambda item: item[0][0]):
             points = sorted(same, key=lambda cell: cell.threads)
             rows += [_row(cell, points[0]) for cell in points]
             if len(points) > 1:
-                style = colors[batch] + way.stroke
+                style = f"{colors[batch]} {strokes[way]}".strip()
                 xs, ys = [cell.threads for cell in points], [_speed(cell, points[0]) for cell in points]
-                ways.append(way)
+                used.add(way)
                 drawn.append(Line(f"batch {batch}, {way.name}", style, xs, ys))
         shown |= {line.style for line in drawn}
         if drawn:
             panels.append(Panel(f"{model}, governor {governor}" if governor else model, _chart(drawn, model)))
     legend = [(f"batch {batch}", color) for batch, color in colors.items() if any(color in style for style in shown)]
-    legend += strokes_of(ways)
+    legend += stroke_legend({way: stroke for way, stroke in strokes.items() if way in used})
     refused = refusals(cell for cell in steps_of(record) if cell.governor and cell.mode == "training")
     return Figure(
         "threads",
@@ -53,7 +46,7 @@ def threads(record: Record) -> Figure:
         panels,
         legend,
         ("network", "batch", "series", "governor", "threads", "seconds of a step", "speed", "joules of a step"),
-        rows,
+        rows if panels else (),
         [*refused, *(() if panels else ("No network was trained with several numbers of threads.",))],
         is_dense=True,
     )

@@ -7,18 +7,10 @@ from collections.abc import Iterator
 from torch_odt.measure.record import Cell, Record
 from torch_odt.measure.report.figure import Figure, Panel
 from torch_odt.measure.report.lines import Line, Side, lines
-from torch_odt.measure.report.selection import (
-    grouped,
-    legend_of,
-    model_of,
-    ratio,
-    series_of,
-    sides_of,
-    styles_of,
-    usual_steps,
-)
+from torch_odt.measure.report.selection import grouped, model_of, ratio, sides_of, usual_steps
 from torch_odt.measure.report.side_by_side import Measure, side_by_side
 from torch_odt.measure.report.units import COUNT, SECONDS
+from torch_odt.measure.report.ways import legend_of, series_of, styles_of
 
 
 def step_times(record: Record) -> Figure:
@@ -31,7 +23,7 @@ def step_times(record: Record) -> Figure:
         title="Time of a step: training against inference, torch_odt against plain PyTorch",
         hint="Medians; shorter is better. × inf.: times the same batch's inference; × plain: times plain PyTorch's."
         + _flops_hint(cells),
-        why_absent=lambda cell: "no step was timed",
+        why_absent=lambda cell: ["no step was timed"],
     )
 
 
@@ -77,7 +69,7 @@ def sample_times(record: Record) -> Figure:
         panels,
         legend_of(styles, cells) if panels else (),
         ("network", "series", "batch", "seconds per sample"),
-        rows,
+        rows if panels else (),
         () if panels else ("No network was measured with several batch sizes.",),
         is_dense=True,
     )
@@ -91,7 +83,7 @@ def busy_processors(record: Record) -> Figure:
         key="busy-processors",
         title="Busy processors: training against inference",
         hint=f"The mean over the steps, all {record.machine.cores or ''} cores added up.",
-        why_absent=lambda cell: _reason(cell) or "the load of cores was not read",
+        why_absent=lambda cell: [_reason(cell) or "the load of cores was not read"],
     )
 
 

@@ -34,6 +34,16 @@ def _scaled(scale: float, symbol: str) -> Callable[[Axis, int], list[Tick]]:
     return ticks
 
 
+def _prefixed(count: float, largest: float) -> str:
+    """With the prefix that suits the largest of several."""
+    scale, prefix = next(((s, p) for s, p in ((1e9, " G"), (1e6, " M"), (1e3, " k")) if largest >= s), (1.0, ""))
+    return f"{count / scale:.4g}{prefix}/s"
+
+
+def _prefixed_ticks(axis: Axis, most: int) -> list[Tick]:
+    return [(tick, _prefixed(tick, axis.high) if tick else "0") for tick in axis.ticks(most)]
+
+
 SECONDS = Unit("seconds", format_seconds, lambda axis, most: axis.decimal_ticks(most, "s"))
 BYTES = Unit("bytes", lambda count: format_bytes(round(count)), lambda axis, most: axis.byte_ticks(most))
 JOULES = Unit("joules", format_joules, lambda axis, most: axis.decimal_ticks(most, "J"))
@@ -42,7 +52,7 @@ HERTZ = Unit("gigahertz", lambda hertz: f"{hertz / 1e9:.2f} GHz", _scaled(1e9, "
 SHARE = Unit("per cent", lambda share: f"{share:.1%}", _scaled(0.01, " %"))
 COUNT = Unit("number", lambda count: f"{count:.6g}" if count == round(count) else f"{count:.2f}", _scaled(1.0, ""))
 TIMES = Unit("times", lambda ratio: f"{ratio:.3g}×", _scaled(1.0, "×"))
-PER_SECOND = Unit("number per second", lambda count: f"{count:.4g}/s", COUNT.ticks)
+PER_SECOND = Unit("number per second", lambda count: _prefixed(count, count), _prefixed_ticks)
 BYTES_PER_SECOND = Unit("bytes per second", lambda count: f"{BYTES.text(count)}/s", BYTES.ticks)
 
 
