@@ -48,6 +48,11 @@ from torch_odt.ops.int8_packing import (
     PackedInt8Weight,
     int8_pack_weight,
 )
+from torch_odt.ops.int8_rows import (
+    Int8Gradient,
+    int8_quantize_gradient,
+    int8_store_rounded_,
+)
 from torch_odt.ops.int8_training import int8_training_conv2d
 from torch_odt.ops.masked import (
     clamp_with_mask,
@@ -61,6 +66,7 @@ from torch_odt.ops.overwriting_batch_norm import batch_norm_act_backward_, batch
 from torch_odt.ops.random_bits import bernoulli_bits
 
 __all__ = [
+    "Int8Gradient",
     "PackedInt8Weight",
     "Quantized",
     "QuantizedGradient",
@@ -96,6 +102,8 @@ __all__ = [
     "int8_linear_scaled",
     "int8_linear_update_weight_",
     "int8_pack_weight",
+    "int8_quantize_gradient",
+    "int8_store_rounded_",
     "int8_training_conv2d",
     "max_pool2d_with_offsets",
     "max_pool2d_with_offsets_backward",

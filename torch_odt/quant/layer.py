@@ -9,7 +9,6 @@ whole, since s_W does not factor out of its sums. Rounding is stochastic, so tha
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,11 +17,11 @@ import torch
 from torch import Tensor
 
 from torch_odt.ops import (
-    clamp_with_mask_backward,
     int8_conv2d_grad_input_scaled,
     int8_conv2d_grad_weight_scaled,
     int8_conv2d_quantized,
     int8_conv2d_scaled,
+    int8_quantize_gradient,
 )
 from torch_odt.ops.int8_plain import Geometry
 from torch_odt.quant.activation import (
@@ -30,14 +29,12 @@ from torch_odt.quant.activation import (
     bounds,
     empty_in_order,
     fake_slot,
-    in_memory_order,
     new_slot,
     packed_size,
     step_of,
     zero_of,
 )
 
-GRADIENT_MOST = 127.0
 # int32 has to hold the sums with it.
 BIAS_MOST = 2.0**30
 
@@ -231,51 +228,28 @@ def _backward(
     groups: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     windows = _named((stride, padding, dilation, groups))
-    image = in_memory_order(_image(gradient))
-    if mask is not None:
-        image = clamp_with_mask_backward(image, mask, True)
-    rows = image.permute(0, 2, 3, 1).reshape(-1, image.shape[1])
-    largest = rows.abs().amax(0) if len(rows) else rows.new_zeros(rows.shape[1])
-    if not bool(largest.isfinite().all()):
-        raise RuntimeError("int8_layer: a gradient is not finite: the loss has diverged, or it overflows")
-    draws = torch.rand(rows.shape, generator=_generator(largest)) if wanted[0] or wanted[1] else rows
+    image = _image(gradient)
+    found = int8_quantize_gradient(
+        image, mask, weight_scale=weight_scale if wanted[0] else None, for_weight=wanted[1]
+    )
     of_input, of_weight, of_bias = (gradient.new_empty(0) for _ in range(3))
     if wanted[0]:
-        step = _steps((largest * weight_scale).amax().reshape(1))
-        whole = _rounded(rows, weight_scale / step, draws, image)
+        size = input_shape[2:] if len(input_shape) == 4 else (1, 1)
         of_input = int8_conv2d_grad_input_scaled(
-            whole, _image(weight), step, input_shape[2:] if len(input_shape) == 4 else (1, 1), **windows
+            found.for_input, _image(weight), found.input_step, size, **windows
         ).reshape(input_shape)
     if wanted[1]:
         assert values is not None
-        step = _steps(largest)
-        whole = _rounded(rows, 1 / step, draws, image)
-        scale = step * step_of(grid) * (1 / weight_scale if scales_gradients else weight_scale)
-        kernel = _image(weight).shape[2:]
+        unit = step_of(grid) / weight_scale if scales_gradients else step_of(grid) * weight_scale
         of_weight, _ = int8_conv2d_grad_weight_scaled(
-            whole, _image(values), scale, kernel, input_zero_point=zero_of(grid), **windows
-        )
+            found.for_weight, _image(values), found.weight_steps * unit, _image(weight).shape[2:],
+            input_zero_point=zero_of(grid), **windows,
+        )  # fmt: skip
         of_weight = of_weight.reshape(weight.shape)
     if wanted[2]:
         unit = input_step * weight_scale
-        of_bias = rows.sum(0) * (1 / unit if scales_gradients else unit)
+        of_bias = found.sums / unit if scales_gradients else found.sums * unit
     return of_input, of_weight, of_bias
-
-
-def _steps(largest: Tensor) -> Tensor:
-    return torch.where(largest > 0, largest / GRADIENT_MOST, 1.0)
-
-
-def _generator(numbers: Tensor) -> torch.Generator:
-    """Random numbers that depend on the numbers alone: another gradient draws others, the same one the same again."""
-    return torch.Generator().manual_seed(zlib.crc32(numbers.contiguous().numpy().tobytes()))
-
-
-def _rounded(rows: Tensor, factor: Tensor, draws: Tensor, like: Tensor) -> Tensor:
-    """Rows times factors in int8, rounded stochastically, as an image."""
-    whole = rows.mul(factor).add_(draws).floor_().clamp_(-GRADIENT_MOST, GRADIENT_MOST).to(torch.int8)
-    count, channels, height, width = like.shape
-    return whole.view(count, height, width, channels).permute(0, 3, 1, 2)
 
 
 @_backward.register_fake

@@ -9,6 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from torch_odt.ops import int8_store_rounded_
 from torch_odt.quant import joining, pointwise
 from torch_odt.quant.activation import WEIGHT_MOST, Int8Activation, new_slot, order_of, require_activation
 from torch_odt.quant.layer import LayerTensors, Windows, int8_layer, int8_layer_to_float
@@ -125,21 +126,16 @@ class Int8Layer(nn.Module):
         Raises:
             RuntimeError: they are not finite; the weight is then as it was.
         """
-        steps = self.weight_slot.data
-        if not bool(steps.isfinite().all()):
+        try:
+            self.saturated += int(int8_store_rounded_(self.weight, self.weight_slot.data, self._next_seed()))
+        finally:
             self._empty_slot()
-            raise RuntimeError("an update of int8 weights is not finite: the loss has diverged")
-        draws = torch.rand(steps.shape, generator=self._next_generator())
-        whole = steps.add_(draws).floor_()
-        self.saturated += int((whole.abs() > WEIGHT_MOST).sum())
-        self.weight.copy_(whole.clamp_(-WEIGHT_MOST, WEIGHT_MOST))
-        self._empty_slot()
 
-    def _next_generator(self) -> torch.Generator:
+    def _next_seed(self) -> int:
         """Another one for each update, by its number."""
         seed = zlib.crc32(self.rounding.numpy().tobytes())
         self.rounding[1] += 1
-        return torch.Generator().manual_seed(seed)
+        return seed
 
     def _empty_slot(self) -> None:
         if self.masters == "none":
