@@ -80,7 +80,9 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=20, help="of rounds, for each cell")
     parser.add_argument("--bf16", action="store_true", help="bf16 autocast as well")
     parser.add_argument("--no-memory", action="store_true", help="seconds alone")
-    parser.add_argument("--profile", metavar="WAY", help="print the operators of a way's step, and measure nothing else")
+    parser.add_argument(
+        "--profile", metavar="WAY", help="print the operators of a way's step, and measure nothing else"
+    )
     parser.add_argument("--quick", action="store_true", help="one cell each of MobileNetV2 and ResNet-18")
     parser.add_argument("--out", type=Path, help="a folder for int8_training.json")
     parser.add_argument("--memory-of", metavar="WAY", help=argparse.SUPPRESS)

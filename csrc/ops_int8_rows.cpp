@@ -82,7 +82,11 @@ Tensor of_numbers(const std::vector<float>& numbers, const Tensor& like) {
   return result;
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> quantize_gradient(
+} // namespace
+
+namespace torch_odt {
+
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> int8_quantize_gradient(
     const Tensor& gradient, const std::optional<Tensor>& mask, const std::optional<Tensor>& weight_scale, bool for_weight) {
   STD_TORCH_CHECK(
       gradient.is_cpu() && gradient.scalar_type() == ScalarType::Float && gradient.dim() == 4,
@@ -151,6 +155,10 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> quantize_gradient(
   return {of_input, of_weight, one_number(input_step, gradient), of_numbers(steps, gradient), of_numbers(found.sums, gradient)};
 }
 
+} // namespace torch_odt
+
+namespace {
+
 Tensor store_rounded_(Tensor weight, const Tensor& steps, int64_t seed) {
   STD_TORCH_CHECK(
       weight.is_cpu() && weight.scalar_type() == ScalarType::Char && steps.is_cpu() &&
@@ -195,6 +203,6 @@ STABLE_TORCH_LIBRARY_FRAGMENT(torch_odt, m) {
 }
 
 STABLE_TORCH_LIBRARY_IMPL(torch_odt, CPU, m) {
-  m.impl("int8_quantize_gradient", TORCH_BOX(&quantize_gradient));
+  m.impl("int8_quantize_gradient", TORCH_BOX(&int8_quantize_gradient));
   m.impl("int8_store_rounded_", TORCH_BOX(&store_rounded_));
 }

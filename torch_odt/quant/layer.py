@@ -24,6 +24,7 @@ from torch_odt.ops import (
     int8_quantize_gradient,
 )
 from torch_odt.ops.int8_plain import Geometry
+from torch_odt.ops.registration import register, register_gradient
 from torch_odt.quant.activation import (
     Int8Activation,
     bounds,
@@ -145,7 +146,6 @@ def _named(windows: Sequence[Any]) -> dict[str, Any]:
     return dict(zip(("stride", "padding", "dilation", "groups"), windows, strict=True))
 
 
-@torch.library.custom_op("torch_odt::int8_layer", mutates_args=())
 def _layer(
     values: Tensor,
     slot: Tensor,
@@ -175,13 +175,13 @@ def _layer(
     return output.reshape(shape), new_slot(shape), mask
 
 
-@_layer.register_fake
-def _(values: Tensor, slot: Tensor, grid: Tensor, weight: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _layer_fake(
+    values: Tensor, slot: Tensor, grid: Tensor, weight: Tensor, *rest: Any
+) -> tuple[Tensor, Tensor, Tensor]:
     output = empty_in_order(_output_shape(values, weight, rest[-4:]), torch.int8, values)
     return output, fake_slot(values, output.shape), values.new_empty(packed_size(output.numel()), dtype=torch.uint8)
 
 
-@torch.library.custom_op("torch_odt::int8_layer_to_float", mutates_args=())
 def _layer_to_float(
     values: Tensor,
     slot: Tensor,
@@ -205,12 +205,10 @@ def _layer_to_float(
     return output.reshape(_output_shape(values, weight, windows))
 
 
-@_layer_to_float.register_fake
-def _(values: Tensor, slot: Tensor, grid: Tensor, weight: Tensor, *rest: Any) -> Tensor:
+def _layer_to_float_fake(values: Tensor, slot: Tensor, grid: Tensor, weight: Tensor, *rest: Any) -> Tensor:
     return empty_in_order(_output_shape(values, weight, rest[-4:]), torch.float32, values)
 
 
-@torch.library.custom_op("torch_odt::int8_layer_backward", mutates_args=())
 def _backward(
     gradient: Tensor,
     mask: Tensor | None,
@@ -220,7 +218,9 @@ def _backward(
     weight_scale: Tensor,
     input_step: Tensor,
     input_shape: list[int],
-    wanted: list[bool],
+    for_input: bool,
+    for_weight: bool,
+    for_bias: bool,
     scales_gradients: bool,
     stride: list[int],
     padding: list[int],
@@ -228,32 +228,29 @@ def _backward(
     groups: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     windows = _named((stride, padding, dilation, groups))
-    image = _image(gradient)
     found = int8_quantize_gradient(
-        image, mask, weight_scale=weight_scale if wanted[0] else None, for_weight=wanted[1]
+        _image(gradient), mask, weight_scale=weight_scale if for_input else None, for_weight=for_weight
     )
     of_input, of_weight, of_bias = (gradient.new_empty(0) for _ in range(3))
-    if wanted[0]:
+    if for_input:
         size = input_shape[2:] if len(input_shape) == 4 else (1, 1)
         of_input = int8_conv2d_grad_input_scaled(
             found.for_input, _image(weight), found.input_step, size, **windows
         ).reshape(input_shape)
-    if wanted[1]:
+    if for_weight:
         assert values is not None
-        unit = step_of(grid) / weight_scale if scales_gradients else step_of(grid) * weight_scale
+        scale = found.weight_steps * step_of(grid) * (1 / weight_scale if scales_gradients else weight_scale)
         of_weight, _ = int8_conv2d_grad_weight_scaled(
-            found.for_weight, _image(values), found.weight_steps * unit, _image(weight).shape[2:],
-            input_zero_point=zero_of(grid), **windows,
-        )  # fmt: skip
+            found.for_weight, _image(values), scale, _image(weight).shape[2:], input_zero_point=zero_of(grid), **windows
+        )
         of_weight = of_weight.reshape(weight.shape)
-    if wanted[2]:
+    if for_bias:
         unit = input_step * weight_scale
-        of_bias = found.sums / unit if scales_gradients else found.sums * unit
+        of_bias = found.sums * (1 / unit if scales_gradients else unit)
     return of_input, of_weight, of_bias
 
 
-@_backward.register_fake
-def _(
+def _backward_fake(
     gradient: Tensor,
     mask: Tensor | None,
     values: Tensor | None,
@@ -262,13 +259,15 @@ def _(
     weight_scale: Tensor,
     input_step: Tensor,
     input_shape: list[int],
-    wanted: list[bool],
+    for_input: bool,
+    for_weight: bool,
+    for_bias: bool,
     *rest: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
     shapes = (input_shape, weight.shape, weight_scale.shape)
     of_input, of_weight, of_bias = (
         empty_in_order(shape if wants else (0,), torch.float32, gradient)
-        for shape, wants in zip(shapes, wanted, strict=True)
+        for shape, wants in zip(shapes, (for_input, for_weight, for_bias), strict=True)
     )
     return of_input, of_weight, of_bias
 
@@ -290,7 +289,9 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 
 
 def _pass_back(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-    found = _backward(gradient, *ctx.saved_tensors, ctx.input_shape, ctx.wanted, *ctx.options)
+    found = torch.ops.torch_odt.int8_layer_backward(
+        gradient, *ctx.saved_tensors, ctx.input_shape, *ctx.wanted, *ctx.options
+    )
     gradients: list[Tensor | None] = [None] * ctx.inputs
     for position, tensor, wanted in zip((SLOT, WEIGHT_SLOT, BIAS), found, ctx.wanted, strict=True):
         gradients[position] = tensor if wanted else None
@@ -301,5 +302,31 @@ def _pass_back_int8(ctx: Any, of_values: Any, gradient: Tensor, of_mask: Any) ->
     return _pass_back(ctx, gradient)
 
 
-_layer.register_autograd(_pass_back_int8, setup_context=_keep)
-_layer_to_float.register_autograd(_pass_back, setup_context=_keep)
+WINDOWS = "int[] stride, int[] padding, int[] dilation, int groups"
+TENSORS = (
+    "Tensor values, Tensor slot, Tensor grid, Tensor weight, Tensor weight_slot, Tensor weight_scale, Tensor? bias, "
+    "Tensor input_step"
+)
+register(
+    "int8_layer",
+    f"({TENSORS}, Tensor output_grid, float? low, float? high, bool scales_gradients, {WINDOWS}) -> "
+    "(Tensor, Tensor, Tensor)",
+    _layer,
+    _layer_fake,
+)
+register(
+    "int8_layer_to_float",
+    f"({TENSORS}, bool scales_gradients, {WINDOWS}) -> Tensor",
+    _layer_to_float,
+    _layer_to_float_fake,
+)
+register(
+    "int8_layer_backward",
+    "(Tensor gradient, Tensor? mask, Tensor? values, Tensor grid, Tensor weight, Tensor weight_scale, "
+    "Tensor input_step, int[] input_shape, bool for_input, bool for_weight, bool for_bias, bool scales_gradients, "
+    f"{WINDOWS}) -> (Tensor, Tensor, Tensor)",
+    _backward,
+    _backward_fake,
+)
+register_gradient("int8_layer", _keep, _pass_back_int8)
+register_gradient("int8_layer_to_float", _keep, _pass_back)

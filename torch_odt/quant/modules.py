@@ -126,16 +126,16 @@ class Int8Layer(nn.Module):
         Raises:
             RuntimeError: they are not finite; the weight is then as it was.
         """
+        # Another one for each update, by its number.
+        seed = zlib.crc32(self.rounding.numpy().tobytes())
         try:
-            self.saturated += int(int8_store_rounded_(self.weight, self.weight_slot.data, self._next_seed()))
+            clamped = int8_store_rounded_(self.weight, self.weight_slot.data, seed)
         finally:
             self._empty_slot()
-
-    def _next_seed(self) -> int:
-        """Another one for each update, by its number."""
-        seed = zlib.crc32(self.rounding.numpy().tobytes())
+        # Autograd and packed weights are told of changes by it; operators do not move it.
+        torch.autograd.graph.increment_version(self.weight)
         self.rounding[1] += 1
-        return seed
+        self.saturated += int(clamped)
 
     def _empty_slot(self) -> None:
         if self.masters == "none":
