@@ -14,8 +14,8 @@ Each way trains the same network with its own kind of SGD, without momentum:
 | qas | `convert_` with QAS, and `train_int8_` |
 | niti | `niti_` with folded BatchNorms, packed weights kept, and `NitiSGD` |
 
-Seconds: all ways of a cell are in one process and take turns, a step each; the least of many rounds. Bytes: a process
-for each way, its highest resident size of some steps above the level with the model and its batch in memory.
+Seconds: all ways of a cell are in one process and take turns, a step each; the least of many rounds. With one thread
+they are the processor's, which other programs add little to; with more the wall's. Bytes: a process for each way, its highest resident size of some steps above the level with the model and its batch in memory.
 """
 
 from __future__ import annotations
@@ -158,13 +158,14 @@ def measured_seconds(ways: list[str], name: str, batch: int, pixels: int, second
     for step in steps.values():
         for _ in range(WARM_UP_STEPS):
             step()
+    clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
     least = dict.fromkeys(ways, float("inf"))
     began = time.perf_counter()
     while time.perf_counter() - began < seconds:
         for way, step in steps.items():
-            start = time.perf_counter()
+            start = clock()
             step()
-            least[way] = min(least[way], time.perf_counter() - start)
+            least[way] = min(least[way], clock() - start)
     return least
 
 

@@ -88,6 +88,16 @@ Tensor slot_of(const Pair& sizes, const Tensor& like) {
   return torch::stable::detail::to<Tensor>(stack[0]);
 }
 
+// A weight's gradient in the order of memory, which is that of its slot.
+Tensor by_rows(const Tensor& gradient) {
+  const Pair order{0, 2, 3, 1};
+  std::array<StableIValue, 2> stack{
+      torch::stable::detail::from(gradient),
+      torch::stable::detail::from(torch::headeronly::IntHeaderOnlyArrayRef(order))};
+  STABLE_TORCH_ERROR_CODE_CHECK(torch_call_dispatcher("aten::permute", "", stack.data(), TORCH_ABI_VERSION));
+  return torch::stable::detail::to<Tensor>(stack[0]);
+}
+
 // The bias in units of the sums.
 std::optional<Tensor> whole_bias(
     const std::optional<Tensor>& bias, const Tensor& input_step, const Grid& grid, int64_t channels) {
@@ -220,9 +230,8 @@ std::tuple<Tensor, Tensor, Tensor> layer_backward(
     of_weight = std::get<0>(int8_conv2d_grad_weight_scaled(
         whole_for_weight, image(*values), scale, from.zero, {weights.size(2), weights.size(3)}, stride, padding, dilation,
         groups));
-    if (weight.dim() != 4) {
-      of_weight = torch::stable::reshape(of_weight, Pair{weight.size(0), weight.size(1)});
-    }
+    of_weight = weight.dim() == 4 ? by_rows(of_weight)
+                                  : torch::stable::reshape(of_weight, Pair{weight.size(0), weight.size(1)});
   }
   if (for_bias) {
     const float* const found = floats_of(sums, channels, "sums");

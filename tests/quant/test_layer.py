@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from torch_odt.quant.activation import Int8Activation, new_slot
+from torch_odt.quant.activation import Int8Activation, new_slot, new_weight_slot, weight_of
 from torch_odt.quant.layer import LayerTensors, Windows, int8_layer, int8_layer_to_float
 from torch_odt.quant.ranges import grid_of
 
@@ -79,7 +79,7 @@ def make_case(
         values, weight = (tensor.contiguous(memory_format=torch.channels_last) for tensor in (values, weight))
     tensors = LayerTensors(
         weight=weight,
-        weight_slot=new_slot(weight.shape).requires_grad_(),
+        weight_slot=new_weight_slot(weight).requires_grad_(),
         weight_scale=torch.rand(channels[1], generator=draw) * 0.01 + 1e-4,
         bias=torch.randint(-3000, 3000, (channels[1],), generator=draw).float().requires_grad_(),
         input_step=Case.input_grid[:1].clone(),
@@ -151,7 +151,9 @@ def passed(case: Case, output: Int8Activation) -> Tensor:
 def gradients(case: Case, gradient: Tensor, scales: bool = False) -> list[Tensor]:
     t = case.tensors
     assert t.bias is not None
-    return list(torch.autograd.grad(case.run(scales).slot, [case.slot, t.weight_slot, t.bias], gradient))
+    found = torch.autograd.grad(case.run(scales).slot, [case.slot, t.weight_slot, t.bias], gradient)
+    assert found[1].is_contiguous() and found[1].shape == t.weight_slot.shape
+    return [found[0], weight_of(found[1]), found[2]]
 
 
 @pytest.mark.parametrize("name", CASES)

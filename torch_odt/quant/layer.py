@@ -28,6 +28,7 @@ from torch_odt.ops.registration import register, register_gradient
 from torch_odt.quant.activation import (
     Int8Activation,
     bounds,
+    by_rows,
     empty_in_order,
     fake_slot,
     new_slot,
@@ -46,7 +47,8 @@ class LayerTensors:
 
     Attributes:
         weight: int8 of shape (out, in) or (out, in / groups, rows, columns).
-        weight_slot: float32 of that shape: where its gradient goes; its data is not read.
+        weight_slot: float32 of shape (out, in) or (out, rows, columns, in / groups), which is how the weight lies in
+            memory: where its gradient goes; its data is not read.
         weight_scale: float32 of shape (out,): the steps of the weight.
         bias: float32 of shape (out,), in units of `input_step` times `weight_scale`, or None.
         input_step: float32 of shape (1,): the input's step by which the bias is counted.
@@ -243,7 +245,7 @@ def _backward(
         of_weight, _ = int8_conv2d_grad_weight_scaled(
             found.for_weight, _image(values), scale, _image(weight).shape[2:], input_zero_point=zero_of(grid), **windows
         )
-        of_weight = of_weight.reshape(weight.shape)
+        of_weight = by_rows(of_weight.reshape(weight.shape))
     if for_bias:
         unit = input_step * weight_scale
         of_bias = found.sums * (1 / unit if scales_gradients else unit)
@@ -264,12 +266,9 @@ def _backward_fake(
     for_bias: bool,
     *rest: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    shapes = (input_shape, weight.shape, weight_scale.shape)
-    of_input, of_weight, of_bias = (
-        empty_in_order(shape if wants else (0,), torch.float32, gradient)
-        for shape, wants in zip(shapes, (for_input, for_weight, for_bias), strict=True)
-    )
-    return of_input, of_weight, of_bias
+    of_input = empty_in_order(input_shape if for_input else (0,), torch.float32, gradient)
+    of_weight = gradient.new_empty(by_rows(weight).shape if for_weight else (0,))
+    return of_input, of_weight, gradient.new_empty(weight_scale.shape if for_bias else (0,))
 
 
 SLOT, WEIGHT_SLOT, BIAS = 1, 4, 6

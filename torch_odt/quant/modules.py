@@ -11,7 +11,15 @@ from torch import Tensor, nn
 
 from torch_odt.ops import int8_store_rounded_
 from torch_odt.quant import joining, pointwise
-from torch_odt.quant.activation import WEIGHT_MOST, Int8Activation, new_slot, order_of, require_activation
+from torch_odt.quant.activation import (
+    WEIGHT_MOST,
+    Int8Activation,
+    by_rows,
+    new_weight_slot,
+    order_of,
+    require_activation,
+    weight_of,
+)
 from torch_odt.quant.layer import LayerTensors, Windows, int8_layer, int8_layer_to_float
 from torch_odt.quant.ranges import weight_steps
 
@@ -22,9 +30,9 @@ MASTERS: tuple[Masters, ...] = ("none", "fp32")
 class Int8Layer(nn.Module):
     """A convolution or a linear layer in int8.
 
-    With `masters="none"` the weight is int8 and nothing else: `weight_slot` takes its gradient, has no memory, and is
-    in no state_dict. With "fp32" there is a float32 weight, `master`, in steps, and int8 is made of it in each forward
-    pass.
+    With `masters="none"` the weight is int8 and nothing else: `weight_slot` takes its gradient, with input channels
+    last, as the weight lies in memory; it has no memory itself, and is in no state_dict. With "fp32" there is a float32
+    weight, `master`, in steps, and int8 is made of it in each forward pass.
 
     Args:
         weight: float32, BatchNorm folded into it.
@@ -78,9 +86,9 @@ class Int8Layer(nn.Module):
         self.windows, self.low, self.high = windows, low, high
         if masters == "none":
             self.register_buffer("weight", _whole(steps))
-            self.weight_slot = nn.Parameter(new_slot(weight.shape))
+            self.weight_slot = nn.Parameter(new_weight_slot(weight))
         else:
-            self.master = nn.Parameter(steps.clone())
+            self.master = nn.Parameter(steps.clone(memory_format=order_of(steps)))
         self.register_buffer("weight_scale", scale)
         self.register_buffer("input_step", input_step.clone())
         self.register_buffer("output_grid", output_grid)
@@ -108,7 +116,8 @@ class Int8Layer(nn.Module):
 
     def forward(self, x: Int8Activation) -> Int8Activation | Tensor:
         x = require_activation(x, type(self).__name__)
-        tensors = LayerTensors(self.int8_weight(), self.trained, self.weight_scale, self.bias, self.input_step)
+        slot = self.weight_slot if self.masters == "none" else by_rows(self.master)
+        tensors = LayerTensors(self.int8_weight(), slot, self.weight_scale, self.bias, self.input_step)
         if self.output_grid is None:
             return int8_layer_to_float(x, tensors, self.windows, scales_gradients=self.scales_gradients)
         return int8_layer(
@@ -118,7 +127,7 @@ class Int8Layer(nn.Module):
 
     def unpack_(self) -> None:
         """Give `weight_slot` the weight's numbers, in steps, for an optimizer to change."""
-        self.weight_slot.data = self.weight.float()
+        self.weight_slot.data = by_rows(self.weight).float()
 
     def pack_(self) -> None:
         """Round what an optimizer made of them back to int8, stochastically, and take the memory away.
@@ -129,7 +138,7 @@ class Int8Layer(nn.Module):
         # Another one for each update, by its number.
         seed = zlib.crc32(self.rounding.numpy().tobytes())
         try:
-            clamped = int8_store_rounded_(self.weight, self.weight_slot.data, seed)
+            clamped = int8_store_rounded_(self.weight, weight_of(self.weight_slot.data), seed)
         finally:
             self._empty_slot()
         # Autograd and packed weights are told of changes by it; operators do not move it.
@@ -139,7 +148,7 @@ class Int8Layer(nn.Module):
 
     def _empty_slot(self) -> None:
         if self.masters == "none":
-            self.weight_slot.data = new_slot(self.weight.shape)
+            self.weight_slot.data = new_weight_slot(self.weight)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         super()._apply(fn, recurse)
@@ -162,7 +171,7 @@ class Int8Layer(nn.Module):
             missing.remove(f"{prefix}weight_slot")
 
     def extra_repr(self) -> str:
-        shape = tuple(self.trained.shape)
+        shape = tuple(self.weight.shape if self.masters == "none" else self.master.shape)
         output = "float32" if self.output_grid is None else "int8"
         masters = ", masters in float32" if self.masters == "fp32" else ""
         return f"weight={shape} in int8, output in {output}{masters}"
