@@ -4,7 +4,6 @@
 #include <algorithm>
 #include <array>
 #include <cmath>
-#include <limits>
 #include <optional>
 #include <tuple>
 #include <vector>
@@ -20,33 +19,6 @@ using namespace torch_odt;
 constexpr char kName[] = "int8_layer";
 // int32 has to hold the sums with it.
 constexpr float kMostBias = 1073741824.0F;
-
-const float* floats_of(const Tensor& tensor, int64_t count, const char* argument) {
-  STD_TORCH_CHECK(
-      tensor.is_cpu() && tensor.scalar_type() == ScalarType::Float && tensor.is_contiguous() && tensor.numel() == count,
-      kName,
-      ": ",
-      argument,
-      " must be a contiguous float32 CPU tensor of ",
-      count,
-      " numbers");
-  return static_cast<const float*>(tensor.const_data_ptr());
-}
-
-// A step and a zero point.
-struct Grid {
-  float step;
-  int64_t zero;
-
-  Grid(const Tensor& grid, const char* argument)
-      : step(floats_of(grid, 2, argument)[0]), zero(static_cast<int64_t>(floats_of(grid, 2, argument)[1])) {}
-
-  // A bound in real numbers as a value of int8.
-  int64_t value_of(double bound) const {
-    const double whole = std::nearbyint(bound / static_cast<double>(step)) + static_cast<double>(zero);
-    return static_cast<int64_t>(std::clamp(whole, -128.0, 127.0));
-  }
-};
 
 // Rows of features as images of one pixel.
 Tensor image(const Tensor& tensor) {
@@ -77,17 +49,6 @@ Tensor shaped(const Tensor& tensor, const Pair& sizes) {
   return sizes.size() == 4 ? tensor : torch::stable::reshape(tensor, sizes);
 }
 
-// NaN, once, seen as a tensor of those sizes.
-Tensor slot_of(const Pair& sizes, const Tensor& like) {
-  const Tensor one = one_number(std::numeric_limits<float>::quiet_NaN(), like);
-  std::array<StableIValue, 3> stack{
-      torch::stable::detail::from(one),
-      torch::stable::detail::from(torch::headeronly::IntHeaderOnlyArrayRef(sizes)),
-      torch::stable::detail::from(false)};
-  STABLE_TORCH_ERROR_CODE_CHECK(torch_call_dispatcher("aten::expand", "", stack.data(), TORCH_ABI_VERSION));
-  return torch::stable::detail::to<Tensor>(stack[0]);
-}
-
 // A weight's gradient in the order of memory, which is that of its slot.
 Tensor by_rows(const Tensor& gradient) {
   const Pair order{0, 2, 3, 1};
@@ -104,8 +65,8 @@ std::optional<Tensor> whole_bias(
   if (!bias) {
     return std::nullopt;
   }
-  const float ratio = *floats_of(input_step, 1, "input_step") / grid.step;
-  const float* const values = floats_of(*bias, channels, "bias");
+  const float ratio = *floats_of(kName, input_step, 1, "input_step") / grid.step;
+  const float* const values = floats_of(kName, *bias, channels, "bias");
   Tensor whole = empty_flat(channels, ScalarType::Int, *bias);
   auto* const to = static_cast<int32_t*>(whole.mutable_data_ptr());
   for (int64_t i = 0; i < channels; ++i) {
@@ -144,12 +105,11 @@ std::tuple<Tensor, Tensor, Tensor> layer(
   static_cast<void>(slot);
   static_cast<void>(weight_slot);
   static_cast<void>(scales_gradients);
-  const Grid from(grid, "grid");
-  const Grid to(output_grid, "output_grid");
+  const Grid from(kName, grid, "grid");
+  const Grid to(kName, output_grid, "output_grid");
   const int64_t channels = weight.size(0);
-  const float* const scales = floats_of(weight_scale, channels, "weight_scale");
-  const int64_t least = low ? to.value_of(*low) : -128;
-  const int64_t most = high ? std::max(least, to.value_of(*high)) : 127;
+  const float* const scales = floats_of(kName, weight_scale, channels, "weight_scale");
+  const auto [least, most] = to.bounds(low, high);
   const Tensor scale = for_channels(channels, weight, [&](int64_t i) { return from.step * scales[i] / to.step; });
   constexpr int64_t kNearest = 0;
   const auto [output, mask, largest] = int8_conv2d_quantized(
@@ -176,9 +136,9 @@ Tensor layer_to_float(
   static_cast<void>(slot);
   static_cast<void>(weight_slot);
   static_cast<void>(scales_gradients);
-  const Grid from(grid, "grid");
+  const Grid from(kName, grid, "grid");
   const int64_t channels = weight.size(0);
-  const float* const scales = floats_of(weight_scale, channels, "weight_scale");
+  const float* const scales = floats_of(kName, weight_scale, channels, "weight_scale");
   const Tensor scale = for_channels(channels, weight, [&](int64_t i) { return from.step * scales[i]; });
   const Tensor output = int8_conv2d_scaled(
       image(values), image(weight), std::nullopt, whole_bias(bias, input_step, from, channels), scale, from.zero, stride,
@@ -204,7 +164,7 @@ std::tuple<Tensor, Tensor, Tensor> layer_backward(
     const Pair& dilation,
     int64_t groups) {
   const int64_t channels = weight.size(0);
-  const float* const scales = floats_of(weight_scale, channels, "weight_scale");
+  const float* const scales = floats_of(kName, weight_scale, channels, "weight_scale");
   const auto [whole, whole_for_weight, step, steps, sums] = int8_quantize_gradient(
       image(gradient), mask, for_input ? std::optional<Tensor>(weight_scale) : std::nullopt, for_weight);
   Tensor of_input = empty_flat(0, ScalarType::Float, gradient);
@@ -223,8 +183,8 @@ std::tuple<Tensor, Tensor, Tensor> layer_backward(
   }
   if (for_weight) {
     STD_TORCH_CHECK(values.has_value(), kName, ": the weight's gradient needs the input");
-    const Grid from(grid, "grid");
-    const float* const of_channels = floats_of(steps, channels, "steps");
+    const Grid from(kName, grid, "grid");
+    const float* const of_channels = floats_of(kName, steps, channels, "steps");
     const Tensor scale = for_channels(
         channels, weight, [&](int64_t i) { return of_channels[i] * from.step * counted(scales[i]); });
     of_weight = std::get<0>(int8_conv2d_grad_weight_scaled(
@@ -234,8 +194,8 @@ std::tuple<Tensor, Tensor, Tensor> layer_backward(
                                   : torch::stable::reshape(of_weight, Pair{weight.size(0), weight.size(1)});
   }
   if (for_bias) {
-    const float* const found = floats_of(sums, channels, "sums");
-    const float unit = *floats_of(input_step, 1, "input_step");
+    const float* const found = floats_of(kName, sums, channels, "sums");
+    const float unit = *floats_of(kName, input_step, 1, "input_step");
     of_bias = for_channels(channels, weight, [&](int64_t i) { return found[i] * counted(unit * scales[i]); });
   }
   return {of_input, of_weight, of_bias};
