@@ -159,7 +159,21 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> int8_quantize_gradient(
 
 namespace {
 
-Tensor store_rounded_(Tensor weight, const Tensor& steps, int64_t seed) {
+int64_t* counters_of(Tensor& tensor, int64_t count, const char* argument) {
+  STD_TORCH_CHECK(
+      tensor.is_cpu() && tensor.scalar_type() == ScalarType::Long && tensor.is_contiguous() && tensor.numel() == count,
+      kStore,
+      ": ",
+      argument,
+      " must be a contiguous int64 CPU tensor of ",
+      count,
+      " numbers");
+  return static_cast<int64_t*>(tensor.mutable_data_ptr());
+}
+
+void store_rounded_(Tensor weight, const Tensor& steps, Tensor rounding, Tensor saturated) {
+  int64_t* const seed_and_updates = counters_of(rounding, 2, "rounding");
+  int64_t* const clamped = counters_of(saturated, 1, "saturated");
   STD_TORCH_CHECK(
       weight.is_cpu() && weight.scalar_type() == ScalarType::Char && steps.is_cpu() &&
           steps.scalar_type() == ScalarType::Float && weight.dim() == steps.dim() &&
@@ -184,13 +198,13 @@ Tensor store_rounded_(Tensor weight, const Tensor& steps, int64_t seed) {
   STD_TORCH_CHECK(
       all_finite(scanned(rows, threads, steps).largest),
       "an update of int8 weights is not finite: the loss has diverged");
-  Tensor clamped = empty_flat(1, ScalarType::Long, weight);
-  auto* const result = static_cast<int64_t*>(clamped.mutable_data_ptr());
-  *result = weight.numel() == 0
-      ? 0
-      : kernels::int8::round_rows(
-            rows, static_cast<uint64_t>(seed), {static_cast<int8_t*>(weight.mutable_data_ptr())}, nullptr, threads);
-  return clamped;
+  constexpr uint64_t kFactor = 0x9e3779b97f4a7c15; // 2^64 over the golden ratio
+  const uint64_t seed = static_cast<uint64_t>(seed_and_updates[0]) * kFactor + static_cast<uint64_t>(seed_and_updates[1]);
+  if (weight.numel() > 0) {
+    *clamped += kernels::int8::round_rows(
+        rows, seed, {static_cast<int8_t*>(weight.mutable_data_ptr())}, nullptr, threads);
+  }
+  ++seed_and_updates[1];
 }
 
 } // namespace
@@ -199,7 +213,8 @@ STABLE_TORCH_LIBRARY_FRAGMENT(torch_odt, m) {
   m.def(
       "int8_quantize_gradient(Tensor gradient, Tensor? mask, Tensor? weight_scale, bool for_weight) -> (Tensor, Tensor, "
       "Tensor, Tensor, Tensor)");
-  m.def("int8_store_rounded_(Tensor(a!) weight, Tensor steps, int seed) -> Tensor");
+  m.def(
+      "int8_store_rounded_(Tensor(a!) weight, Tensor steps, Tensor(b!) rounding, Tensor(c!) saturated) -> ()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(torch_odt, CPU, m) {

@@ -13,6 +13,7 @@ from torch_odt.ops.registration import register
 
 MOST = 127.0
 ROWS_OF_SUM = 256
+SEED_FACTOR = 0x9E3779B97F4A7C15
 _FLOAT32 = torch.finfo(torch.float32)
 
 
@@ -64,7 +65,7 @@ def int8_quantize_gradient(
     return Int8Gradient(*torch.ops.torch_odt.int8_quantize_gradient(gradient, mask, weight_scale, for_weight))
 
 
-def int8_store_rounded_(weight: Tensor, steps: Tensor, seed: int) -> Tensor:
+def int8_store_rounded_(weight: Tensor, steps: Tensor, rounding: Tensor, saturated: Tensor) -> None:
     """Writes numbers of steps to an int8 weight, rounded stochastically and clamped to -127 and 127.
 
     When to choose it: after an optimizer has changed a float32 copy of the weight.
@@ -72,20 +73,21 @@ def int8_store_rounded_(weight: Tensor, steps: Tensor, seed: int) -> Tensor:
     Args:
         weight: int8 of two dimensions, contiguous, or of four in torch.channels_last.
         steps: float32 of its shape.
-        seed: of the draws: give each call its own.
-
-    Returns:
-        int64 of shape (1,): how many were clamped.
+        rounding: int64 of shape (2,): a seed, and how many updates there were, which the draws depend on; one is added.
+        saturated: int64 of one number: how many weights were clamped so far; these are added.
 
     Raises:
-        RuntimeError: a shape, dtype or layout is another, or a number is not finite; the weight is then as it was.
+        RuntimeError: a shape, dtype or layout is another, or a number is not finite; everything is then as it was.
 
     Example:
-        >>> weight = torch.zeros(1, 2, dtype=torch.int8)
-        >>> int8_store_rounded_(weight, torch.tensor([[3.0, 300.0]]), seed=1).item(), weight
-        (1, tensor([[  3, 127]], dtype=torch.int8))
+        >>> weight, rounding, saturated = torch.zeros(1, 2, dtype=torch.int8), torch.tensor([7, 0]), torch.tensor(0)
+        >>> int8_store_rounded_(weight, torch.tensor([[3.0, 300.0]]), rounding, saturated)
+        >>> weight, rounding, saturated
+        (tensor([[  3, 127]], dtype=torch.int8), tensor([7, 1]), tensor(1))
     """
-    return torch.ops.torch_odt.int8_store_rounded_(weight, steps, seed)
+    torch.ops.torch_odt.int8_store_rounded_(weight, steps, rounding, saturated)
+    # By it autograd and packed weights know of changes; operators do not move it.
+    torch.autograd.graph.increment_version([weight, rounding, saturated])
 
 
 def _seed_of(numbers: Tensor) -> int:
@@ -169,8 +171,11 @@ def _quantize_fake(
     return of_input, of_weight, gradient.new_empty(1), steps, torch.empty_like(steps)
 
 
-def _store_plain(weight: Tensor, steps: Tensor, seed: int) -> Tensor:
+def _store_plain(weight: Tensor, steps: Tensor, rounding: Tensor, saturated: Tensor) -> None:
     name = "int8_store_rounded_"
+    for argument, tensor, count in (("rounding", rounding, 2), ("saturated", saturated, 1)):
+        if tensor.dtype != torch.int64 or tensor.numel() != count or not tensor.is_contiguous():
+            raise RuntimeError(f"{name}: {argument} must be a contiguous int64 CPU tensor of {count} numbers")
     if weight.dtype != torch.int8 or steps.dtype != torch.float32 or weight.dim() not in (2, 4):
         raise RuntimeError(f"{name}: weight must be int8 and steps float32, CPU tensors of 2 or of 4 dimensions")
     if weight.shape != steps.shape:
@@ -185,11 +190,13 @@ def _store_plain(weight: Tensor, steps: Tensor, seed: int) -> Tensor:
         raise RuntimeError("an update of int8 weights is not finite: the loss has diverged")
     ordered = plain.by_pixels(steps) if weight.dim() == 4 else steps
     width = weight[0].numel() if len(weight) else 0
-    draws = plain.draws(weight.numel(), width, seed).view(ordered.shape)
+    seed, updates = rounding.tolist()
+    draws = plain.draws(weight.numel(), width, (seed * SEED_FACTOR + updates) % (1 << 64)).view(ordered.shape)
     whole = (ordered + draws).floor_()
     rounded = whole.clamp(-MOST, MOST)
     weight.copy_(rounded.permute(0, 3, 1, 2) if weight.dim() == 4 else rounded)
-    return (whole != rounded).sum().reshape(1)
+    rounding[1] += 1
+    saturated += (whole != rounded).sum()
 
 
 register(
@@ -201,7 +208,7 @@ register(
 )
 register(
     "int8_store_rounded_",
-    "(Tensor(a!) weight, Tensor steps, int seed) -> Tensor",
+    "(Tensor(a!) weight, Tensor steps, Tensor(b!) rounding, Tensor(c!) saturated) -> ()",
     _store_plain,
-    lambda weight, steps, seed: steps.new_empty(1, dtype=torch.int64),
+    lambda weight, steps, rounding, saturated: None,
 )

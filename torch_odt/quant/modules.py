@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -135,16 +134,9 @@ class Int8Layer(nn.Module):
         Raises:
             RuntimeError: they are not finite; the weight is then as it was.
         """
-        # Another one for each update, by its number.
-        seed = zlib.crc32(self.rounding.numpy().tobytes())
-        try:
-            clamped = int8_store_rounded_(self.weight, weight_of(self.weight_slot.data), seed)
-        finally:
-            self._empty_slot()
-        # Autograd and packed weights are told of changes by it; operators do not move it.
-        torch.autograd.graph.increment_version(self.weight)
-        self.rounding[1] += 1
-        self.saturated += int(clamped)
+        steps = weight_of(self.weight_slot.data)
+        self._empty_slot()
+        int8_store_rounded_(self.weight, steps, self.rounding, self.saturated)
 
     def _empty_slot(self) -> None:
         if self.masters == "none":

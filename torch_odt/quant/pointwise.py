@@ -212,7 +212,8 @@ def _add(
 ) -> tuple[Tensor, Tensor, Tensor]:
     if left.shape != right.shape:
         raise RuntimeError(f"int8_add: the shapes {tuple(left.shape)} and {tuple(right.shape)} differ")
-    return with_mask(*on_grid(real(left, left_grid).add_(real(right, right_grid)), output_grid, low, high))
+    total = in_memory_order(real(left, left_grid).add_(real(right, right_grid)))
+    return with_mask(*on_grid(total, output_grid, low, high))
 
 
 def _add_fake(left: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
