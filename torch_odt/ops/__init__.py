@@ -33,6 +33,7 @@ from torch_odt.ops.int8_gradients import (
     int8_conv2d_grad_weight_scaled,
     int8_conv2d_update_weight_,
 )
+from torch_odt.ops.int8_integers import int8_shift_sums, int8_take_off_
 from torch_odt.ops.int8_linear_layers import (
     int8_linear,
     int8_linear_grad_input,
@@ -103,7 +104,9 @@ __all__ = [
     "int8_linear_update_weight_",
     "int8_pack_weight",
     "int8_quantize_gradient",
+    "int8_shift_sums",
     "int8_store_rounded_",
+    "int8_take_off_",
     "int8_training_conv2d",
     "max_pool2d_with_offsets",
     "max_pool2d_with_offsets_backward",
