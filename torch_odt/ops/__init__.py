@@ -33,7 +33,7 @@ from torch_odt.ops.int8_gradients import (
     int8_conv2d_grad_weight_scaled,
     int8_conv2d_update_weight_,
 )
-from torch_odt.ops.int8_integers import int8_shift_sums, int8_take_off_
+from torch_odt.ops.int8_integers import int8_keep_between, int8_shift_sums, int8_take_off_
 from torch_odt.ops.int8_linear_layers import (
     int8_linear,
     int8_linear_grad_input,
@@ -93,6 +93,7 @@ __all__ = [
     "int8_conv2d_quantized",
     "int8_conv2d_scaled",
     "int8_conv2d_update_weight_",
+    "int8_keep_between",
     "int8_linear",
     "int8_linear_grad_input",
     "int8_linear_grad_input_quantized",

@@ -36,6 +36,28 @@ def int8_shift_sums(sums: Tensor, shift: int, rounding: Rounding = "pseudo_stoch
     return torch.ops.torch_odt.int8_shift_sums(sums, shift, number_of(rounding))
 
 
+def int8_keep_between(values: Tensor, others: Tensor, low: int, high: int = 128) -> Tensor:
+    """Values where low < others < high, and 0 elsewhere.
+
+    When to choose it: in the backward pass of a clamp, whose output is at hand.
+
+    Args:
+        values, others: int8 of the same shape.
+        low, high: bounds that do not pass; 128 for no upper one.
+
+    Returns:
+        int8 of their shape, laid out as `values`.
+
+    Raises:
+        RuntimeError: a shape, dtype or device is another.
+
+    Example:
+        >>> int8_keep_between(torch.tensor([3, -3], dtype=torch.int8), torch.tensor([0, 5], dtype=torch.int8), 0)
+        tensor([ 0, -3], dtype=torch.int8)
+    """
+    return torch.ops.torch_odt.int8_keep_between(values, others, low, high)
+
+
 def int8_take_off_(weight: Tensor, steps: Tensor) -> bool:
     """weight - steps, clamped to -127 and 127, in place.
 
@@ -80,12 +102,21 @@ def _dense(tensor: Tensor) -> Tensor:
     return tensor if last else tensor.contiguous()
 
 
+def _check_shapes(name: str, one: Tensor, other: Tensor) -> None:
+    if one.dtype != torch.int8 or other.dtype != torch.int8 or one.shape != other.shape:
+        raise RuntimeError(f"{name}: both must be int8 CPU tensors of the same shape")
+
+
+def _keep_plain(values: Tensor, others: Tensor, low: int, high: int) -> Tensor:
+    _check_shapes("int8_keep_between", values, others)
+    # Bounds may lie beyond int8, to which torch would wrap them around.
+    wide = others.int()
+    return torch.where((wide > low) & (wide < high), _dense(values), 0).to(torch.int8)
+
+
 def _take_off_plain(weight: Tensor, steps: Tensor) -> Tensor:
     name = "int8_take_off_"
-    if weight.dtype != torch.int8 or steps.dtype != torch.int8 or weight.dim() != steps.dim():
-        raise RuntimeError(f"{name}: weight and steps must be int8 CPU tensors of as many dimensions")
-    if weight.shape != steps.shape:
-        raise RuntimeError(f"{name}: weight and steps must be of the same shape")
+    _check_shapes(name, weight, steps)
     if _dense(weight) is not weight and not weight.is_contiguous():
         raise RuntimeError(f"{name}: weight must be contiguous, or in torch.channels_last")
     changed = steps.any()
@@ -99,6 +130,12 @@ register(
     "(Tensor sums, int shift, int rounding) -> Tensor",
     _shift_plain,
     lambda sums, shift, rounding: _dense(sums).to(torch.int8),
+)
+register(
+    "int8_keep_between",
+    "(Tensor values, Tensor others, int low, int high) -> Tensor",
+    _keep_plain,
+    lambda values, others, low, high: torch.empty_like(_dense(values)),
 )
 register(
     "int8_take_off_",

@@ -30,7 +30,6 @@ from torch_odt.quant.niti_numbers import (
     quantized,
     rescaled,
     shifted,
-    where_positive,
 )
 from torch_odt.quant.packed_weights import packs_of
 from torch_odt.quant.rescaling import Rescaling
@@ -344,7 +343,7 @@ def niti_conv2d_backward(
         steps, exponent = as_int8(gradient), int(gradient_exponent)
     steps = steps.contiguous(memory_format=torch.channels_last)
     if output is not None:
-        steps = where_positive(steps, as_int8(output))
+        steps = ops.int8_keep_between(steps, as_int8(output), 0)
     pixels = as_int8(image)
     sample_bytes = _sample_bytes(pixels, steps.shape[2] * steps.shape[3], weight.shape[0], input_is_float)
     kernels = _Kernels(weight, geometry, manner, sample_bytes, len(pixels))

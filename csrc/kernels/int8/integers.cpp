@@ -1,5 +1,6 @@
 #include "integers.h"
 
+#include <algorithm>
 #include <cstring>
 
 #include "lanes.h"
@@ -55,6 +56,16 @@ TORCH_ODT_INLINE void take_body(int8_t* weights, const int8_t* steps, int64_t co
   }
 }
 
+// Bounds are values of int8 that still pass.
+TORCH_ODT_INLINE void
+keep_body(const int8_t* values, const int8_t* others, int64_t count, int8_t least, int8_t most, int8_t* output) {
+  for (int64_t i = 0; i < count; ++i) {
+    // All bits or none, by subtraction: compilers keep vectors away from a choice.
+    const auto passes = static_cast<int8_t>((others[i] >= least) & (others[i] <= most));
+    output[i] = static_cast<int8_t>(values[i] & static_cast<int8_t>(-passes));
+  }
+}
+
 } // namespace
 
 void shift_to_int8(const int32_t* sums, int64_t count, int64_t shift, Rounding rounding, int8_t* output) {
@@ -73,6 +84,17 @@ bool take_off(int8_t* weights, const int8_t* steps, int64_t count) {
     run<take_body>(weights, steps, count);
   }
   return any != 0;
+}
+
+void keep_between(
+    const int8_t* values, const int8_t* others, int64_t count, int32_t low, int32_t high, int8_t* output) {
+  const int32_t least = std::max(low + 1, -128);
+  const int32_t most = std::min(high - 1, 127);
+  if (least > most) {
+    std::memset(output, 0, static_cast<size_t>(count));
+    return;
+  }
+  run<keep_body>(values, others, count, static_cast<int8_t>(least), static_cast<int8_t>(most), output);
 }
 
 } // namespace torch_odt::kernels::int8

@@ -14,4 +14,8 @@ void shift_to_int8(const int32_t* sums, int64_t count, int64_t shift, Rounding r
 // weights - steps, clamped to -127 and 127, in place. Returns whether a step is not 0; if none is, nothing is written.
 bool take_off(int8_t* weights, const int8_t* steps, int64_t count);
 
+// output = values where low < others < high, and 0 elsewhere.
+void keep_between(
+    const int8_t* values, const int8_t* others, int64_t count, int32_t low, int32_t high, int8_t* output);
+
 } // namespace torch_odt::kernels::int8
