@@ -110,8 +110,8 @@ def _check_shapes(name: str, one: Tensor, other: Tensor) -> None:
 def _keep_plain(values: Tensor, others: Tensor, low: int, high: int) -> Tensor:
     _check_shapes("int8_keep_between", values, others)
     # Bounds may lie beyond int8, to which torch would wrap them around.
-    wide = others.int()
-    return torch.where((wide > low) & (wide < high), _dense(values), 0).to(torch.int8)
+    wide = others.long()
+    return _dense(values) * ((wide > low) & (wide < high))
 
 
 def _take_off_plain(weight: Tensor, steps: Tensor) -> Tensor:
