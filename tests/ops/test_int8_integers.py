@@ -1,4 +1,4 @@
-"""Shifts of sums, clamps' gradients and updates in int8: the compiled operators against plain torch and NITI's rules."""
+"""Shifts of sums, clamps' gradients and updates in int8: the compiled operators against plain torch."""
 
 from __future__ import annotations
 

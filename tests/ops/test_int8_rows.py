@@ -1,4 +1,4 @@
-"""Gradients and updates rounded to int8: the compiled operators against plain torch, bit for bit, and against the truth."""
+"""Gradients and updates rounded to int8: the compiled operators against plain torch, and against the truth."""
 
 from __future__ import annotations
 
@@ -164,7 +164,7 @@ def test_an_update_has_the_bits_of_plain_torch(shape: tuple[int, ...], threads: 
         assert all(torch.equal(*pair) for pair in zip(*states, strict=True))
         assert not ours.numel() or not torch.equal(ours, before)
     assert states[0][0].tolist() == [7, 3]
-    beyond = int(((steps.abs() > 128).sum()))
+    beyond = int((steps.abs() > 128).sum())
     assert 2 * beyond <= int(states[0][1]) <= 2 * int((steps.abs() > 127).sum())
 
 

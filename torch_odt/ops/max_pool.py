@@ -159,8 +159,8 @@ def _backward_in_torch(
     row = wide.div(kernel_size[1], rounding_mode="floor").mul_(dilation[0]).add_(rows)
     column = wide.remainder(kernel_size[1]).mul_(dilation[1]).add_(columns)
     indices = row.mul_(input.shape[-1]).add_(column)
-    # Offsets that no forward pass has made, as where an operator is measured on any numbers, may point elsewhere: ATen's
-    # operator would write there.
+    # Offsets that no forward pass has made, as where operators are measured on any numbers, may point elsewhere, and
+    # ATen's operator would write there.
     outside = (indices < 0) | (indices >= input.shape[-2] * input.shape[-1])
     if outside.any():
         grad_output, indices = grad_output.masked_fill(outside, 0), indices.masked_fill(outside, 0)

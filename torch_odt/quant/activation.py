@@ -53,7 +53,7 @@ def weight_of(rows: Tensor) -> Tensor:
 
 
 def new_weight_slot(weight: Tensor) -> Tensor:
-    """A slot for a weight, of the shape of `by_rows`: autograd hands a contiguous gradient on as it is, and copies others."""
+    """A slot for a weight, of the shape of `by_rows`: autograd hands contiguous gradients on, and copies others."""
     return new_slot(by_rows(weight).shape)
 
 

@@ -135,22 +135,23 @@ class Int8Layer(nn.Module):
             RuntimeError: they are not finite; the weight is then as it was.
         """
         steps = weight_of(self.weight_slot.data)
-        self._empty_slot()
+        self.discard_()
         int8_store_rounded_(self.weight, steps, self.rounding, self.saturated)
 
-    def _empty_slot(self) -> None:
+    def discard_(self) -> None:
+        """Take the memory of `weight_slot` away, with what an optimizer has made of the weight's numbers."""
         if self.masters == "none":
             self.weight_slot.data = new_weight_slot(self.weight)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         super()._apply(fn, recurse)
-        self._empty_slot()
+        self.discard_()
         return self
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         # Copies of tensors are dense.
         super().__setstate__(state)
-        self._empty_slot()
+        self.discard_()
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)

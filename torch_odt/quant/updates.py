@@ -62,11 +62,15 @@ class Int8Updates:
             return
         for part in _parts_of(due):
             with _only(optimizer, {id(layer.weight_slot) for layer in part}) as step:
-                for layer in part:
-                    layer.unpack_()
-                step()
-                for layer in part:
-                    layer.pack_()
+                try:
+                    for layer in part:
+                        layer.unpack_()
+                    step()
+                    for layer in part:
+                        layer.pack_()
+                finally:
+                    for layer in part:
+                        layer.discard_()
         # The step proper is to leave them as they are.
         for layer in due:
             gradient: Tensor = layer.weight_slot.grad  # type: ignore[assignment]
