@@ -15,7 +15,8 @@ Each way trains the same network with its own kind of SGD, without momentum:
 | niti | `niti_` with folded BatchNorms, packed weights kept, and `NitiSGD` |
 
 Seconds: all ways of a cell are in one process and take turns, a step each; the least of many rounds. With one thread
-they are the processor's, which other programs add little to; with more the wall's. Bytes: a process for each way, its highest resident size of some steps above the level with the model and its batch in memory.
+they are the processor's, which other programs add little to; with more the wall's. Bytes: a process for each way, its
+highest resident size of some steps above the level with the model and its batch in memory.
 """
 
 from __future__ import annotations

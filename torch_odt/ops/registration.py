@@ -59,7 +59,7 @@ def register_gradient(name: str, keep: Callable[..., None], gradients: Callable[
         return *gradients(ctx, *of_results), None
 
     members = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
-    function = type(f"{name}_gradient", (torch.autograd.Function,), members)
+    function: Any = type(f"{name}_gradient", (torch.autograd.Function,), members)
 
     def run(keyset: Any, *arguments: Any) -> Any:
         if torch.is_grad_enabled() and torch._C._any_requires_grad(*arguments):

@@ -80,11 +80,11 @@ def train_int8_(model: nn.Module, optimizer: torch.optim.Optimizer) -> Int8Train
     """Let an optimizer of torch change the int8 weights of a converted model in place.
 
     Choose it always, unless the model was converted with `masters="fp32"`. In `optimizer.step()` the weights that have
-    gradients are float32 for a moment, in steps, some layers at a time with the optimizers of torch.optim; then they are
-    rounded to int8, stochastically: up with the probability of the fraction. An update of a hundredth of a step moves
-    one of a hundred weights by one, so that small updates are not lost, and nothing in float32 is kept. The draws depend
-    on the layer and on the number of its updates, both in the model's state_dict: a run that is resumed goes on bit for
-    bit.
+    gradients are float32 for a moment, in steps, some layers at a time with the optimizers of torch.optim; then they
+    are rounded to int8, stochastically: up with the probability of the fraction. An update of a hundredth of a step
+    moves one of a hundred weights by one, so that small updates are not lost, and nothing in float32 is kept. The draws
+    depend on the layer and on the number of its updates, both in the model's state_dict: a run that is resumed goes on
+    bit for bit.
 
     Without it the optimizer ends with torch's error that a tensor's elements share memory.
 
