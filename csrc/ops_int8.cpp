@@ -1,8 +1,10 @@
 #include "ops_int8.h"
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <cstring>
+#include <limits>
 
 #include <torch/headeronly/core/MemoryFormat.h>
 
@@ -203,6 +205,50 @@ Tensor one_number(float value, const Tensor& like) {
   Tensor result = empty_flat(1, ScalarType::Float, like);
   *static_cast<float*>(result.mutable_data_ptr()) = value;
   return result;
+}
+
+const float* floats_of(const char* name, const Tensor& tensor, int64_t count, const char* argument) {
+  STD_TORCH_CHECK(
+      tensor.is_cpu() && tensor.scalar_type() == ScalarType::Float && tensor.is_contiguous() && tensor.numel() == count,
+      name,
+      ": ",
+      argument,
+      " must be a contiguous float32 CPU tensor of ",
+      count,
+      " numbers");
+  return static_cast<const float*>(tensor.const_data_ptr());
+}
+
+Grid::Grid(const char* name, const Tensor& grid, const char* argument) {
+  const float* const numbers = floats_of(name, grid, 2, argument);
+  STD_TORCH_CHECK(
+      std::isfinite(numbers[0]) && numbers[1] >= -128 && numbers[1] <= 127,
+      name,
+      ": ",
+      argument,
+      " must be a finite step and a zero point that is a value of int8");
+  step = numbers[0];
+  zero = static_cast<int64_t>(numbers[1]);
+}
+
+std::pair<int64_t, int64_t> Grid::bounds(std::optional<double> low, std::optional<double> high) const {
+  const auto value_of = [&](double bound) {
+    const double whole = std::nearbyint(bound / static_cast<double>(step)) + static_cast<double>(zero);
+    return static_cast<int64_t>(std::clamp(whole, -128.0, 127.0));
+  };
+  const int64_t least = low ? value_of(*low) : -128;
+  return {least, high ? std::max(least, value_of(*high)) : 127};
+}
+
+// NaN, once, seen as a tensor of those sizes.
+Tensor slot_of(const Pair& sizes, const Tensor& like) {
+  const Tensor one = one_number(std::numeric_limits<float>::quiet_NaN(), like);
+  std::array<StableIValue, 3> stack{
+      torch::stable::detail::from(one),
+      torch::stable::detail::from(torch::headeronly::IntHeaderOnlyArrayRef(sizes)),
+      torch::stable::detail::from(false)};
+  STABLE_TORCH_ERROR_CODE_CHECK(torch_call_dispatcher("aten::expand", "", stack.data(), TORCH_ABI_VERSION));
+  return torch::stable::detail::to<Tensor>(stack[0]);
 }
 
 } // namespace torch_odt

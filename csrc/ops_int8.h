@@ -3,6 +3,8 @@
 
 #include <cstdint>
 #include <optional>
+#include <tuple>
+#include <utility>
 #include <vector>
 
 #include <torch/csrc/stable/ops.h>
@@ -89,5 +91,77 @@ void set_range(const char* name, int64_t zero_point, int64_t low, int64_t high, 
 Tensor packed_for(
     const Conv2d& conv, Pass pass, const Tensor& weight, const std::optional<Tensor>& packed, const Threads& threads);
 const void* data_of_packed(const Tensor& packed);
+
+// The numbers of a float32 tensor of so many.
+const float* floats_of(const char* name, const Tensor& tensor, int64_t count, const char* argument);
+
+// A step and a zero point.
+struct Grid {
+  float step;
+  int64_t zero;
+
+  Grid(const char* name, const Tensor& grid, const char* argument);
+
+  // Bounds in real numbers, or none, as values of int8.
+  std::pair<int64_t, int64_t> bounds(std::optional<double> low, std::optional<double> high) const;
+};
+
+// NaN, once, seen as a tensor of those sizes: see torch_odt/quant/activation.py.
+Tensor slot_of(const Pair& sizes, const Tensor& like);
+
+// Operators that others are made of.
+Tensor int8_conv2d_scaled(
+    const Tensor& input,
+    const Tensor& weight,
+    const std::optional<Tensor>& packed,
+    const std::optional<Tensor>& bias,
+    const Tensor& scale,
+    int64_t input_zero_point,
+    const Pair& stride,
+    const Pair& padding,
+    const Pair& dilation,
+    int64_t groups);
+
+std::tuple<Tensor, Tensor, Tensor> int8_conv2d_quantized(
+    const Tensor& input,
+    const Tensor& weight,
+    const std::optional<Tensor>& packed,
+    const std::optional<Tensor>& bias,
+    const Tensor& scale,
+    int64_t input_zero_point,
+    int64_t output_zero_point,
+    int64_t low,
+    int64_t high,
+    int64_t rounding,
+    int64_t seed,
+    const Pair& stride,
+    const Pair& padding,
+    const Pair& dilation,
+    int64_t groups);
+
+Tensor int8_conv2d_grad_input_scaled(
+    const Tensor& grad_output,
+    const Tensor& weight,
+    const std::optional<Tensor>& packed,
+    const Tensor& scale,
+    const Pair& input_size,
+    const Pair& stride,
+    const Pair& padding,
+    const Pair& dilation,
+    int64_t groups);
+
+std::tuple<Tensor, Tensor> int8_conv2d_grad_weight_scaled(
+    const Tensor& grad_output,
+    const Tensor& input,
+    const Tensor& scale,
+    int64_t input_zero_point,
+    const Pair& kernel_size,
+    const Pair& stride,
+    const Pair& padding,
+    const Pair& dilation,
+    int64_t groups);
+
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> int8_quantize_gradient(
+    const Tensor& gradient, const std::optional<Tensor>& mask, const std::optional<Tensor>& weight_scale, bool for_weight);
 
 } // namespace torch_odt

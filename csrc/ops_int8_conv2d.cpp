@@ -94,7 +94,11 @@ Tensor conv2d(
   return output;
 }
 
-Tensor conv2d_scaled(
+} // namespace
+
+namespace torch_odt {
+
+Tensor int8_conv2d_scaled(
     const Tensor& input,
     const Tensor& weight,
     const std::optional<Tensor>& packed,
@@ -115,7 +119,7 @@ Tensor conv2d_scaled(
   return output;
 }
 
-std::tuple<Tensor, Tensor, Tensor> conv2d_quantized(
+std::tuple<Tensor, Tensor, Tensor> int8_conv2d_quantized(
     const Tensor& input,
     const Tensor& weight,
     const std::optional<Tensor>& packed,
@@ -148,7 +152,7 @@ std::tuple<Tensor, Tensor, Tensor> conv2d_quantized(
   return {output, mask, one_number(largest, input)};
 }
 
-} // namespace
+} // namespace torch_odt
 
 STABLE_TORCH_LIBRARY_FRAGMENT(torch_odt, m) {
   m.def(
@@ -169,6 +173,6 @@ STABLE_TORCH_LIBRARY_FRAGMENT(torch_odt, m) {
 STABLE_TORCH_LIBRARY_IMPL(torch_odt, CPU, m) {
   m.impl("int8_pack_weight", TORCH_BOX(&pack));
   m.impl("int8_conv2d", TORCH_BOX(&conv2d));
-  m.impl("int8_conv2d_scaled", TORCH_BOX(&conv2d_scaled));
-  m.impl("int8_conv2d_quantized", TORCH_BOX(&conv2d_quantized));
+  m.impl("int8_conv2d_scaled", TORCH_BOX(&int8_conv2d_scaled));
+  m.impl("int8_conv2d_quantized", TORCH_BOX(&int8_conv2d_quantized));
 }

@@ -77,7 +77,11 @@ Tensor conv2d_grad_input(
   return result;
 }
 
-Tensor conv2d_grad_input_scaled(
+} // namespace
+
+namespace torch_odt {
+
+Tensor int8_conv2d_grad_input_scaled(
     const Tensor& grad_output,
     const Tensor& weight,
     const std::optional<Tensor>& packed,
@@ -96,6 +100,10 @@ Tensor conv2d_grad_input_scaled(
   arguments.run(conv, made.finish);
   return result;
 }
+
+} // namespace torch_odt
+
+namespace {
 
 std::tuple<Tensor, Tensor> conv2d_grad_input_quantized(
     const Tensor& grad_output,
@@ -208,7 +216,11 @@ std::tuple<Tensor, Tensor> conv2d_grad_weight(
   return {result, grad_bias};
 }
 
-std::tuple<Tensor, Tensor> conv2d_grad_weight_scaled(
+} // namespace
+
+namespace torch_odt {
+
+std::tuple<Tensor, Tensor> int8_conv2d_grad_weight_scaled(
     const Tensor& grad_output,
     const Tensor& input,
     const Tensor& scale,
@@ -228,6 +240,10 @@ std::tuple<Tensor, Tensor> conv2d_grad_weight_scaled(
   arguments.run(conv, made.finish, grad_bias);
   return {result, grad_bias};
 }
+
+} // namespace torch_odt
+
+namespace {
 
 Tensor conv2d_update_weight_(
     Tensor weight,
@@ -302,9 +318,9 @@ STABLE_TORCH_LIBRARY_FRAGMENT(torch_odt, m) {
 
 STABLE_TORCH_LIBRARY_IMPL(torch_odt, CPU, m) {
   m.impl("int8_conv2d_grad_input", TORCH_BOX(&conv2d_grad_input));
-  m.impl("int8_conv2d_grad_input_scaled", TORCH_BOX(&conv2d_grad_input_scaled));
+  m.impl("int8_conv2d_grad_input_scaled", TORCH_BOX(&int8_conv2d_grad_input_scaled));
   m.impl("int8_conv2d_grad_input_quantized", TORCH_BOX(&conv2d_grad_input_quantized));
   m.impl("int8_conv2d_grad_weight", TORCH_BOX(&conv2d_grad_weight));
-  m.impl("int8_conv2d_grad_weight_scaled", TORCH_BOX(&conv2d_grad_weight_scaled));
+  m.impl("int8_conv2d_grad_weight_scaled", TORCH_BOX(&int8_conv2d_grad_weight_scaled));
   m.impl("int8_conv2d_update_weight_", TORCH_BOX(&conv2d_update_weight_));
 }

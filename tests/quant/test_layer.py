@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from torch_odt.quant.activation import Int8Activation, new_slot
+from torch_odt.quant import layer
+from torch_odt.quant.activation import Int8Activation, new_slot, new_weight_slot, weight_of
 from torch_odt.quant.layer import LayerTensors, Windows, int8_layer, int8_layer_to_float
 from torch_odt.quant.ranges import grid_of
 
@@ -79,7 +80,7 @@ def make_case(
         values, weight = (tensor.contiguous(memory_format=torch.channels_last) for tensor in (values, weight))
     tensors = LayerTensors(
         weight=weight,
-        weight_slot=new_slot(weight.shape).requires_grad_(),
+        weight_slot=new_weight_slot(weight).requires_grad_(),
         weight_scale=torch.rand(channels[1], generator=draw) * 0.01 + 1e-4,
         bias=torch.randint(-3000, 3000, (channels[1],), generator=draw).float().requires_grad_(),
         input_step=Case.input_grid[:1].clone(),
@@ -151,7 +152,9 @@ def passed(case: Case, output: Int8Activation) -> Tensor:
 def gradients(case: Case, gradient: Tensor, scales: bool = False) -> list[Tensor]:
     t = case.tensors
     assert t.bias is not None
-    return list(torch.autograd.grad(case.run(scales).slot, [case.slot, t.weight_slot, t.bias], gradient))
+    found = torch.autograd.grad(case.run(scales).slot, [case.slot, t.weight_slot, t.bias], gradient)
+    assert found[1].is_contiguous() and found[1].shape == t.weight_slot.shape
+    return [found[0], weight_of(found[1]), found[2]]
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -263,3 +266,25 @@ def test_no_samples() -> None:
     output.slot.backward(torch.zeros(output.values.shape))
     assert output.values.shape == (0, 12, 9, 8)
     assert case.tensors.weight_slot.grad is not None and not case.tensors.weight_slot.grad.any()
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("scales", [False, True])
+def test_the_compiled_layer_has_the_bits_of_plain_torch(name: str, scales: bool) -> None:
+    case = CASES[name]
+    t, ops = case.tensors, torch.ops.torch_odt
+    tensors = (case.values, case.slot, case.input_grid, t.weight, t.weight_slot, t.weight_scale, t.bias, t.input_step)
+    windows = case.windows.numbers
+    with torch.no_grad():
+        arguments = (*tensors, case.output_grid, case.low, case.high, scales, *windows)
+        found, expected = ops.int8_layer(*arguments), layer._layer(*arguments)
+        assert torch.equal(found[0], expected[0]) and torch.equal(found[2], expected[2])
+        assert found[0].stride() == expected[0].stride() and found[1].shape == expected[1].shape
+        real = (*tensors, scales, *windows)
+        assert torch.equal(ops.int8_layer_to_float(*real), layer._layer_to_float(*real))
+        gradient = torch.randn(found[0].shape, generator=torch.Generator().manual_seed(1))
+        kept = (gradient, found[2], case.values, case.input_grid, t.weight, t.weight_scale, t.input_step)
+        for wanted in ((True, True, True), (True, False, False), (False, True, False), (False, False, True)):
+            rest = (list(case.values.shape), *wanted, scales, *windows)
+            for ours, theirs in zip(ops.int8_layer_backward(*kept, *rest), layer._backward(*kept, *rest), strict=True):
+                assert ours.shape == theirs.shape and torch.equal(ours, theirs)

@@ -196,3 +196,18 @@ def test_grids() -> None:
     for low, high in ((0.0, 0.0), (float("nan"), 1.0), (0.0, float("inf"))):
         with pytest.raises(ValueError, match="has no steps"):
             grid_of(low, high)
+
+
+@pytest.mark.parametrize("shape", [(0, 4), (3,), (130,), (1, 1, 1, 1), (2, 3, 5, 7), (4, 24, 33, 33)], ids=str)
+def test_sums_and_grids_have_the_bits_of_plain_torch(shape: tuple[int, ...]) -> None:
+    ops = torch.ops.torch_odt
+    grids = (GRID, grid_of(-3.0, 1.0), grid_of(-2.0, 2.5))
+    one, other = (activation(*shape, grid=grid, seed=seed) for seed, grid in enumerate(grids[:2]))
+    for low, high in ((None, None), (0.0, None), (0.0, 1.0)):
+        arguments = (*one, *other, grids[2], low, high)
+        for ours, theirs in zip(ops.int8_add(*arguments)[::2], pointwise._add(*arguments)[::2], strict=True):
+            assert torch.equal(ours, theirs) and ours.stride() == theirs.stride()
+    values = torch.randn(shape, generator=torch.Generator().manual_seed(3)) * 3
+    values[values > 5] = float("inf")
+    for ours, theirs in zip(ops.int8_quantize(values, GRID)[::2], pointwise._quantize(values, GRID)[::2], strict=True):
+        assert torch.equal(ours, theirs)

@@ -33,6 +33,7 @@ from torch_odt.ops.int8_gradients import (
     int8_conv2d_grad_weight_scaled,
     int8_conv2d_update_weight_,
 )
+from torch_odt.ops.int8_integers import int8_keep_between, int8_shift_sums, int8_take_off_
 from torch_odt.ops.int8_linear_layers import (
     int8_linear,
     int8_linear_grad_input,
@@ -48,6 +49,11 @@ from torch_odt.ops.int8_packing import (
     PackedInt8Weight,
     int8_pack_weight,
 )
+from torch_odt.ops.int8_rows import (
+    Int8Gradient,
+    int8_quantize_gradient,
+    int8_store_rounded_,
+)
 from torch_odt.ops.int8_training import int8_training_conv2d
 from torch_odt.ops.masked import (
     clamp_with_mask,
@@ -61,6 +67,7 @@ from torch_odt.ops.overwriting_batch_norm import batch_norm_act_backward_, batch
 from torch_odt.ops.random_bits import bernoulli_bits
 
 __all__ = [
+    "Int8Gradient",
     "PackedInt8Weight",
     "Quantized",
     "QuantizedGradient",
@@ -86,6 +93,7 @@ __all__ = [
     "int8_conv2d_quantized",
     "int8_conv2d_scaled",
     "int8_conv2d_update_weight_",
+    "int8_keep_between",
     "int8_linear",
     "int8_linear_grad_input",
     "int8_linear_grad_input_quantized",
@@ -96,6 +104,10 @@ __all__ = [
     "int8_linear_scaled",
     "int8_linear_update_weight_",
     "int8_pack_weight",
+    "int8_quantize_gradient",
+    "int8_shift_sums",
+    "int8_store_rounded_",
+    "int8_take_off_",
     "int8_training_conv2d",
     "max_pool2d_with_offsets",
     "max_pool2d_with_offsets_backward",

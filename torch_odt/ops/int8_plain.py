@@ -207,7 +207,7 @@ def shift_of(name: str, scale: Tensor) -> int:
     return shift
 
 
-def _shifted(sums: Tensor, shift: int) -> Tensor:
+def shifted(sums: Tensor, shift: int) -> Tensor:
     """NITI (arXiv 2009.13108), section 3.3: the lower half of the bits that are lost says whether the upper rounds."""
     magnitude, half = sums.abs(), shift // 2
     lost = magnitude & ((1 << shift) - 1)
@@ -237,7 +237,7 @@ def rounded(
         before: what the values are taken from, if anything.
     """
     if rounding == PSEUDO_STOCHASTIC:
-        steps = _shifted(sums, shift_of(name, scale))
+        steps = shifted(sums, shift_of(name, scale))
         return steps if before is None else before.long() - steps
     values = values if before is None else before.float() - values
     values = values.clamp(-HUGE, HUGE)

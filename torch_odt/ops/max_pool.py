@@ -159,6 +159,11 @@ def _backward_in_torch(
     row = wide.div(kernel_size[1], rounding_mode="floor").mul_(dilation[0]).add_(rows)
     column = wide.remainder(kernel_size[1]).mul_(dilation[1]).add_(columns)
     indices = row.mul_(input.shape[-1]).add_(column)
+    # Offsets that no forward pass has made, as where operators are measured on any numbers, may point elsewhere, and
+    # ATen's operator would write there.
+    outside = (indices < 0) | (indices >= input.shape[-2] * input.shape[-1])
+    if outside.any():
+        grad_output, indices = grad_output.masked_fill(outside, 0), indices.masked_fill(outside, 0)
     return torch.ops.aten.max_pool2d_with_indices_backward(
         grad_output, input, kernel_size, stride, padding, dilation, ceil_mode, indices
     )

@@ -42,6 +42,21 @@ def new_slot(shape: Sequence[int]) -> Tensor:
     return torch.full((1,), float("nan")).expand(*shape)
 
 
+def by_rows(weight: Tensor) -> Tensor:
+    """A weight with its dimensions in the order of memory: input channels last."""
+    return weight.permute(0, 2, 3, 1) if weight.dim() == 4 else weight
+
+
+def weight_of(rows: Tensor) -> Tensor:
+    """The other way round."""
+    return rows.permute(0, 3, 1, 2) if rows.dim() == 4 else rows
+
+
+def new_weight_slot(weight: Tensor) -> Tensor:
+    """A slot for a weight, of the shape of `by_rows`: autograd hands contiguous gradients on, and copies others."""
+    return new_slot(by_rows(weight).shape)
+
+
 def fake_slot(like: Tensor, shape: Sequence[int]) -> Tensor:
     """As `new_slot`, for tracing."""
     return like.new_empty(1, dtype=torch.float32).expand(*shape)

@@ -9,7 +9,6 @@ whole, since s_W does not factor out of its sums. Rounding is stochastic, so tha
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,26 +17,26 @@ import torch
 from torch import Tensor
 
 from torch_odt.ops import (
-    clamp_with_mask_backward,
     int8_conv2d_grad_input_scaled,
     int8_conv2d_grad_weight_scaled,
     int8_conv2d_quantized,
     int8_conv2d_scaled,
+    int8_quantize_gradient,
 )
 from torch_odt.ops.int8_plain import Geometry
+from torch_odt.ops.registration import register, register_gradient
 from torch_odt.quant.activation import (
     Int8Activation,
     bounds,
+    by_rows,
     empty_in_order,
     fake_slot,
-    in_memory_order,
     new_slot,
     packed_size,
     step_of,
     zero_of,
 )
 
-GRADIENT_MOST = 127.0
 # int32 has to hold the sums with it.
 BIAS_MOST = 2.0**30
 
@@ -48,7 +47,8 @@ class LayerTensors:
 
     Attributes:
         weight: int8 of shape (out, in) or (out, in / groups, rows, columns).
-        weight_slot: float32 of that shape: where its gradient goes; its data is not read.
+        weight_slot: float32 of shape (out, in) or (out, rows, columns, in / groups), which is how the weight lies in
+            memory: where its gradient goes; its data is not read.
         weight_scale: float32 of shape (out,): the steps of the weight.
         bias: float32 of shape (out,), in units of `input_step` times `weight_scale`, or None.
         input_step: float32 of shape (1,): the input's step by which the bias is counted.
@@ -148,7 +148,6 @@ def _named(windows: Sequence[Any]) -> dict[str, Any]:
     return dict(zip(("stride", "padding", "dilation", "groups"), windows, strict=True))
 
 
-@torch.library.custom_op("torch_odt::int8_layer", mutates_args=())
 def _layer(
     values: Tensor,
     slot: Tensor,
@@ -178,13 +177,13 @@ def _layer(
     return output.reshape(shape), new_slot(shape), mask
 
 
-@_layer.register_fake
-def _(values: Tensor, slot: Tensor, grid: Tensor, weight: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _layer_fake(
+    values: Tensor, slot: Tensor, grid: Tensor, weight: Tensor, *rest: Any
+) -> tuple[Tensor, Tensor, Tensor]:
     output = empty_in_order(_output_shape(values, weight, rest[-4:]), torch.int8, values)
     return output, fake_slot(values, output.shape), values.new_empty(packed_size(output.numel()), dtype=torch.uint8)
 
 
-@torch.library.custom_op("torch_odt::int8_layer_to_float", mutates_args=())
 def _layer_to_float(
     values: Tensor,
     slot: Tensor,
@@ -208,12 +207,10 @@ def _layer_to_float(
     return output.reshape(_output_shape(values, weight, windows))
 
 
-@_layer_to_float.register_fake
-def _(values: Tensor, slot: Tensor, grid: Tensor, weight: Tensor, *rest: Any) -> Tensor:
+def _layer_to_float_fake(values: Tensor, slot: Tensor, grid: Tensor, weight: Tensor, *rest: Any) -> Tensor:
     return empty_in_order(_output_shape(values, weight, rest[-4:]), torch.float32, values)
 
 
-@torch.library.custom_op("torch_odt::int8_layer_backward", mutates_args=())
 def _backward(
     gradient: Tensor,
     mask: Tensor | None,
@@ -223,7 +220,9 @@ def _backward(
     weight_scale: Tensor,
     input_step: Tensor,
     input_shape: list[int],
-    wanted: list[bool],
+    for_input: bool,
+    for_weight: bool,
+    for_bias: bool,
     scales_gradients: bool,
     stride: list[int],
     padding: list[int],
@@ -231,55 +230,29 @@ def _backward(
     groups: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     windows = _named((stride, padding, dilation, groups))
-    image = in_memory_order(_image(gradient))
-    if mask is not None:
-        image = clamp_with_mask_backward(image, mask, True)
-    rows = image.permute(0, 2, 3, 1).reshape(-1, image.shape[1])
-    largest = rows.abs().amax(0) if len(rows) else rows.new_zeros(rows.shape[1])
-    if not bool(largest.isfinite().all()):
-        raise RuntimeError("int8_layer: a gradient is not finite: the loss has diverged, or it overflows")
-    draws = torch.rand(rows.shape, generator=_generator(largest)) if wanted[0] or wanted[1] else rows
+    found = int8_quantize_gradient(
+        _image(gradient), mask, weight_scale=weight_scale if for_input else None, for_weight=for_weight
+    )
     of_input, of_weight, of_bias = (gradient.new_empty(0) for _ in range(3))
-    if wanted[0]:
-        step = _steps((largest * weight_scale).amax().reshape(1))
-        whole = _rounded(rows, weight_scale / step, draws, image)
+    if for_input:
+        size = input_shape[2:] if len(input_shape) == 4 else (1, 1)
         of_input = int8_conv2d_grad_input_scaled(
-            whole, _image(weight), step, input_shape[2:] if len(input_shape) == 4 else (1, 1), **windows
+            found.for_input, _image(weight), found.input_step, size, **windows
         ).reshape(input_shape)
-    if wanted[1]:
+    if for_weight:
         assert values is not None
-        step = _steps(largest)
-        whole = _rounded(rows, 1 / step, draws, image)
-        scale = step * step_of(grid) * (1 / weight_scale if scales_gradients else weight_scale)
-        kernel = _image(weight).shape[2:]
+        scale = found.weight_steps * step_of(grid) * (1 / weight_scale if scales_gradients else weight_scale)
         of_weight, _ = int8_conv2d_grad_weight_scaled(
-            whole, _image(values), scale, kernel, input_zero_point=zero_of(grid), **windows
+            found.for_weight, _image(values), scale, _image(weight).shape[2:], input_zero_point=zero_of(grid), **windows
         )
-        of_weight = of_weight.reshape(weight.shape)
-    if wanted[2]:
+        of_weight = by_rows(of_weight.reshape(weight.shape))
+    if for_bias:
         unit = input_step * weight_scale
-        of_bias = rows.sum(0) * (1 / unit if scales_gradients else unit)
+        of_bias = found.sums * (1 / unit if scales_gradients else unit)
     return of_input, of_weight, of_bias
 
 
-def _steps(largest: Tensor) -> Tensor:
-    return torch.where(largest > 0, largest / GRADIENT_MOST, 1.0)
-
-
-def _generator(numbers: Tensor) -> torch.Generator:
-    """Random numbers that depend on the numbers alone: another gradient draws others, the same one the same again."""
-    return torch.Generator().manual_seed(zlib.crc32(numbers.contiguous().numpy().tobytes()))
-
-
-def _rounded(rows: Tensor, factor: Tensor, draws: Tensor, like: Tensor) -> Tensor:
-    """Rows times factors in int8, rounded stochastically, as an image."""
-    whole = rows.mul(factor).add_(draws).floor_().clamp_(-GRADIENT_MOST, GRADIENT_MOST).to(torch.int8)
-    count, channels, height, width = like.shape
-    return whole.view(count, height, width, channels).permute(0, 3, 1, 2)
-
-
-@_backward.register_fake
-def _(
+def _backward_fake(
     gradient: Tensor,
     mask: Tensor | None,
     values: Tensor | None,
@@ -288,15 +261,14 @@ def _(
     weight_scale: Tensor,
     input_step: Tensor,
     input_shape: list[int],
-    wanted: list[bool],
+    for_input: bool,
+    for_weight: bool,
+    for_bias: bool,
     *rest: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    shapes = (input_shape, weight.shape, weight_scale.shape)
-    of_input, of_weight, of_bias = (
-        empty_in_order(shape if wants else (0,), torch.float32, gradient)
-        for shape, wants in zip(shapes, wanted, strict=True)
-    )
-    return of_input, of_weight, of_bias
+    of_input = empty_in_order(input_shape if for_input else (0,), torch.float32, gradient)
+    of_weight = gradient.new_empty(by_rows(weight).shape if for_weight else (0,))
+    return of_input, of_weight, gradient.new_empty(weight_scale.shape if for_bias else (0,))
 
 
 SLOT, WEIGHT_SLOT, BIAS = 1, 4, 6
@@ -316,7 +288,9 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 
 
 def _pass_back(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-    found = _backward(gradient, *ctx.saved_tensors, ctx.input_shape, ctx.wanted, *ctx.options)
+    found = torch.ops.torch_odt.int8_layer_backward(
+        gradient, *ctx.saved_tensors, ctx.input_shape, *ctx.wanted, *ctx.options
+    )
     gradients: list[Tensor | None] = [None] * ctx.inputs
     for position, tensor, wanted in zip((SLOT, WEIGHT_SLOT, BIAS), found, ctx.wanted, strict=True):
         gradients[position] = tensor if wanted else None
@@ -327,5 +301,31 @@ def _pass_back_int8(ctx: Any, of_values: Any, gradient: Tensor, of_mask: Any) ->
     return _pass_back(ctx, gradient)
 
 
-_layer.register_autograd(_pass_back_int8, setup_context=_keep)
-_layer_to_float.register_autograd(_pass_back, setup_context=_keep)
+WINDOWS = "int[] stride, int[] padding, int[] dilation, int groups"
+TENSORS = (
+    "Tensor values, Tensor slot, Tensor grid, Tensor weight, Tensor weight_slot, Tensor weight_scale, Tensor? bias, "
+    "Tensor input_step"
+)
+register(
+    "int8_layer",
+    f"({TENSORS}, Tensor output_grid, float? low, float? high, bool scales_gradients, {WINDOWS}) -> "
+    "(Tensor, Tensor, Tensor)",
+    _layer,
+    _layer_fake,
+)
+register(
+    "int8_layer_to_float",
+    f"({TENSORS}, bool scales_gradients, {WINDOWS}) -> Tensor",
+    _layer_to_float,
+    _layer_to_float_fake,
+)
+register(
+    "int8_layer_backward",
+    "(Tensor gradient, Tensor? mask, Tensor? values, Tensor grid, Tensor weight, Tensor weight_scale, "
+    "Tensor input_step, int[] input_shape, bool for_input, bool for_weight, bool for_bias, bool scales_gradients, "
+    f"{WINDOWS}) -> (Tensor, Tensor, Tensor)",
+    _backward,
+    _backward_fake,
+)
+register_gradient("int8_layer", _keep, _pass_back_int8)
+register_gradient("int8_layer_to_float", _keep, _pass_back)

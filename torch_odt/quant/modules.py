@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
+from torch_odt.ops import int8_store_rounded_
 from torch_odt.quant import joining, pointwise
-from torch_odt.quant.activation import WEIGHT_MOST, Int8Activation, new_slot, order_of, require_activation
+from torch_odt.quant.activation import (
+    WEIGHT_MOST,
+    Int8Activation,
+    by_rows,
+    new_weight_slot,
+    order_of,
+    require_activation,
+    weight_of,
+)
 from torch_odt.quant.layer import LayerTensors, Windows, int8_layer, int8_layer_to_float
 from torch_odt.quant.ranges import weight_steps
 
@@ -21,9 +29,9 @@ MASTERS: tuple[Masters, ...] = ("none", "fp32")
 class Int8Layer(nn.Module):
     """A convolution or a linear layer in int8.
 
-    With `masters="none"` the weight is int8 and nothing else: `weight_slot` takes its gradient, has no memory, and is
-    in no state_dict. With "fp32" there is a float32 weight, `master`, in steps, and int8 is made of it in each forward
-    pass.
+    With `masters="none"` the weight is int8 and nothing else: `weight_slot` takes its gradient, with input channels
+    last, as the weight lies in memory; it has no memory itself, and is in no state_dict. With "fp32" there is a float32
+    weight, `master`, in steps, and int8 is made of it in each forward pass.
 
     Args:
         weight: float32, BatchNorm folded into it.
@@ -77,9 +85,9 @@ class Int8Layer(nn.Module):
         self.windows, self.low, self.high = windows, low, high
         if masters == "none":
             self.register_buffer("weight", _whole(steps))
-            self.weight_slot = nn.Parameter(new_slot(weight.shape))
+            self.weight_slot = nn.Parameter(new_weight_slot(weight))
         else:
-            self.master = nn.Parameter(steps.clone())
+            self.master = nn.Parameter(steps.clone(memory_format=order_of(steps)))
         self.register_buffer("weight_scale", scale)
         self.register_buffer("input_step", input_step.clone())
         self.register_buffer("output_grid", output_grid)
@@ -107,7 +115,8 @@ class Int8Layer(nn.Module):
 
     def forward(self, x: Int8Activation) -> Int8Activation | Tensor:
         x = require_activation(x, type(self).__name__)
-        tensors = LayerTensors(self.int8_weight(), self.trained, self.weight_scale, self.bias, self.input_step)
+        slot = self.weight_slot if self.masters == "none" else by_rows(self.master)
+        tensors = LayerTensors(self.int8_weight(), slot, self.weight_scale, self.bias, self.input_step)
         if self.output_grid is None:
             return int8_layer_to_float(x, tensors, self.windows, scales_gradients=self.scales_gradients)
         return int8_layer(
@@ -117,7 +126,7 @@ class Int8Layer(nn.Module):
 
     def unpack_(self) -> None:
         """Give `weight_slot` the weight's numbers, in steps, for an optimizer to change."""
-        self.weight_slot.data = self.weight.float()
+        self.weight_slot.data = by_rows(self.weight).float()
 
     def pack_(self) -> None:
         """Round what an optimizer made of them back to int8, stochastically, and take the memory away.
@@ -125,35 +134,24 @@ class Int8Layer(nn.Module):
         Raises:
             RuntimeError: they are not finite; the weight is then as it was.
         """
-        steps = self.weight_slot.data
-        if not bool(steps.isfinite().all()):
-            self._empty_slot()
-            raise RuntimeError("an update of int8 weights is not finite: the loss has diverged")
-        draws = torch.rand(steps.shape, generator=self._next_generator())
-        whole = steps.add_(draws).floor_()
-        self.saturated += int((whole.abs() > WEIGHT_MOST).sum())
-        self.weight.copy_(whole.clamp_(-WEIGHT_MOST, WEIGHT_MOST))
-        self._empty_slot()
+        steps = weight_of(self.weight_slot.data)
+        self.discard_()
+        int8_store_rounded_(self.weight, steps, self.rounding, self.saturated)
 
-    def _next_generator(self) -> torch.Generator:
-        """Another one for each update, by its number."""
-        seed = zlib.crc32(self.rounding.numpy().tobytes())
-        self.rounding[1] += 1
-        return torch.Generator().manual_seed(seed)
-
-    def _empty_slot(self) -> None:
+    def discard_(self) -> None:
+        """Take the memory of `weight_slot` away, with what an optimizer has made of the weight's numbers."""
         if self.masters == "none":
-            self.weight_slot.data = new_slot(self.weight.shape)
+            self.weight_slot.data = new_weight_slot(self.weight)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         super()._apply(fn, recurse)
-        self._empty_slot()
+        self.discard_()
         return self
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         # Copies of tensors are dense.
         super().__setstate__(state)
-        self._empty_slot()
+        self.discard_()
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
@@ -166,7 +164,7 @@ class Int8Layer(nn.Module):
             missing.remove(f"{prefix}weight_slot")
 
     def extra_repr(self) -> str:
-        shape = tuple(self.trained.shape)
+        shape = tuple(self.weight.shape if self.masters == "none" else self.master.shape)
         output = "float32" if self.output_grid is None else "int8"
         masters = ", masters in float32" if self.masters == "fp32" else ""
         return f"weight={shape} in int8, output in {output}{masters}"

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch_odt import ops
 from torch_odt.ops.int8_arguments import Rounding, WeightGradient
 from torch_odt.ops.int8_plain import Geometry
+from torch_odt.ops.registration import register_gradient
 from torch_odt.quant.batch_splitting import MOST_PIXELS, joined, parts_of
 from torch_odt.quant.niti_numbers import (
     BITS,
@@ -25,12 +26,10 @@ from torch_odt.quant.niti_numbers import (
     MOST,
     as_carrier,
     as_int8,
-    clipped,
     largest_of,
     quantized,
     rescaled,
-    shift_rounded,
-    where_positive,
+    shifted,
 )
 from torch_odt.quant.packed_weights import packs_of
 from torch_odt.quant.rescaling import Rescaling
@@ -182,7 +181,7 @@ class _Kernels:
         pixels = gradient.shape[2] * gradient.shape[3]
         if len(self.parts) > 1 or self._batch * pixels > MOST_PIXELS:
             sums = self.weight_sums(gradient, image)
-            return sums._replace(weight=clipped(shift_rounded(sums.weight, shift, self.how.rounding)))
+            return sums._replace(weight=shifted(sums.weight, shift, self.how.rounding))
         less = torch.zeros_like(self.weight)
         of_bias = ops.int8_conv2d_update_weight_(
             less, gradient, image, torch.tensor([2.0**-shift]), rounding=self.how.rounding, **self.windows
@@ -344,7 +343,7 @@ def niti_conv2d_backward(
         steps, exponent = as_int8(gradient), int(gradient_exponent)
     steps = steps.contiguous(memory_format=torch.channels_last)
     if output is not None:
-        steps = where_positive(steps, as_int8(output))
+        steps = ops.int8_keep_between(steps, as_int8(output), 0)
     pixels = as_int8(image)
     sample_bytes = _sample_bytes(pixels, steps.shape[2] * steps.shape[3], weight.shape[0], input_is_float)
     kernels = _Kernels(weight, geometry, manner, sample_bytes, len(pixels))
@@ -387,7 +386,7 @@ def _weight_gradient(
         sums = kernels.weight_sums(steps, pixels)
         largest = largest_of(sums.weight)
         shift = state.fitting_shift(largest, bits, exponent)
-        mantissas = clipped(shift_rounded(sums.weight, shift, kernels.how.rounding))
+        mantissas = shifted(sums.weight, shift, kernels.how.rounding)
         return sums._replace(weight=mantissas), state.after_check(exponent + shift, is_zero=not largest)
     found = kernels.weight_step(steps, pixels, state.shift(exponent))
     most = 1 << max(bits, 0)
@@ -460,4 +459,4 @@ def _gradients(ctx: Any, gradient: Tensor, exponent: Tensor | None, *_: Any) -> 
     )
 
 
-niti_conv2d.register_autograd(_gradients, setup_context=_keep)
+register_gradient("niti_conv2d", _keep, _gradients)

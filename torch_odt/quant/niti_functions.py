@@ -23,7 +23,6 @@ from torch_odt.quant.niti_numbers import (
     dequantized,
     quantized,
     rescaled,
-    where_positive,
 )
 
 
@@ -180,12 +179,8 @@ def _(mantissas: Tensor, exponent: Tensor, ceiling: float | None) -> Tensor:
 
 @torch.library.custom_op("torch_odt::niti_relu_backward", mutates_args=())
 def _relu_backward(gradient: Tensor, output: Tensor, exponent: Tensor, ceiling: float | None) -> Tensor:
-    values = as_int8(output)
-    kept = where_positive(as_int8(gradient), values)
-    if ceiling is None:
-        return as_carrier(kept)
-    most = int(ceiling * 2.0 ** -float(exponent))
-    return as_carrier(where_positive(kept, most - values) if most <= MOST else kept)
+    most = MOST + 1 if ceiling is None else int(ceiling * 2.0 ** -float(exponent))
+    return as_carrier(ops.int8_keep_between(as_int8(gradient), as_int8(output), 0, most))
 
 
 @_relu_backward.register_fake

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from torch_odt.ops import int8_take_off_
 from torch_odt.quant.niti_layers import NitiLayer
-from torch_odt.quant.niti_numbers import MOST, as_int8
+from torch_odt.quant.niti_numbers import as_int8
 
 INTEGERS, STATES, FLOATS = "integers", "states", "floats"
 
@@ -63,7 +64,7 @@ class NitiSGD(torch.optim.Optimizer):
                 if parameter.grad is None:
                     continue
                 if group["kind"] == INTEGERS:
-                    _take_off(parameter, parameter.grad)
+                    int8_take_off_(as_int8(parameter), as_int8(parameter.grad))
                 elif group["kind"] == STATES:
                     parameter.copy_(parameter.grad)
                 else:
@@ -82,10 +83,3 @@ class NitiSGD(torch.optim.Optimizer):
                 state["momentum_buffer"].mul_(group["momentum"]).add_(gradient)
             gradient = state["momentum_buffer"]
         parameter.add_(gradient, alpha=-group["lr"])
-
-
-def _take_off(parameter: Tensor, gradient: Tensor) -> None:
-    mantissas, step = as_int8(parameter), as_int8(gradient)
-    # A weight that stays as it is need not be packed again.
-    if step.any():
-        mantissas.copy_(mantissas.to(torch.int16).sub_(step).clamp_(-MOST, MOST))

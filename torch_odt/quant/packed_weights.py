@@ -68,6 +68,8 @@ class PackedWeights:
             return kept[2]
         packed = int8_pack_weight(weight.view(torch.int8), for_grad_input=for_grad_input, **windows)
         self.packed_count += 1
+        if kept is None:
+            self._forget_dead()
         self._make_room(packed.nbytes)
         if self.limit_bytes is None or packed.nbytes <= self.limit_bytes:
             self._kept[key] = (weakref.ref(base), state, packed)
@@ -77,9 +79,11 @@ class PackedWeights:
         """Give everything back."""
         self._kept.clear()
 
-    def _make_room(self, nbytes: int) -> None:
+    def _forget_dead(self) -> None:
         for key in [key for key, (weight, _, _) in self._kept.items() if weight() is None]:
             del self._kept[key]
+
+    def _make_room(self, nbytes: int) -> None:
         while self.limit_bytes is not None and self._kept and self.kept_bytes + nbytes > self.limit_bytes:
             self._kept.popitem()
             self.released_count += 1

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from torch_odt.ops.masked import clamp_with_mask_backward, pack_in_order
+from torch_odt.ops.registration import register, register_gradient
 from torch_odt.quant.activation import (
     LEAST,
     Int8Activation,
@@ -150,7 +151,6 @@ def real(values: Tensor, grid: Tensor) -> Tensor:
     return values.float().sub_(zero_of(grid)).mul_(step_of(grid))
 
 
-@torch.library.custom_op("torch_odt::int8_quantize", mutates_args=())
 def _quantize(input: Tensor, grid: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     if input.dtype != torch.float32:
         raise RuntimeError(f"int8_quantize: the input must be float32, not {input.dtype}")
@@ -159,19 +159,8 @@ def _quantize(input: Tensor, grid: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return with_mask(*on_grid(in_memory_order(input), grid, None, None))
 
 
-@_quantize.register_fake
-def _(input: Tensor, grid: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _quantize_fake(input: Tensor, grid: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return _fake_with_mask(input)
-
-
-@torch.library.custom_op("torch_odt::int8_masked_backward", mutates_args=())
-def _masked_backward(gradient: Tensor, mask: Tensor) -> Tensor:
-    return masked(gradient, mask)
-
-
-@_masked_backward.register_fake
-def _(gradient: Tensor, mask: Tensor) -> Tensor:
-    return like_in_order(gradient, torch.float32)
 
 
 def _keep_mask(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -182,10 +171,11 @@ def _keep_mask(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) ->
 
 
 def _quantize_backward(ctx: Any, of_values: Any, gradient: Tensor, of_mask: Any) -> tuple[Any, ...]:
-    return _masked_backward(gradient, *ctx.saved_tensors), None
+    return masked(gradient, *ctx.saved_tensors), None
 
 
-_quantize.register_autograd(_quantize_backward, setup_context=_keep_mask)
+register("int8_quantize", "(Tensor input, Tensor grid) -> (Tensor, Tensor, Tensor)", _quantize, _quantize_fake)
+register_gradient("int8_quantize", _keep_mask, _quantize_backward)
 
 
 @torch.library.custom_op("torch_odt::int8_dequantize", mutates_args=())
@@ -209,7 +199,6 @@ def _dequantize_backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
 _dequantize.register_autograd(_dequantize_backward, setup_context=_keep_nothing)
 
 
-@torch.library.custom_op("torch_odt::int8_add", mutates_args=())
 def _add(
     left: Tensor,
     left_slot: Tensor,
@@ -223,20 +212,27 @@ def _add(
 ) -> tuple[Tensor, Tensor, Tensor]:
     if left.shape != right.shape:
         raise RuntimeError(f"int8_add: the shapes {tuple(left.shape)} and {tuple(right.shape)} differ")
-    return with_mask(*on_grid(real(left, left_grid).add_(real(right, right_grid)), output_grid, low, high))
+    total = in_memory_order(real(left, left_grid).add_(real(right, right_grid)))
+    return with_mask(*on_grid(total, output_grid, low, high))
 
 
-@_add.register_fake
-def _(left: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _add_fake(left: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
     return _fake_with_mask(left)
 
 
 def _add_backward(ctx: Any, of_values: Any, gradient: Tensor, of_mask: Any) -> tuple[Any, ...]:
-    found = _masked_backward(gradient, *ctx.saved_tensors)
+    found = masked(gradient, *ctx.saved_tensors)
     return None, found, None, None, found, *[None] * (ctx.inputs - 5)
 
 
-_add.register_autograd(_add_backward, setup_context=_keep_mask)
+register(
+    "int8_add",
+    "(Tensor left, Tensor left_slot, Tensor left_grid, Tensor right, Tensor right_slot, Tensor right_grid, "
+    "Tensor output_grid, float? low, float? high) -> (Tensor, Tensor, Tensor)",
+    _add,
+    _add_fake,
+)
+register_gradient("int8_add", _keep_mask, _add_backward)
 
 
 @torch.library.custom_op("torch_odt::int8_multiply", mutates_args=())
@@ -305,7 +301,7 @@ def _(values: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _clamp_backward(ctx: Any, of_values: Any, gradient: Tensor, of_mask: Any) -> tuple[Any, ...]:
-    return None, _masked_backward(gradient, *ctx.saved_tensors), None, None, None
+    return None, masked(gradient, *ctx.saved_tensors), None, None, None
 
 
 _clamp.register_autograd(_clamp_backward, setup_context=_keep_mask)

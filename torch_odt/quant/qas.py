@@ -5,14 +5,13 @@ J. Lin et al., "On-Device Training Under 256KB Memory", NeurIPS 2022, section 3.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
 
 from torch_odt.quant.modules import Int8Layer
+from torch_odt.quant.updates import Int8Updates
 
 
 def int8_layers(model: nn.Module) -> dict[str, Int8Layer]:
@@ -60,7 +59,7 @@ class Int8Training:
     """
 
     layers: dict[str, Int8Layer]
-    _remove: list[Callable[[], None]]
+    _updates: Int8Updates
 
     @property
     def saturated(self) -> dict[str, int]:
@@ -74,18 +73,18 @@ class Int8Training:
 
     def stop(self) -> None:
         """The optimizer is as before; it cannot change int8 weights any more."""
-        while self._remove:
-            self._remove.pop()()
+        self._updates.stop()
 
 
 def train_int8_(model: nn.Module, optimizer: torch.optim.Optimizer) -> Int8Training:
     """Let an optimizer of torch change the int8 weights of a converted model in place.
 
-    Choose it always, unless the model was converted with `masters="fp32"`. For the time of `optimizer.step()` the
-    weights that have gradients are float32, in steps; then they are rounded to int8, stochastically: up with the
-    probability of the fraction. An update of a hundredth of a step moves one of a hundred weights by one, so that
-    small updates are not lost, and nothing in float32 is kept. The draws depend on the layer and on the number of its
-    updates, both in the model's state_dict: a run that is resumed goes on bit for bit.
+    Choose it always, unless the model was converted with `masters="fp32"`. In `optimizer.step()` the weights that have
+    gradients are float32 for a moment, in steps, some layers at a time with the optimizers of torch.optim; then they
+    are rounded to int8, stochastically: up with the probability of the fraction. An update of a hundredth of a step
+    moves one of a hundred weights by one, so that small updates are not lost, and nothing in float32 is kept. The draws
+    depend on the layer and on the number of its updates, both in the model's state_dict: a run that is resumed goes on
+    bit for bit.
 
     Without it the optimizer ends with torch's error that a tensor's elements share memory.
 
@@ -119,18 +118,8 @@ def train_int8_(model: nn.Module, optimizer: torch.optim.Optimizer) -> Int8Train
     if not layers:
         raise ValueError("the optimizer holds no int8 weight of this model: make it from model.parameters() as of now")
 
-    def unpack(*_: Any) -> None:
-        for layer in layers.values():
-            if layer.weight_slot.grad is not None:
-                layer.unpack_()
-
-    def pack(*_: Any) -> None:
-        for layer in layers.values():
-            if layer.weight_slot.grad is not None:
-                layer.pack_()
-
-    handles = [optimizer.register_step_pre_hook(unpack), optimizer.register_step_post_hook(pack)]
-    return Int8Training(layers, [handle.remove for handle in handles])
+    updates = Int8Updates(optimizer, list(layers.values()))
+    return Int8Training(layers, updates)
 
 
 def _layers_of(model: nn.Module) -> dict[str, Int8Layer]:

@@ -11,7 +11,7 @@ and this result stays as it is.
 
 from __future__ import annotations
 
-from dataclasses import astuple, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import Tensor
@@ -55,7 +55,7 @@ class Rescaling:
 
     def row(self) -> Tensor:
         """As float64 of shape (WIDTH,)."""
-        return torch.tensor([float(number) for number in astuple(self)], dtype=torch.float64)
+        return torch.tensor([float(getattr(self, name)) for name in _NAMES], dtype=torch.float64)
 
     @property
     def is_due(self) -> bool:
@@ -103,4 +103,5 @@ class Rescaling:
         return replace(self, wait=self.wait - 1, batches=self.batches + 1)
 
 
-WIDTH = len(fields(Rescaling))
+_NAMES = tuple(field.name for field in fields(Rescaling))
+WIDTH = len(_NAMES)

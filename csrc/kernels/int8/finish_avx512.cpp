@@ -20,6 +20,12 @@ struct Constants {
   __m512i high;
   __m512i zero_point;
   __m512i draw_steps;
+  // Of pseudo-stochastic rounding: how many bits are lost, half of them and the rest; all that are lost, and the lower half.
+  __m128i shift;
+  __m128i half;
+  __m128i rest;
+  __m512i lost;
+  __m512i lower;
 };
 
 // Large values as others that int8 is clamped to as well. What int32 does not hold becomes its lowest number, which needs
@@ -51,6 +57,18 @@ TORCH_ODT_TARGET_INLINE __m512i rounded(__m512 values, __m512i draws) {
   }
 }
 
+// NITI's rounding, as in lanes.h.
+TORCH_ODT_TARGET_INLINE __m512i shifted(__m512i sum, const Constants& all) {
+  const __m512i magnitude = _mm512_abs_epi32(sum);
+  const __m512i lost = _mm512_and_si512(magnitude, all.lost);
+  const __m512i upper = _mm512_srl_epi32(lost, all.half);
+  const __m512i random = _mm512_sll_epi32(_mm512_and_si512(lost, all.lower), all.rest);
+  const __mmask16 up = _mm512_cmpgt_epu32_mask(upper, random);
+  const __m512i whole = _mm512_srl_epi32(magnitude, all.shift);
+  const __m512i raised = _mm512_mask_add_epi32(whole, up, whole, _mm512_set1_epi32(1));
+  return _mm512_mask_sub_epi32(raised, _mm512_movepi32_mask(sum), _mm512_setzero_si512(), raised);
+}
+
 // What changes from one place to the next.
 struct Place {
   const int32_t* sums;
@@ -78,7 +96,16 @@ TORCH_ODT_TARGET_INLINE void lanes_to_int8(
   const __m512 values = _mm512_maskz_mul_ps(inside, _mm512_cvtepi32_ps(sum), multiplier);
   largest = _mm512_range_ps(largest, values, 0xb);
   auto* const output = static_cast<int8_t*>(how.output) + at.index;
-  const __m512i nearby = rounded<kRounding>(limited<kFullRange>(values), draws);
+  __m512i nearby;
+  if constexpr (kRounding == Rounding::pseudo_stochastic) {
+    nearby = shifted(sum, all);
+    if constexpr (!kFullRange) {
+      // So that the zero point wraps nothing around.
+      nearby = _mm512_min_epi32(_mm512_max_epi32(nearby, _mm512_set1_epi32(-(1 << 22))), _mm512_set1_epi32(1 << 22));
+    }
+  } else {
+    nearby = rounded<kRounding>(limited<kFullRange>(values), draws);
+  }
   const __m512i whole = kFullRange ? nearby : _mm512_add_epi32(nearby, all.zero_point);
   const __m512i between = kFullRange ? whole : _mm512_min_epi32(_mm512_max_epi32(whole, all.low), all.high);
   const __m128i bytes = _mm512_cvtsepi32_epi8(between);
@@ -105,7 +132,12 @@ TORCH_ODT_TARGET_INLINE float to_int8(const Finish& how, const Block<int32_t>& b
       _mm512_set1_epi32(how.low),
       _mm512_set1_epi32(how.high),
       _mm512_set1_epi32(how.zero_point),
-      _mm512_mullo_epi32(lane, _mm512_set1_epi32(static_cast<int32_t>(kGolden)))};
+      _mm512_mullo_epi32(lane, _mm512_set1_epi32(static_cast<int32_t>(kGolden))),
+      _mm_cvtsi64_si128(how.shift),
+      _mm_cvtsi64_si128(how.shift / 2),
+      _mm_cvtsi64_si128(how.shift - 2 * (how.shift / 2)),
+      _mm512_set1_epi32((1 << how.shift) - 1),
+      _mm512_set1_epi32((1 << how.shift / 2) - 1)};
   Keys keys(how.seed);
   __m512 largest = _mm512_setzero_ps();
   const int64_t whole = block.columns / kLanes * kLanes;
@@ -175,19 +207,32 @@ TORCH_ODT_TARGET float to_int8_stochastic(const Finish& how, const Block<int32_t
                                     : to_int8<Rounding::stochastic, false>(how, block);
 }
 
+TORCH_ODT_TARGET float to_int8_shifted(const Finish& how, const Block<int32_t>& block) {
+  return has_full_range(how, block) ? to_int8<Rounding::pseudo_stochastic, true>(how, block)
+                                    : to_int8<Rounding::pseudo_stochastic, false>(how, block);
+}
+
 } // namespace
 
 bool has_finish_avx512(const Finish& how) {
   const bool by_columns = !(how.per_channel && how.channels_are_rows);
   return how.result == Result::floats ||
-      (how.result == Result::int8 && how.rounding != Rounding::pseudo_stochastic && by_columns);
+      (how.result == Result::int8 && by_columns);
 }
 
 float finish_avx512(const Finish& how, const Block<int32_t>& block) {
   if (how.result == Result::floats) {
     return to_floats(how, block);
   }
-  return how.rounding == Rounding::nearest ? to_int8_nearest(how, block) : to_int8_stochastic(how, block);
+  switch (how.rounding) {
+    case Rounding::nearest:
+      return to_int8_nearest(how, block);
+    case Rounding::stochastic:
+      return to_int8_stochastic(how, block);
+    case Rounding::pseudo_stochastic:
+      break;
+  }
+  return to_int8_shifted(how, block);
 }
 
 } // namespace torch_odt::kernels::int8

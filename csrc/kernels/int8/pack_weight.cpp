@@ -4,6 +4,7 @@
 
 #include "correlation.h"
 #include "depthwise.h"
+#include "interleave.h"
 #include "sums.h"
 
 namespace torch_odt::kernels::int8 {
@@ -50,11 +51,43 @@ void pack_gradient_panels(
   }
 }
 
+typedef int32_t Words4 __attribute__((vector_size(16)));
+
+// Of four columns, 16 bytes each: four steps of a panel. Steps follow each other as they do in memory, so that a panel
+// larger than the first cache is written once, from its beginning to its end.
+TORCH_ODT_INLINE void pack_steps(const int8_t* values, int64_t depth, char* to) {
+  Words4 columns[4];
+  for (int i = 0; i < 4; ++i) {
+    __builtin_memcpy(&columns[i], values + i * depth, sizeof(Words4));
+  }
+  const Words4 low01 = TORCH_ODT_SHUFFLE(Words4, columns[0], columns[1], 0, 4, 1, 5);
+  const Words4 low23 = TORCH_ODT_SHUFFLE(Words4, columns[2], columns[3], 0, 4, 1, 5);
+  const Words4 high01 = TORCH_ODT_SHUFFLE(Words4, columns[0], columns[1], 2, 6, 3, 7);
+  const Words4 high23 = TORCH_ODT_SHUFFLE(Words4, columns[2], columns[3], 2, 6, 3, 7);
+  const Words4 steps[4] = {
+      TORCH_ODT_SHUFFLE(Words4, low01, low23, 0, 1, 4, 5),
+      TORCH_ODT_SHUFFLE(Words4, low01, low23, 2, 3, 6, 7),
+      TORCH_ODT_SHUFFLE(Words4, high01, high23, 0, 1, 4, 5),
+      TORCH_ODT_SHUFFLE(Words4, high01, high23, 2, 3, 6, 7)};
+  for (int i = 0; i < 4; ++i) {
+    __builtin_memcpy(to + i * kPanelStepBytes, &steps[i], sizeof(Words4));
+  }
+}
+
 // The columns of the right operand for the output lie in memory as rows of weights.
 void pack_forward_panel(
     const Correlation& part, const int8_t* weight, int64_t columns, char* panel, int32_t* sums) {
   const int64_t depth = part.depth();
-  std::memset(panel, 0, static_cast<size_t>(part.panel_bytes()));
+  int64_t packed = 0;
+  if (table().value_bytes == 1 && columns == kPanelColumns) {
+    for (; packed + 4 * kStepBytes <= depth; packed += 4 * kStepBytes) {
+      for (int64_t column = 0; column < kPanelColumns; column += 4) {
+        pack_steps(weight + column * depth + packed, depth, panel + packed * kPanelColumns + column * kStepBytes);
+      }
+    }
+  }
+  const int64_t bytes_packed = packed * kPanelColumns;
+  std::memset(panel + bytes_packed, 0, static_cast<size_t>(part.panel_bytes() - bytes_packed));
   for (int64_t column = 0; column < columns; ++column) {
     const int8_t* const values = weight + column * depth;
     char* const to = panel + column * kStepBytes;
@@ -64,7 +97,7 @@ void pack_forward_panel(
         std::memcpy(to + i / 2 * kPanelStepBytes + i % 2 * 2, &word, sizeof(word));
       }
     } else {
-      for (int64_t i = 0; i < depth; i += kStepBytes) {
+      for (int64_t i = packed; i < depth; i += kStepBytes) {
         std::memcpy(to + i * kPanelColumns, values + i, static_cast<size_t>(std::min(kStepBytes, depth - i)));
       }
     }

@@ -1,0 +1,51 @@
+// Rows of floats in int8, rounded stochastically: gradients, whose rows are pixels and whose columns are channels, and
+// weights after an update.
+#pragma once
+
+#include <cstdint>
+
+#include "threads.h"
+
+namespace torch_odt::kernels::int8 {
+
+struct Rows {
+  const float* values;
+  int64_t count;
+  int64_t columns;
+  // One bit an element, as pack_bits leaves them: where it is not set, the element counts as 0. Null for none.
+  const uint8_t* mask = nullptr;
+};
+
+// Rows whose sums are added up in float, one after another; then such sums are added up in double, one after another.
+inline constexpr int64_t kRowsOfSum = 256;
+
+// The largest absolute value and the sum of each column. A largest one that is not finite says that the column holds
+// something that is not.
+int64_t scan_workspace_bytes(const Rows& rows);
+void scan(const Rows& rows, const Threads& threads, float* largest, float* sums, void* workspace);
+
+inline constexpr int64_t kPaddedColumns = 16;
+
+// What becomes of rows: each element times the factor of its column, up or down by chance, clamped to -127 and 127.
+struct RoundedRows {
+  int8_t* output;
+  // Finite, with readable numbers behind the last up to a multiple of kPaddedColumns; null multiplies by nothing.
+  const float* factors = nullptr;
+};
+
+// Rounds rows to one or two results, both by the same draws. Returns how many elements of the first were clamped.
+int64_t round_rows(
+    const Rows& rows, uint64_t seed, const RoundedRows& first, const RoundedRows* second, const Threads& threads);
+
+// Rows [begin, end), as one thread rounds them; adds to `clamped`.
+struct RowsPart {
+  Rows rows;
+  int64_t begin;
+  int64_t end;
+  uint64_t seed;
+  RoundedRows first;
+  RoundedRows second;
+  int64_t clamped;
+};
+
+} // namespace torch_odt::kernels::int8

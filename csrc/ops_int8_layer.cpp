@@ -1,0 +1,225 @@
+// Layers of a network in int8: the convolutions of ops_int8_conv2d.cpp with what stands around them, in one operator for
+// each pass. Shapes for tracing, gradients and the same in plain torch are in torch_odt/quant/layer.py.
+
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <optional>
+#include <tuple>
+#include <vector>
+
+#include <torch/csrc/stable/library.h>
+
+#include "ops_int8.h"
+
+namespace {
+
+using namespace torch_odt;
+
+constexpr char kName[] = "int8_layer";
+// int32 has to hold the sums with it.
+constexpr float kMostBias = 1073741824.0F;
+
+// Rows of features as images of one pixel.
+Tensor image(const Tensor& tensor) {
+  if (tensor.dim() == 4) {
+    return tensor;
+  }
+  STD_TORCH_CHECK(tensor.dim() > 0, kName, ": a tensor has no dimensions");
+  const int64_t features = tensor.size(tensor.dim() - 1);
+  const Pair sizes{features > 0 ? tensor.numel() / features : 0, features, 1, 1};
+  return torch::stable::reshape(tensor, sizes);
+}
+
+Pair output_sizes(const Tensor& values, const Tensor& output) {
+  Pair sizes;
+  for (int64_t i = 0; values.dim() != 4 && i + 1 < values.dim(); ++i) {
+    sizes.push_back(values.size(i));
+  }
+  for (int64_t i = 0; values.dim() == 4 && i < 4; ++i) {
+    sizes.push_back(output.size(i));
+  }
+  if (values.dim() != 4) {
+    sizes.push_back(output.size(1));
+  }
+  return sizes;
+}
+
+Tensor shaped(const Tensor& tensor, const Pair& sizes) {
+  return sizes.size() == 4 ? tensor : torch::stable::reshape(tensor, sizes);
+}
+
+// A weight's gradient in the order of memory, which is that of its slot.
+Tensor by_rows(const Tensor& gradient) {
+  const Pair order{0, 2, 3, 1};
+  std::array<StableIValue, 2> stack{
+      torch::stable::detail::from(gradient),
+      torch::stable::detail::from(torch::headeronly::IntHeaderOnlyArrayRef(order))};
+  STABLE_TORCH_ERROR_CODE_CHECK(torch_call_dispatcher("aten::permute", "", stack.data(), TORCH_ABI_VERSION));
+  return torch::stable::detail::to<Tensor>(stack[0]);
+}
+
+// The bias in units of the sums.
+std::optional<Tensor> whole_bias(
+    const std::optional<Tensor>& bias, const Tensor& input_step, const Grid& grid, int64_t channels) {
+  if (!bias) {
+    return std::nullopt;
+  }
+  const float ratio = *floats_of(kName, input_step, 1, "input_step") / grid.step;
+  const float* const values = floats_of(kName, *bias, channels, "bias");
+  Tensor whole = empty_flat(channels, ScalarType::Int, *bias);
+  auto* const to = static_cast<int32_t*>(whole.mutable_data_ptr());
+  for (int64_t i = 0; i < channels; ++i) {
+    to[i] = static_cast<int32_t>(std::clamp(std::nearbyint(values[i] * ratio), -kMostBias, kMostBias));
+  }
+  return whole;
+}
+
+template <typename Function>
+Tensor for_channels(int64_t channels, const Tensor& like, const Function& function) {
+  Tensor result = empty_flat(channels, ScalarType::Float, like);
+  auto* const to = static_cast<float*>(result.mutable_data_ptr());
+  for (int64_t i = 0; i < channels; ++i) {
+    to[i] = function(i);
+  }
+  return result;
+}
+
+std::tuple<Tensor, Tensor, Tensor> layer(
+    const Tensor& values,
+    const Tensor& slot,
+    const Tensor& grid,
+    const Tensor& weight,
+    const Tensor& weight_slot,
+    const Tensor& weight_scale,
+    const std::optional<Tensor>& bias,
+    const Tensor& input_step,
+    const Tensor& output_grid,
+    std::optional<double> low,
+    std::optional<double> high,
+    bool scales_gradients,
+    const Pair& stride,
+    const Pair& padding,
+    const Pair& dilation,
+    int64_t groups) {
+  static_cast<void>(slot);
+  static_cast<void>(weight_slot);
+  static_cast<void>(scales_gradients);
+  const Grid from(kName, grid, "grid");
+  const Grid to(kName, output_grid, "output_grid");
+  const int64_t channels = weight.size(0);
+  const float* const scales = floats_of(kName, weight_scale, channels, "weight_scale");
+  const auto [least, most] = to.bounds(low, high);
+  const Tensor scale = for_channels(channels, weight, [&](int64_t i) { return from.step * scales[i] / to.step; });
+  constexpr int64_t kNearest = 0;
+  const auto [output, mask, largest] = int8_conv2d_quantized(
+      image(values), image(weight), std::nullopt, whole_bias(bias, input_step, from, channels), scale, from.zero,
+      to.zero, least, most, kNearest, 0, stride, padding, dilation, groups);
+  const Pair sizes = output_sizes(values, output);
+  return {shaped(output, sizes), slot_of(sizes, weight), mask};
+}
+
+Tensor layer_to_float(
+    const Tensor& values,
+    const Tensor& slot,
+    const Tensor& grid,
+    const Tensor& weight,
+    const Tensor& weight_slot,
+    const Tensor& weight_scale,
+    const std::optional<Tensor>& bias,
+    const Tensor& input_step,
+    bool scales_gradients,
+    const Pair& stride,
+    const Pair& padding,
+    const Pair& dilation,
+    int64_t groups) {
+  static_cast<void>(slot);
+  static_cast<void>(weight_slot);
+  static_cast<void>(scales_gradients);
+  const Grid from(kName, grid, "grid");
+  const int64_t channels = weight.size(0);
+  const float* const scales = floats_of(kName, weight_scale, channels, "weight_scale");
+  const Tensor scale = for_channels(channels, weight, [&](int64_t i) { return from.step * scales[i]; });
+  const Tensor output = int8_conv2d_scaled(
+      image(values), image(weight), std::nullopt, whole_bias(bias, input_step, from, channels), scale, from.zero, stride,
+      padding, dilation, groups);
+  return shaped(output, output_sizes(values, output));
+}
+
+std::tuple<Tensor, Tensor, Tensor> layer_backward(
+    const Tensor& gradient,
+    const std::optional<Tensor>& mask,
+    const std::optional<Tensor>& values,
+    const Tensor& grid,
+    const Tensor& weight,
+    const Tensor& weight_scale,
+    const Tensor& input_step,
+    const Pair& input_shape,
+    bool for_input,
+    bool for_weight,
+    bool for_bias,
+    bool scales_gradients,
+    const Pair& stride,
+    const Pair& padding,
+    const Pair& dilation,
+    int64_t groups) {
+  const int64_t channels = weight.size(0);
+  const float* const scales = floats_of(kName, weight_scale, channels, "weight_scale");
+  const auto [whole, whole_for_weight, step, steps, sums] = int8_quantize_gradient(
+      image(gradient), mask, for_input ? std::optional<Tensor>(weight_scale) : std::nullopt, for_weight);
+  Tensor of_input = empty_flat(0, ScalarType::Float, gradient);
+  Tensor of_weight = empty_flat(0, ScalarType::Float, gradient);
+  Tensor of_bias = empty_flat(0, ScalarType::Float, gradient);
+  const Tensor weights = image(weight);
+  // The gradient of what is counted in units of a real number is that of the real number times the unit; QAS divides by
+  // the unit's square.
+  const auto counted = [&](float unit) { return scales_gradients ? 1 / unit : unit; };
+  if (for_input) {
+    const bool has_pixels = input_shape.size() == 4;
+    const Pair size = has_pixels ? Pair{input_shape[2], input_shape[3]} : Pair{1, 1};
+    of_input = shaped(
+        int8_conv2d_grad_input_scaled(whole, weights, std::nullopt, step, size, stride, padding, dilation, groups),
+        input_shape);
+  }
+  if (for_weight) {
+    STD_TORCH_CHECK(values.has_value(), kName, ": the weight's gradient needs the input");
+    const Grid from(kName, grid, "grid");
+    const float* const of_channels = floats_of(kName, steps, channels, "steps");
+    const Tensor scale = for_channels(
+        channels, weight, [&](int64_t i) { return of_channels[i] * from.step * counted(scales[i]); });
+    of_weight = std::get<0>(int8_conv2d_grad_weight_scaled(
+        whole_for_weight, image(*values), scale, from.zero, {weights.size(2), weights.size(3)}, stride, padding, dilation,
+        groups));
+    of_weight = weight.dim() == 4 ? by_rows(of_weight)
+                                  : torch::stable::reshape(of_weight, Pair{weight.size(0), weight.size(1)});
+  }
+  if (for_bias) {
+    const float* const found = floats_of(kName, sums, channels, "sums");
+    const float unit = *floats_of(kName, input_step, 1, "input_step");
+    of_bias = for_channels(channels, weight, [&](int64_t i) { return found[i] * counted(unit * scales[i]); });
+  }
+  return {of_input, of_weight, of_bias};
+}
+
+} // namespace
+
+STABLE_TORCH_LIBRARY_FRAGMENT(torch_odt, m) {
+  m.def(
+      "int8_layer(Tensor values, Tensor slot, Tensor grid, Tensor weight, Tensor weight_slot, Tensor weight_scale, "
+      "Tensor? bias, Tensor input_step, Tensor output_grid, float? low, float? high, bool scales_gradients, "
+      "int[] stride, int[] padding, int[] dilation, int groups) -> (Tensor, Tensor, Tensor)");
+  m.def(
+      "int8_layer_to_float(Tensor values, Tensor slot, Tensor grid, Tensor weight, Tensor weight_slot, "
+      "Tensor weight_scale, Tensor? bias, Tensor input_step, bool scales_gradients, int[] stride, int[] padding, "
+      "int[] dilation, int groups) -> Tensor");
+  m.def(
+      "int8_layer_backward(Tensor gradient, Tensor? mask, Tensor? values, Tensor grid, Tensor weight, "
+      "Tensor weight_scale, Tensor input_step, int[] input_shape, bool for_input, bool for_weight, bool for_bias, "
+      "bool scales_gradients, int[] stride, int[] padding, int[] dilation, int groups) -> (Tensor, Tensor, Tensor)");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(torch_odt, CPU, m) {
+  m.impl("int8_layer", TORCH_BOX(&layer));
+  m.impl("int8_layer_to_float", TORCH_BOX(&layer_to_float));
+  m.impl("int8_layer_backward", TORCH_BOX(&layer_backward));
+}
