@@ -29,10 +29,9 @@ BATCH_SIZE = 16
 def main() -> None:
     options = parse_options()
     torch.manual_seed(0)
-    dtype = torch.float64 if options.double else torch.float32
-    model = torchvision.models.mobilenet_v2(weights=None, num_classes=10).to(dtype, memory_format=torch.channels_last)
+    model = torchvision.models.mobilenet_v2(weights=None, num_classes=10).to(memory_format=torch.channels_last)
     images, labels = load_images(options.data_dir, BATCH_SIZE * options.steps)
-    optimizer = torch.optim.SGD(model.parameters(), lr=options.learning_rate, momentum=0.9)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
     loss_fn = nn.CrossEntropyLoss()
     if options.budget:
         import torch_odt
@@ -60,7 +59,7 @@ def main() -> None:
     losses = []
     for index in range(options.steps):
         rows = slice(index * BATCH_SIZE, (index + 1) * BATCH_SIZE)
-        batch = upscale(images[rows]).to(dtype, memory_format=torch.channels_last)
+        batch = upscale(images[rows]).to(memory_format=torch.channels_last)
         losses.append(float(step(batch, labels[rows])))
         say(loss=losses[-1])
     say(highest_anonymous_bytes=highest.bytes)
@@ -115,8 +114,6 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--planner", default="auto")
     parser.add_argument("--page-to", type=Path, help="a folder")
     parser.add_argument("--disable-rewrite", action="append", default=[])
-    parser.add_argument("--learning-rate", type=float, default=0.01)
-    parser.add_argument("--double", action="store_true", help="in float64")
     parser.add_argument("--data-dir", type=Path)
     parser.add_argument("--out", type=Path, required=True, help="of what training has changed")
     return parser.parse_args()

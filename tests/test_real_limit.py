@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 from control_group import ControlGroup
-from exactness import assert_as_exact
+from exactness import assert_identical
 from limit_runs import Task, mib, run_worker
 
 from torch_odt._extensions import memory_module
@@ -66,31 +66,35 @@ def test_trains_inside_a_limit_that_kills_plain_pytorch(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(memory_module is None, reason="torch_odt._memory, and with it the pager, is not built")
 def test_pages_inside_a_limit_that_kills_plain_pytorch(tmp_path: Path) -> None:
-    """What is in the file does not count, as nothing of it stays in the system's cache."""
+    """What is in the file does not count, as nothing of it stays in the system's cache.
+
+    Every bit is that of a step which pages nothing. Plain PyTorch's losses are no measure: three steps of an
+    untrained network multiply a difference in rounding, such as another number of threads makes, by thousands.
+    """
     folder = tmp_path / "pages"
     folder.mkdir()
-    # A learning rate with which three steps are well conditioned, so that they can be compared with float64's.
-    plain_task = Task(PAGING_STEPS, options=("--learning-rate", "1e-4"))
+    plain_task = Task(PAGING_STEPS)
     plain = run_worker(tmp_path, plain_task)
-    exact = run_worker(tmp_path, replace(plain_task, options=(*plain_task.options, "--double")))
-    assert plain.return_code == exact.return_code == 0, plain.errors + exact.errors
+    assert plain.return_code == 0, plain.errors
     headroom = int(PAGING_SHARE * (plain.highest_bytes - plain.level_bytes))
     print(f"torch {plain.torch_version}: idle {mib(plain.level_bytes)}, plain takes {mib(plain.highest_bytes)}")
     killed = run_worker(tmp_path, plain_task, plain.level_bytes + headroom)
     assert killed.is_killed and killed.level_bytes > 0, f"plain PyTorch survived: {killed}"
 
     # This one pages before it recomputes; "auto" does not page on this device, as recomputing is faster.
-    paging = ("--planner", "capuchin", "--page-to", str(folder))
-    task = Task(PAGING_STEPS, int(BUDGET_SHARE * headroom), (*plain_task.options, *paging))
+    pager = ("--planner", "capuchin")
+    in_memory = run_worker(tmp_path, Task(PAGING_STEPS, 2 * (plain.highest_bytes - plain.level_bytes), pager))
+    task = Task(PAGING_STEPS, int(BUDGET_SHARE * headroom), (*pager, "--page-to", str(folder)))
     roomy = run_worker(tmp_path, task)
-    assert roomy.return_code == 0, roomy.errors
+    assert in_memory.return_code == roomy.return_code == 0, in_memory.errors + roomy.errors
     ours = run_worker(tmp_path, task, roomy.level_bytes + headroom)
     print(f"limit {mib(headroom)} above idle {mib(roomy.level_bytes)}; {mib(ours.written_bytes)} written")
     assert ours.return_code == 0, f"exit code {ours.return_code}: {ours.errors}"
     assert not list(folder.iterdir())
     assert ours.written_bytes > PAGING_STEPS * headroom
-    assert ours.outcome and plain.outcome and exact.outcome
-    assert_as_exact(ours.outcome, plain.outcome, exact.outcome)
+    assert ours.outcome and in_memory.outcome
+    assert ours.losses[0] == pytest.approx(plain.losses[0], abs=LOSS_TOLERANCE)
+    assert_identical(ours.outcome, in_memory.outcome)
     # Files of libraries are read while the first step is traced.
     cached = roomy.cached_bytes[-1] - roomy.cached_bytes[1]
     assert cached < 0.05 * roomy.written_bytes, f"{mib(cached)} of {mib(roomy.written_bytes)} are in the cache"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import gc
 import hashlib
 import logging
 import sys
@@ -12,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
+from torch_odt._collection import no_collection
 from torch_odt.capture.library import is_library_code
 
 T = TypeVar("T")
@@ -26,22 +26,10 @@ def run_recorded(function: Callable[[], T]) -> tuple[T, frozenset[str] | None]:
     The names are None when somebody else watches this process, a debugger or coverage, and must not be disturbed.
     """
     seen = _Seen()
-    with _no_collection(), _watch(seen) as is_watching:
+    with no_collection(), _watch(seen) as is_watching:
         result = function()
         is_complete = is_watching()
     return result, seen.names() if is_complete else None
-
-
-@contextmanager
-def _no_collection() -> Iterator[None]:
-    """The collector comes by when it likes, and runs callbacks that have nothing to do with the trace."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def code_name(code: types.CodeType, module: str) -> str:

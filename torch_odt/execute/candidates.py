@@ -131,6 +131,7 @@ class Candidates:
     _time: PlanningTime = field(init=False)
     _graphs: dict[int, TrainingGraph] = field(default_factory=dict)
     _sized: dict[int, SizedGraph] = field(default_factory=dict)
+    _last_placed: dict[tuple[int, bool], PlannedPart] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         own_seconds = 0.0 if self.planner == "auto" else own_time_limit(get_planner(self.planner)) or 0.0
@@ -318,7 +319,7 @@ class Candidates:
     def assemble(self, sizes: tuple[int, ...], schedules: Mapping[int, Schedule]) -> Candidate:
         """The candidate that runs a schedule for each size."""
         several = len(sizes) > 1 or self.gradients_exist
-        parts = {size: self._place(self.sized(size), schedule, several) for size, schedule in schedules.items()}
+        parts = {size: self._part(size, schedule, several) for size, schedule in schedules.items()}
         drawing = self._draw_seconds(parts[sizes[0]].draws)
         passes = [(parts[size], _pass(parts[size], is_first=i == 0)) for i, size in enumerate(sizes)]
         # Without the optimizer's step, which takes as long behind the backward pass as inside of it.
@@ -398,6 +399,13 @@ class Candidates:
             return max(first, gradient_bytes_of(sized.graph) + later)
 
         return footprint
+
+    def _part(self, size: int, schedule: Schedule, several: bool) -> PlannedPart:
+        """Placed anew, unless it is what was placed last: the schedule of the fewest bytes is come back to."""
+        sized, last = self.sized(size), self._last_placed.get((size, several))
+        if last is None or last.costs is not sized.costs or last.schedule != schedule:
+            last = self._last_placed[size, several] = self._place(sized, schedule, several)
+        return last
 
     def _place(self, sized: SizedGraph, schedule: Schedule, several: bool) -> PlannedPart:
         graph, costs = sized.graph, sized.costs

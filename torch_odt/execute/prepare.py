@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch_odt import memory
+from torch_odt._collection import no_collection
 from torch_odt.cache import Cache, plan_key
 from torch_odt.capture.cost_table import view_cost
 from torch_odt.capture.costs import Costs
@@ -137,6 +138,7 @@ class Session:
         return [self.candidates(), *pages]
 
 
+@no_collection()
 def prepare(
     request: StepRequest,
     args: tuple[Any, ...],
@@ -146,6 +148,8 @@ def prepare(
     traces: dict[int, TracedStep] | None = None,
 ) -> Prepared:
     """Make a step ready for batches like this one.
+
+    Plans leave hardly any garbage, and what tracing leaves is looked for where it is counted.
 
     Args:
         traces: those of an earlier preparation of the same step, for another budget; new ones are added, even if the
@@ -253,9 +257,9 @@ def _plan_inside(
     if allowance.admits(candidate):
         return candidate, allowance
     if candidates.measure_all():
-        smallest = candidates.smallest(request.micro_batch)
+        smallest, allowance = candidates.smallest(request.micro_batch), take_stock()
     request.fewest_bytes[candidates.fingerprint] = smallest.total_bytes
-    raise infeasible(request, candidates, take_stock(), smallest)
+    raise infeasible(request, candidates, allowance, smallest)
 
 
 def _spare_for_return(request: StepRequest, allowance: Allowance) -> int:
