@@ -11,22 +11,23 @@ back would have it easier than the oracle: how much of what it was to hold the b
 
 | way | what it is |
 |---|---|
-| torch_odt | `TrainStep(budget=Controller(ControlGroupHeadroom()))` |
+| torch_odt | `TrainStep(budget=Controller(ControlGroupHeadroom(reserve="32MiB")))` |
 | static | `TrainStep` with the largest fixed budget that holds throughout: the least that is ever left |
 | plain | plain PyTorch |
 | accelerate | plain PyTorch in `find_executable_batch_size`, where accelerate is installed |
 
-The oracle is made of steps measured one by one without a balloon: for each stretch of the script the fastest fixed
-budget that fits it, times its steps. It never traces, plans or switches. How fast a machine is changes within minutes,
-so that torch_odt runs several times, each time from the same remembered costs and between two measurements of the
-oracle, whose mean it is compared with. Exits with 1 where torch_odt is ended once, a loss is not that of an undisturbed
-run, or the median of these ratios is above 1.15.
+The oracle is a step within the fixed budget that is left in each stretch of the script, in a process outside of the
+group, and is timed once it has been planned and run. How fast a machine is changes within minutes, so both take turns:
+where the script changes, trainer and balloon wait, no time passes for them, and steps of the oracle for the stretch
+that has just ended are measured. Exits with 1 where torch_odt is ended once, a loss is not
+that of an undisturbed run, or the median of the ratios of its runs is above 1.15.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import random
 import shutil
 import statistics
@@ -64,6 +65,7 @@ class Run:
         end: what it said last; empty where it was ended.
         balloon_share: how much the balloon had of what it was to hold, as a share of all byte seconds;
             None where it was ended with the trainer.
+        oracle_seconds: that the oracle takes for the same steps, by stretch; empty where there is none.
     """
 
     losses: list[float] = field(default_factory=list)
@@ -72,6 +74,12 @@ class Run:
     end: dict[str, Any] = field(default_factory=dict)
     return_code: int | None = None
     balloon_share: float | None = None
+    oracle_seconds: list[float] = field(default_factory=list)
+
+    @property
+    def ratio(self) -> float | None:
+        """Of its time to the oracle's; None where it did not finish, or beside none."""
+        return self.seconds / sum(self.oracle_seconds) if self.fate == "finished" and self.oracle_seconds else None
 
     @property
     def seconds(self) -> float:
@@ -105,15 +113,12 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as cache:
         bench = Bench(options, Path(cache))
         script = bench.draw()
-        undisturbed = bench.follow("fixed", "--budget", 1 << 40)
-        oracle_seconds = [bench.oracle(script)]
-        runs: dict[str, list[Run]] = {}
-        for way in options.ways:
-            for _ in range(options.repeats if way == "torch_odt" else 1):
-                runs.setdefault(way, []).append(bench.follow_anew(way, script))
-                if way == "torch_odt":
-                    oracle_seconds.append(bench.oracle(script))
-    return report(options, script, undisturbed, oracle_seconds, runs)
+        runs: dict[str, list[Run]] = {"undisturbed": [bench.follow("fixed", "--budget", 1 << 40)]}
+        with bench.oracle() as oracle:
+            for way in options.ways:
+                for _ in range(options.repeats if way == "torch_odt" else 1):
+                    runs.setdefault(way, []).append(bench.follow_anew(way, script, oracle))
+    return report(options, script, runs)
 
 
 def parse_options() -> argparse.Namespace:
@@ -122,7 +127,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--changes", type=int, default=20)
     parser.add_argument("--batch-size", type=int, default=32)
     parser.add_argument("--image-size", type=int, default=96)
-    parser.add_argument("--repeats", type=int, default=3, help="of torch_odt and the oracle (default: 3)")
+    parser.add_argument("--repeats", type=int, default=3, help="of torch_odt (default: 3)")
     parser.add_argument("--seed", type=int, default=0, help="of the script (default: 0)")
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS)
     parser.add_argument("--data-dir", type=Path, help="with FashionMNIST in it; random images without")
@@ -156,27 +161,45 @@ class Bench:
     def arguments_of(self, way: str, script: Script) -> list[object]:
         return ["--budget", min(script.left_bytes.values())] if way == "static" else []
 
-    def oracle(self, script: Script) -> float:
-        """Seconds of all steps with the fastest fixed budget of each stretch."""
-        budgets = sorted(set(script.left_bytes.values()))
-        measured = self.follow("measure", "--budgets", *budgets).end["seconds"]
-        seconds = dict(zip(budgets, measured, strict=True))
-        fastest = {left: min(seconds[budget] for budget in budgets if budget <= left) for left in budgets}
-        return sum(steps * fastest[left] for steps, left in script.stretches())
+    @contextmanager
+    def oracle(self) -> Iterator[Oracle]:
+        """A process that makes steps within fixed budgets."""
+        with own_group() as group, worker(group, self.words("oracle")) as process:
+            assert process.stdout is not None
+            process.stdout.readline()
+            tell(process, "go")
+            yield Oracle(process)
 
-    def follow_anew(self, way: str, script: Script) -> Run:
+    def follow_anew(self, way: str, script: Script, oracle: Oracle) -> Run:
         """Train beside the balloon, as if no other run of that kind had left its plans."""
         with tempfile.TemporaryDirectory() as copy:
             shutil.copytree(self.cache, copy, dirs_exist_ok=True)
             alone = Bench(self.options, Path(copy))
-            return alone.follow(way, *self.arguments_of(way, script), script=script)
+            run = alone.follow(way, *self.arguments_of(way, script), script=script, oracle=oracle)
+        print(f"{way}: {run.fate}, {run.seconds:.1f} s", flush=True)
+        return run
 
-    def follow(self, way: str, *arguments: object, script: Script | None = None, steps: int | None = None) -> Run:
-        """Train; with a script, beside a balloon that is told at a step how much to hold."""
+    def words(self, way: str, *arguments: object) -> list[object]:
+        """What the trainer's worker is told."""
         options = self.options
-        words = ["--way", way, "--steps", steps or options.steps, "--cache", self.cache, *arguments]
+        words = ["--way", way, "--cache", self.cache, *arguments]
         words += ["--batch-size", options.batch_size, "--image-size", options.image_size]
-        words += [] if options.data_dir is None else ["--data-dir", options.data_dir]
+        return words + ([] if options.data_dir is None else ["--data-dir", options.data_dir])
+
+    def follow(
+        self,
+        way: str,
+        *arguments: object,
+        script: Script | None = None,
+        oracle: Oracle | None = None,
+        steps: int | None = None,
+    ) -> Run:
+        """Train; with a script, beside a balloon that is told when to hold how much, and in turns with an oracle."""
+        words = [*self.words(way, *arguments), "--steps", steps or self.options.steps]
+        stretches: list[tuple[int, int]] = []
+        if script is not None:
+            stretches = [*script.stretches()]
+            words += ["--stops", *[place for place in script.left_bytes if place]]
         run = Run()
         with own_group() as group, worker(group, words) as trainer, worker(group, ["--group", group.path]) as balloon:
             assert trainer.stdout is not None and balloon.stdout is not None
@@ -195,17 +218,36 @@ class Bench:
                 run.losses.append(message["loss"])
                 run.step_seconds.append(message["seconds"])
                 run.plan_bytes.append(message.get("plan_bytes", 0))
-                if script is not None and (left := script.left_bytes.get(len(run.losses))) is not None:
+                if script is None:
+                    continue
+                left = script.left_bytes.get(len(run.losses))
+                if left is not None or len(run.losses) == script.steps:
+                    tell(balloon, "wait")
+                    assert oracle is not None
+                    run.oracle_seconds.append(oracle.seconds(*stretches[len(run.oracle_seconds)]))
+                if left is not None:
                     tell(balloon, most - left)
+                    tell(trainer, "go")
             run.return_code = trainer.wait()
             # Where the trainer and the group's last bytes went together, the system may have ended both.
             with suppress(BrokenPipeError):
                 tell(balloon, "end")
             answer = balloon.stdout.readline()
             run.balloon_share = json.loads(answer)["share"] if answer else None
-        if script is not None:
-            print(f"{way}: {run.fate}, {run.seconds:.1f} s", flush=True)
         return run
+
+
+class Oracle:
+    """A process that makes steps within fixed budgets, planned before they are timed."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self._process = process
+
+    def seconds(self, steps: int, left_bytes: int) -> float:
+        """That so many steps take with what is left, as fast as this machine is now."""
+        tell(self._process, left_bytes)
+        assert self._process.stdout is not None
+        return steps * float(json.loads(self._process.stdout.readline())["seconds"])
 
 
 @contextmanager
@@ -235,41 +277,32 @@ def tell(process: subprocess.Popen[str], word: object) -> None:
     process.stdin.flush()
 
 
-def report(
-    options: argparse.Namespace,
-    script: Script,
-    undisturbed: Run,
-    oracle_seconds: list[float],
-    runs: dict[str, list[Run]],
-) -> int:
-    beside = [statistics.mean(pair) for pair in pairwise(oracle_seconds)]
-    print(f"\n{'':12}{'seconds':>9}{'of oracle':>11}{'median step':>13}  outcome")
-    for seconds in oracle_seconds:
-        print(f"{'oracle':12}{seconds:9.1f}")
-    print_row("undisturbed", undisturbed, oracle_seconds[0])
+def report(options: argparse.Namespace, script: Script, runs: dict[str, list[Run]]) -> int:
+    print(f"\n{'':12}{'seconds':>9}{'oracle':>9}{'ratio':>7}{'median step':>13}  outcome")
     for way, made in runs.items():
-        for position, run in enumerate(made):
-            print_row(way, run, beside[position] if way == "torch_odt" and beside else oracle_seconds[-1])
-    is_kept = judge(runs["torch_odt"], beside, undisturbed) if "torch_odt" in runs else True
+        for run in made:
+            print_row(way, run)
+    is_kept = judge(runs["torch_odt"], runs["undisturbed"][0]) if "torch_odt" in runs else True
     if options.out is not None:
         options.out.mkdir(parents=True, exist_ok=True)
         found = {
             "left_bytes": script.left_bytes,
-            "oracle_seconds": oracle_seconds,
-            "undisturbed": asdict(undisturbed),
-            "runs": {way: [asdict(run) | {"fate": run.fate} for run in made] for way, made in runs.items()},
+            "runs": {
+                way: [asdict(run) | {"fate": run.fate, "ratio": run.ratio} for run in made]
+                for way, made in runs.items()
+            },
         }
         (options.out / "balloon.json").write_text(json.dumps(found, indent=1) + "\n")
     return 0 if is_kept else 1
 
 
-def print_row(way: str, run: Run, oracle_seconds: float) -> None:
-    ratio = f"{run.seconds / oracle_seconds:11.2f}" if run.fate == "finished" else f"{'':11}"
+def print_row(way: str, run: Run) -> None:
+    beside = f"{'':16}" if run.ratio is None else f"{sum(run.oracle_seconds):9.1f}{run.ratio:7.2f}"
     median = f"{statistics.median(run.step_seconds):13.3f}" if run.step_seconds else f"{'':13}"
-    print(f"{way:12}{run.seconds:9.1f}{ratio}{median}  {run.fate}")
+    print(f"{way:12}{run.seconds:9.1f}{beside}{median}  {run.fate}")
 
 
-def judge(runs: list[Run], oracle_seconds: list[float], undisturbed: Run) -> bool:
+def judge(runs: list[Run], undisturbed: Run) -> bool:
     """Whether all that is promised was kept in all runs."""
     is_kept = True
     for run in runs:
@@ -280,7 +313,7 @@ def judge(runs: list[Run], oracle_seconds: list[float], undisturbed: Run) -> boo
             f"what it was to hold; decisions: {dict(actions)}"
         )
         is_kept = is_kept and run.return_code == 0 and is_same and share >= LEAST_SHARE
-    ratio = statistics.median(run.seconds / seconds for run, seconds in zip(runs, oracle_seconds, strict=True))
+    ratio = statistics.median(math.inf if run.ratio is None else run.ratio for run in runs)
     is_kept = is_kept and ratio <= PROMISED
     print(
         f"{'kept' if is_kept else 'MISSED'}: nothing ended, equal losses, at most {PROMISED} times the oracle "

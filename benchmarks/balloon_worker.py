@@ -1,8 +1,10 @@
-"""The two processes of `balloon.py`: one trains, one takes memory and gives it back.
+"""The processes of `balloon.py`: one trains, one takes memory and gives it back, one tells what a fixed plan takes.
 
-The trainer prints a line of JSON at its level, one after each step and one at the end. The balloon reads how many bytes
-to hold, a line each; it takes no more at once than the group has to spare, and tells at the end how much of what it was
-to hold it had, as a share of all byte seconds.
+The trainer prints a line of JSON at its level, one after each step and one at the end; where the script changes, it
+waits for a line. The balloon reads how many bytes to hold, a line each; it takes no more at once than the group has to
+spare, and tells at the end how much of what it was to hold it had, as a share of all byte seconds. Between "wait" and
+the next line it does nothing. The oracle, outside of the group, reads a budget a line, and answers with the seconds
+of a step.
 """
 
 from __future__ import annotations
@@ -23,8 +25,10 @@ from typing import Any
 
 MIB = 1 << 20
 CHUNK_BYTES = 4 * MIB
-# What the balloon leaves of the group.
-SPARE_BYTES = 16 * MIB
+RESERVE_BYTES = 32 * MIB
+# What the balloon leaves of the group; the trainer is to leave more, or it would not notice that more is wanted: some
+# MiB of what it holds are not its plan's.
+SPARE_BYTES = 12 * MIB
 # The balloon takes a chunk so often while there is one, and looks so often for what is given back; its pages are
 # made by the kernel. It is to take memory, not the time of a trainer that has both processors otherwise.
 TAKING_SECONDS, LOOKING_SECONDS = 0.005, 0.05
@@ -40,7 +44,7 @@ def main() -> None:
     parser.add_argument("--batch-size", type=int)
     parser.add_argument("--image-size", type=int)
     parser.add_argument("--budget", type=int)
-    parser.add_argument("--budgets", type=int, nargs="+")
+    parser.add_argument("--stops", type=int, nargs="*", default=[], help="steps before which to wait")
     parser.add_argument("--cache", type=Path)
     parser.add_argument("--data-dir", type=Path)
     parser.add_argument("--log", type=Path)
@@ -68,6 +72,9 @@ def hold(group: Path) -> None:
         held_byte_seconds += len(held) * CHUNK_BYTES * (now - before)
         if is_told:
             line = sys.stdin.readline()
+            if line == "wait\n":
+                line = sys.stdin.readline()
+                now = time.perf_counter()
             if line == "end\n":
                 say(share=held_byte_seconds / wanted_byte_seconds if wanted_byte_seconds else 1.0)
             if not line or line == "end\n":
@@ -91,7 +98,7 @@ def train(options: argparse.Namespace) -> None:
 
     import torch_odt as odt
 
-    # Of the two, the system is to end this one.
+    # Of trainer and balloon, the system is to end this one.
     Path("/proc/self/oom_score_adj").write_text("1000")
     torch.manual_seed(0)
     model = torchvision.models.mobilenet_v2(weights=None, num_classes=10).to(memory_format=torch.channels_last)
@@ -107,7 +114,7 @@ def train(options: argparse.Namespace) -> None:
     say(level_bytes=level_bytes)
     sys.stdin.readline()
     try:
-        {"measure": measure, "accelerate": find_batch_size}.get(options.way, follow)(options, model, optimizer, batches)
+        {"oracle": answer, "accelerate": find_batch_size}.get(options.way, follow)(options, model, optimizer, batches)
     except odt.InfeasibleBudget as refusal:
         say(smallest_bytes=refusal.smallest_feasible_bytes)
     say(growth_bytes=most_held_bytes() - level_bytes)
@@ -150,20 +157,46 @@ def follow(options: argparse.Namespace, model: Any, optimizer: Any, batches: Any
     from torch_odt.runtime import ControlGroupHeadroom, Controller
 
     if options.way == "plain":
-        run(options, plainly(model, optimizer), batches(options.batch_size))
+        run(options, plainly(model, optimizer), batches(options.batch_size), Pauses())
         return
-    controller = Controller(ControlGroupHeadroom(), log=options.log) if options.way == "torch_odt" else None
+    pauses = Pauses()
+    controller = None
+    if options.way == "torch_odt":
+        controller = Controller(ControlGroupHeadroom(reserve=RESERVE_BYTES), log=options.log, clock=pauses.clock)
     step = make_step(options, model, optimizer, controller or odt.Budget(options.budget, of="training"))
-    run(options, step, batches(options.batch_size), plan_bytes=lambda: step.plan.peak_bytes)
+    run(options, step, batches(options.batch_size), pauses, plan_bytes=lambda: step.plan.peak_bytes)
     if controller is not None:
         say(decisions=[decision.to_dict() for decision in controller.decisions])
 
 
-def run(options: argparse.Namespace, step: Step, batches: Iterator[tuple[Any, Any]], **told: Callable[[], int]) -> None:
+class Pauses:
+    """While the oracle's steps are measured, no time passes for the trainer."""
+
+    def __init__(self) -> None:
+        self._seconds = 0.0
+
+    def wait(self) -> None:
+        begin = time.monotonic()
+        sys.stdin.readline()
+        self._seconds += time.monotonic() - begin
+
+    def clock(self) -> float:
+        return time.monotonic() - self._seconds
+
+
+def run(
+    options: argparse.Namespace,
+    step: Step,
+    batches: Iterator[tuple[Any, Any]],
+    pauses: Pauses,
+    **told: Callable[[], int],
+) -> None:
     import torch
 
     torch.manual_seed(2)
-    for _ in range(options.steps):
+    for index in range(options.steps):
+        if index in options.stops:
+            pauses.wait()
         images, labels = next(batches)
         begin = time.perf_counter()
         loss = float(step(images, labels))
@@ -190,28 +223,26 @@ def find_batch_size(options: argparse.Namespace, model: Any, optimizer: Any, bat
 
     @find_executable_batch_size(starting_batch_size=options.batch_size)
     def loop(batch_size: int) -> None:
-        run(options, plainly(model, optimizer), batches(batch_size))
+        run(options, plainly(model, optimizer), batches(batch_size), Pauses())
 
     loop()
 
 
-def measure(options: argparse.Namespace, model: Any, optimizer: Any, batches: Any) -> None:
-    """Seconds of a step within each budget."""
+def answer(options: argparse.Namespace, model: Any, optimizer: Any, batches: Any) -> None:
+    """The oracle: the median of some steps within each budget that is asked for, once they are planned."""
     import torch_odt as odt
 
-    found = []
     given = batches(options.batch_size)
-    for budget in options.budgets:
-        step = make_step(options, model, optimizer, odt.Budget(budget, of="training"))
+    for line in sys.stdin:
+        step = make_step(options, model, optimizer, odt.Budget(int(line), of="training"))
         seconds = []
         for _ in range(SETTLING_STEPS + MEASURED_STEPS):
             images, labels = next(given)
             begin = time.perf_counter()
             float(step(images, labels))
             seconds.append(time.perf_counter() - begin)
-        found.append(statistics.median(seconds[SETTLING_STEPS:]))
         step.close()
-    say(seconds=found)
+        say(seconds=statistics.median(seconds[SETTLING_STEPS:]))
 
 
 def most_held_bytes() -> int:

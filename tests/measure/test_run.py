@@ -195,6 +195,11 @@ match job.cell.model:
         pid.with_suffix(".new").write_text(str(os.getpid()))
         pid.with_suffix(".new").rename(pid)
         time.sleep(600)
+    case "again":
+        from dataclasses import replace
+        if not job.how.was_refused:
+            print(Job(replace(job.cell, notes=["planned"]), replace(job.how, was_refused=True)).to_json())
+            sys.exit(75)
     case "wrong":
         raise RuntimeError("it cannot be")
 print("a line of a library's")
@@ -221,6 +226,11 @@ def test_processes_that_are_killed_or_fail_are_recorded(worker: str, monkeypatch
     aborted = measure(make_job("aborted"))
     assert (aborted.outcome, aborted.reason) == ("out of memory", "std::bad_alloc")
     assert (wrong.outcome, wrong.reason) == ("failed", "RuntimeError: it cannot be")
+
+
+def test_another_process_goes_on_with_what_one_has_learned(worker: str) -> None:
+    cell = in_process(worker)(make_job("again"))
+    assert cell.outcome == "ok" and cell.notes == ["planned"]
 
 
 def test_an_interrupt_ends_the_cells_process(tmp_path: Path, worker: str) -> None:

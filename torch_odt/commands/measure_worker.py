@@ -9,11 +9,11 @@ import torch
 
 from torch_odt.commands.models import load_task
 from torch_odt.commands.optimizers import make_optimizer
-from torch_odt.measure.cell import measure_cell
+from torch_odt.measure.cell import PlanAgain, measure_cell
 from torch_odt.measure.devices import device_reason, moved
 from torch_odt.measure.ending import end_with_parent
 from torch_odt.measure.executorch_step import executorch_reason
-from torch_odt.measure.job import Job
+from torch_odt.measure.job import GO_ON, Job
 from torch_odt.measure.steps import Work
 
 
@@ -51,7 +51,11 @@ def main() -> int:
         cell = replace(job.cell, outcome="skipped", reason=reason)
     else:
         torch.manual_seed(job.how.seed)
-        cell = measure_cell(job, lambda samples: work_of(job, samples))
+        try:
+            cell = measure_cell(job, lambda samples: work_of(job, samples))
+        except PlanAgain as again:
+            print(again.job.to_json())
+            return GO_ON
     print(Job(cell, job.how).to_json())
     return 0
 

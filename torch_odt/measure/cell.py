@@ -39,11 +39,26 @@ _NO_LAYERS = "memory by layer is plain PyTorch's: a plan keeps tensors of its ow
 _LONG_STEP_SECONDS, _PROFILED_SECONDS, _PROFILED_STEPS = 1.0, 0.5, 10
 
 
+class PlanAgain(Exception):
+    """A budget was refused: what planning in vain leaves in this process is not to be measured.
+
+    Attributes:
+        job: what another process is to do.
+    """
+
+    def __init__(self, job: Job) -> None:
+        super().__init__(f"{job.cell.budget} was refused, and is to be planned again")
+        self.job = job
+
+
 def measure_cell(job: Job, work_of: WorkOf) -> Cell:
     """Measures a cell; what does not fit into memory is an outcome, other errors raise.
 
     The process should be a fresh one: the tracking allocator counts what is allocated after its installation, and
     a limit holds for the whole process.
+
+    Raises:
+        PlanAgain: another process is to go on.
     """
     memory.install()
     torch.set_num_threads(job.cell.threads)
@@ -61,11 +76,8 @@ def measure_cell(job: Job, work_of: WorkOf) -> Cell:
 
 
 def _measure(job: Job, cell: Cell, work_of: WorkOf) -> Cell:
-    notes: list[str] = []
-
     def made_step() -> Step:
-        step, _, _ = _first_step(job, work_of(cell.batch_size), notes)
-        return step
+        return _first_step(job, work_of(cell.batch_size))[0]
 
     match cell.experiment:
         case "step":
@@ -73,12 +85,12 @@ def _measure(job: Job, cell: Cell, work_of: WorkOf) -> Cell:
         case "largest batch":
             return largest_batch(job, cell, work_of)
         case "long run":
-            measured = long_run(job, cell, made_step())
+            measured = long_run(job, replace(cell, notes=()), made_step())
         case "neighbour":
-            measured = beside_neighbour(job, cell, made_step)
+            measured = beside_neighbour(job, replace(cell, notes=()), made_step)
         case other:
             raise ValueError(f"there is no experiment {other!r}")
-    return replace(measured, notes=[*notes, *measured.notes])
+    return replace(measured, notes=[*cell.notes, *measured.notes])
 
 
 def make_step(job: Job, work: Work) -> tuple[Step, odt.TrainStep | None]:
@@ -108,7 +120,7 @@ def _measure_steps(job: Job, cell: Cell, work: Work) -> Cell:
     idle = _idle(job)
     notes: list[str] = []
     with memory_window() as before:
-        step, planned, first_seconds = _first_step(job, work, notes)
+        step, planned, first_seconds = _first_step(job, work)
         for _ in range(how.warmup_steps - 1):
             step()
     seconds: list[float] = []
@@ -140,44 +152,42 @@ def _measure_steps(job: Job, cell: Cell, work: Work) -> Cell:
     return replace(measured, notes=[*notes, *measured.notes])
 
 
-def _first_step(job: Job, work: Work, notes: list[str]) -> tuple[Step, odt.TrainStep | None, float]:
-    """The step, made once; with the smallest feasible budget where that is asked for and the given one is too small."""
+def _first_step(job: Job, work: Work) -> tuple[Step, odt.TrainStep | None, float]:
+    """The step, made once.
+
+    Raises:
+        PlanAgain: the budget is refused, and what was learned of it is for another process.
+    """
     begin = time.perf_counter()
+    step, planned = make_step(job, work)
     try:
-        step, planned = _made(job, work, job.how.budget_bytes)
+        step()
     except InfeasibleBudget as refusal:
-        step, planned = _made_after_refusal(job, work, refusal.smallest_feasible_bytes, notes)
+        raise PlanAgain(_after(refusal, job, work)) from refusal
     return step, planned, time.perf_counter() - begin
 
 
-def _made_after_refusal(
-    job: Job, work: Work, smallest_bytes: int, notes: list[str]
-) -> tuple[Step, odt.TrainStep | None]:
-    """A first plan rests on estimates of what is too large to measure in its budget: it may refuse one that suffices.
+def _after(refusal: InfeasibleBudget, job: Job, work: Work) -> Job:
+    """What another process is to do when a budget was refused.
 
-    So the smallest one that it names is taken, in which that is measured, and the given one is tried again.
+    A first plan rests on estimates of what is too large to measure in its budget, and may refuse one that suffices. So
+    a step is made within the smallest that it names, in which that is measured, before the given one is tried again.
+
+    Raises:
+        InfeasibleBudget: it is refused for good.
     """
-    _, estimated = _made(job, work, smallest_bytes)
-    if estimated is not None:
-        estimated.close()
-    memory.trim()
-    try:
-        return _made(job, work, job.how.budget_bytes)
-    except InfeasibleBudget as refusal:
-        if not job.how.or_smallest:
-            raise
-        smallest_bytes = refusal.smallest_feasible_bytes
-    notes.append(
-        f"{job.cell.budget} is {format_bytes(job.how.budget_bytes or 0)}, which is too small: "
+    cell, how, smallest_bytes = job.cell, job.how, refusal.smallest_feasible_bytes
+    if not how.was_refused:
+        step, _ = make_step(Job(cell, replace(how, budget_bytes=smallest_bytes)), work)
+        step()
+        return Job(cell, replace(how, was_refused=True))
+    if not how.or_smallest:
+        raise refusal
+    note = (
+        f"{cell.budget} is {format_bytes(how.budget_bytes or 0)}, which is too small: "
         f"the smallest budget was taken, {format_bytes(smallest_bytes)}"
     )
-    return _made(job, work, smallest_bytes)
-
-
-def _made(job: Job, work: Work, budget_bytes: int | None) -> tuple[Step, odt.TrainStep | None]:
-    step, planned = make_step(Job(job.cell, replace(job.how, budget_bytes=budget_bytes)), work)
-    step()
-    return step, planned
+    return Job(replace(cell, notes=[*cell.notes, note]), replace(how, budget_bytes=smallest_bytes, or_smallest=False))
 
 
 def _looked_into(job: Job, cell: Cell, work: Work, step: Step, planned: odt.TrainStep | None) -> Cell:

@@ -9,6 +9,9 @@ from typing import Any
 
 from torch_odt.measure.record import Cell
 
+# With this code a cell's process ends that has printed a job for another one.
+GO_ON = 75
+
 
 @dataclass(frozen=True, kw_only=True)
 class How:
@@ -28,6 +31,7 @@ class How:
         limit_bytes: that the process may hold; None for no limit.
         budget_bytes: for torch_odt, above the level before the step is made.
         or_smallest: take the smallest feasible budget where `budget_bytes` is too small.
+        was_refused: the budget was refused once, by estimates, and what they are of has been measured since.
         watts: that the user states for a busy processor-second and for a second; None measures energy alone.
         classes: that networks tell apart.
         channels_last: how images and weights lie.
@@ -48,6 +52,7 @@ class How:
     limit_bytes: int | None = None
     budget_bytes: int | None = None
     or_smallest: bool = False
+    was_refused: bool = False
     watts: tuple[float, float] | None = None
     classes: int = 10
     channels_last: bool = True

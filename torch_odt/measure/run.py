@@ -15,7 +15,7 @@ from pathlib import Path
 
 from torch_odt.measure.ending import Shortage, says_out_of_memory
 from torch_odt.measure.governors import governor
-from torch_odt.measure.job import Job
+from torch_odt.measure.job import GO_ON, Job
 from torch_odt.measure.long_run import start_celsius
 from torch_odt.measure.record import Cell, Machine, Record, append_line
 from torch_odt.memory._units import parse_bytes
@@ -128,6 +128,7 @@ class Run:
 def in_process(module: str) -> Measure:
     """Measures by `python -m MODULE`, which reads a job from standard input and prints the cell.
 
+    One that ends with `GO_ON` prints a job that another process goes on with.
     A process that the system kills for want of memory ran out of it; one that fails otherwise is a failed cell. An
     interrupt ends the process and all that it has started.
     """
@@ -149,6 +150,8 @@ def in_process(module: str) -> Measure:
                 # After an interrupt, leaving the block does not.
                 worker.wait()
                 raise
+        if worker.returncode == GO_ON:
+            return measure(Job.from_json(out.splitlines()[-1]))
         return _read(job, worker.returncode, out, err, shortage)
 
     return measure
