@@ -66,8 +66,17 @@ TORCH_ODT_AVX512_INLINE void interleave_bytes_avx512(const Interleaving& of, int
     for (int64_t column = 0; column < whole; column += 64, to += 4 * of.block_bytes) {
       interleave_64_columns<true>(rows, column, 64, flips, to, of.block_bytes);
     }
-    if (whole < of.columns) {
-      interleave_64_columns<false>(rows, whole, of.columns - whole, flips, to, of.block_bytes);
+    if (const int64_t rest = of.columns - whole; rest > kPanelColumns) {
+      interleave_64_columns<false>(rows, whole, rest, flips, to, of.block_bytes);
+    } else if (rest > 0) {
+      const auto some = static_cast<__mmask16>((1 << rest) - 1);
+      interleave_block(
+          (Bytes16)_mm_maskz_loadu_epi8(some, rows[0] + whole),
+          (Bytes16)_mm_maskz_loadu_epi8(some, rows[1] + whole),
+          (Bytes16)_mm_maskz_loadu_epi8(some, rows[2] + whole),
+          (Bytes16)_mm_maskz_loadu_epi8(some, rows[3] + whole),
+          flip,
+          to);
     }
   }
 }

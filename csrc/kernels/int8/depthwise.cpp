@@ -16,7 +16,7 @@ namespace {
 
 // Channels and sums at a time, so that they and the rows that they come from stay in caches near the processor.
 constexpr int64_t kChannelsAtOnce = 192;
-constexpr int64_t kSumsAtOnce = 6144;
+constexpr int64_t kSumsAtOnce = 24576;
 // What a thread's workspace has room for.
 constexpr int64_t kMostPackedBytes = 1 << 20;
 constexpr int64_t kFewOutputs = 8; // of a row at a time
@@ -143,31 +143,36 @@ int64_t depthwise_packed_bytes(const Conv2d& conv, Pass pass) {
 
 namespace {
 
-// The weights of one channel, for every row of outputs in a group: Value is what the table multiplies.
+// One element of every channel's kernel goes to the same place of each channel's step, as what the table multiplies.
 template <typename Value>
-void pack_channel(const Phase& phase, const int8_t* weight, int64_t kernel_columns, Value* to) {
-  const int64_t values = rows_of_step();
-  for (int64_t output = 0; output < phase.group(); ++output) {
-    Value* const of_output = to + output * (phase.output_weights_bytes() / static_cast<int64_t>(sizeof(Value)));
-    for (int64_t row = 0; row < phase.rows.count; ++row) {
-      const int64_t place = row + output * phase.rows.step;
-      const int8_t* const from = weight + phase.rows.element(row) * kernel_columns;
-      Value* const step = of_output + place / values * phase.columns.count * kPanelColumns * values + place % values;
-      for (int64_t tap = 0; tap < phase.columns.count; ++tap) {
-        step[tap * kPanelColumns * values] = from[phase.columns.element(tap)];
-      }
-    }
+void pack_element(const Phase& phase, const int8_t* weight, int64_t taps, int64_t block_bytes, char* to) {
+  for (int64_t channel = 0; channel < phase.channels; ++channel) {
+    char* const step = to + channel / kPanelColumns * block_bytes + channel % kPanelColumns * kStepBytes;
+    *reinterpret_cast<Value*>(step) = weight[channel * taps];
   }
 }
 
-int32_t sum_of_weights(const Phase& phase, const int8_t* weight, int64_t kernel_columns) {
-  int32_t sum = 0;
+// For every row of outputs in a group.
+void pack_phase(const Phase& phase, const int8_t* weight, int64_t kernel_columns, int64_t taps, char* to) {
+  const Table& packing = depthwise_table().packing();
+  const int64_t block_bytes = phase.group() * phase.output_weights_bytes();
+  auto* const sums = reinterpret_cast<int32_t*>(to + phase.weights_bytes());
   for (int64_t row = 0; row < phase.rows.count; ++row) {
     for (int64_t tap = 0; tap < phase.columns.count; ++tap) {
-      sum += weight[phase.rows.element(row) * kernel_columns + phase.columns.element(tap)];
+      const int8_t* const from = weight + phase.rows.element(row) * kernel_columns + phase.columns.element(tap);
+      for (int64_t output = 0; output < phase.group(); ++output) {
+        const int64_t place = row + output * phase.rows.step;
+        const int64_t step = place / packing.step_values() * phase.columns.count + tap;
+        char* const at = to + output * phase.output_weights_bytes() + step * kPanelStepBytes +
+            place % packing.step_values() * packing.value_bytes;
+        const auto pack = packing.value_bytes == 1 ? pack_element<int8_t> : pack_element<int16_t>;
+        pack(phase, from, taps, block_bytes, at);
+      }
+      for (int64_t channel = 0; channel < phase.channels; ++channel) {
+        sums[channel] += from[channel * taps];
+      }
     }
   }
-  return sum;
 }
 
 } // namespace
@@ -177,18 +182,7 @@ void depthwise_pack_weight(const Conv2d& conv, Pass pass, const int8_t* weight, 
   auto* to = static_cast<char*>(packed);
   for (int64_t index = 0; index < phases_of(conv, pass); ++index) {
     const Phase phase = phase_of(conv, pass, index);
-    auto* const sums = reinterpret_cast<int32_t*>(to + phase.weights_bytes());
-    for (int64_t channel = 0; channel < phase.channels; ++channel) {
-      const int8_t* const from = weight + channel * conv.taps();
-      char* const step = to + channel / kPanelColumns * phase.group() * phase.output_weights_bytes() +
-          channel % kPanelColumns * kStepBytes;
-      if (depthwise_table().packing().value_bytes == 1) {
-        pack_channel(phase, from, conv.columns.kernel, reinterpret_cast<int8_t*>(step));
-      } else {
-        pack_channel(phase, from, conv.columns.kernel, reinterpret_cast<int16_t*>(step));
-      }
-      sums[channel] = sum_of_weights(phase, from, conv.columns.kernel);
-    }
+    pack_phase(phase, weight, conv.columns.kernel, conv.taps(), to);
     to += phase.packed_bytes();
   }
 }
@@ -265,24 +259,22 @@ struct Rows {
   }
 
   void sum(int64_t lines, int64_t outputs, int64_t channel, int64_t channels, const Workspace& own) const {
-    const int64_t stride = own.cut.channels();
-    for (int64_t block = 0; block * kPanelColumns < channels; ++block) {
-      const char* const* const steps = own.rows.steps(block);
-      const char* const of_block =
-          weights + (channel / kPanelColumns + block) * phase.group() * phase.output_weights_bytes();
-      for (int64_t line = 0; line < lines; ++line) {
-        depthwise_table().sum_row(
-            {steps,
-             phase.row_steps(),
-             phase.columns.count,
-             outputs,
-             phase.columns.step,
-             phase.columns.spacing,
-             of_block + line * phase.output_weights_bytes(),
-             own.sums + line * outputs * stride + block * kPanelColumns,
-             stride});
-      }
-    }
+    const int64_t block_bytes = phase.group() * phase.output_weights_bytes();
+    depthwise_table().sum_rows(
+        {own.rows.steps(),
+         phase.row_steps(),
+         phase.columns.count,
+         lines,
+         outputs,
+         phase.columns.step,
+         phase.columns.spacing,
+         divided(channels, kPanelColumns),
+         own.rows.block_bytes(),
+         weights + channel / kPanelColumns * block_bytes,
+         block_bytes,
+         phase.output_weights_bytes(),
+         own.sums,
+         own.cut.channels()});
   }
 
   float finish_lines(

@@ -21,7 +21,8 @@ TORCH_ODT_TARGET_INLINE __m256i add_products(__m256i sum, __m256i a, __m256i b) 
 }
 
 template <int kOutputs>
-TORCH_ODT_TARGET void sum_outputs(const DepthwiseRow& of, int64_t output) {
+TORCH_ODT_TARGET void sum_outputs(
+    const DepthwiseRows& of, int64_t block_bytes, const char* weights, int32_t* to, int64_t output) {
   const int64_t step_bytes = of.step * kPanelStepBytes;
   __m256i sums[kOutputs][2];
 #pragma GCC unroll 4
@@ -29,9 +30,8 @@ TORCH_ODT_TARGET void sum_outputs(const DepthwiseRow& of, int64_t output) {
     sums[i][0] = _mm256_setzero_si256();
     sums[i][1] = _mm256_setzero_si256();
   }
-  const char* weights = of.weights;
   for (int64_t row = 0; row < of.row_steps; ++row) {
-    const char* pixels = of.steps[row] + output * step_bytes;
+    const char* pixels = of.steps[row] + block_bytes + output * step_bytes;
     for (int64_t tap = 0; tap < of.taps; ++tap, pixels += of.spacing * kPanelStepBytes, weights += kPanelStepBytes) {
       const __m256i low = load(weights, 0);
       const __m256i high = load(weights, 1);
@@ -44,26 +44,30 @@ TORCH_ODT_TARGET void sum_outputs(const DepthwiseRow& of, int64_t output) {
   }
 #pragma GCC unroll 4
   for (int i = 0; i < kOutputs; ++i) {
-    auto* const to = (__m256i*)(of.sums + (output + i) * of.sums_stride);
-    _mm256_storeu_si256(to, sums[i][0]);
-    _mm256_storeu_si256(to + 1, sums[i][1]);
+    auto* const place = (__m256i*)(to + (output + i) * of.sums_stride);
+    _mm256_storeu_si256(place, sums[i][0]);
+    _mm256_storeu_si256(place + 1, sums[i][1]);
   }
 }
 
-void sum_row(const DepthwiseRow& of) {
+void sum_line(const DepthwiseRows& of, int64_t block_bytes, const char* weights, int32_t* to) {
   int64_t output = 0;
   for (; output + 4 <= of.outputs; output += 4) {
-    sum_outputs<4>(of, output);
+    sum_outputs<4>(of, block_bytes, weights, to, output);
   }
   for (; output < of.outputs; ++output) {
-    sum_outputs<1>(of, output);
+    sum_outputs<1>(of, block_bytes, weights, to, output);
   }
+}
+
+void sum_rows(const DepthwiseRows& of) {
+  sum_lines<sum_line>(of);
 }
 
 // Some taps of a row of the kernel, whose sums stay in registers over the rows.
 template <int kTaps>
-TORCH_ODT_TARGET void sum_taps(const DepthwiseGradient& of, int64_t row, int64_t tap) {
-  int32_t* const to = of.sums + (row * of.taps + tap) * of.sums_stride;
+TORCH_ODT_TARGET void sum_taps(const DepthwiseGradient& of, int64_t block, int64_t row, int64_t tap) {
+  int32_t* const to = of.sums + block * kPanelColumns + (row * of.taps + tap) * of.sums_stride;
   __m256i sums[kTaps][2];
 #pragma GCC unroll 3
   for (int i = 0; i < kTaps; ++i) {
@@ -71,10 +75,11 @@ TORCH_ODT_TARGET void sum_taps(const DepthwiseGradient& of, int64_t row, int64_t
     sums[i][1] = load(to + i * of.sums_stride, 1);
   }
   const int64_t spacing_bytes = of.spacing * kPanelStepBytes;
-  const char* pixels = of.pixels[row] + tap * spacing_bytes;
+  const char* pixels = of.pixels[row] + block * of.pixels_block_bytes + tap * spacing_bytes;
+  const char* const gradients = of.grad_output + block * of.grad_output_block_bytes;
   for (int64_t output = 0; output < of.outputs; ++output, pixels += of.step * kPanelStepBytes) {
-    const __m256i low = load(of.grad_output + output * kPanelStepBytes, 0);
-    const __m256i high = load(of.grad_output + output * kPanelStepBytes, 1);
+    const __m256i low = load(gradients + output * kPanelStepBytes, 0);
+    const __m256i high = load(gradients + output * kPanelStepBytes, 1);
 #pragma GCC unroll 3
     for (int i = 0; i < kTaps; ++i) {
       sums[i][0] = add_products(sums[i][0], low, load(pixels + i * spacing_bytes, 0));
@@ -88,27 +93,31 @@ TORCH_ODT_TARGET void sum_taps(const DepthwiseGradient& of, int64_t row, int64_t
   }
 }
 
-TORCH_ODT_TARGET void sum_gradients(const DepthwiseGradient& of) {
+TORCH_ODT_TARGET void sum_gradients(const DepthwiseGradient& of, int64_t block) {
+  const char* const gradients = of.grad_output + block * of.grad_output_block_bytes;
+  int32_t* const to = of.grad_bias + block * kPanelColumns;
   const __m256i ones = _mm256_set1_epi16(1);
-  __m256i low = load(of.grad_bias, 0);
-  __m256i high = load(of.grad_bias, 1);
+  __m256i low = load(to, 0);
+  __m256i high = load(to, 1);
   for (int64_t output = 0; output < of.outputs; ++output) {
-    low = add_products(low, ones, load(of.grad_output + output * kPanelStepBytes, 0));
-    high = add_products(high, ones, load(of.grad_output + output * kPanelStepBytes, 1));
+    low = add_products(low, ones, load(gradients + output * kPanelStepBytes, 0));
+    high = add_products(high, ones, load(gradients + output * kPanelStepBytes, 1));
   }
-  _mm256_storeu_si256((__m256i*)of.grad_bias, low);
-  _mm256_storeu_si256((__m256i*)of.grad_bias + 1, high);
+  _mm256_storeu_si256((__m256i*)to, low);
+  _mm256_storeu_si256((__m256i*)to + 1, high);
 }
 
 void sum_gradient(const DepthwiseGradient& of) {
-  sum_gradients(of);
-  for (int64_t row = 0; row < of.kernel_rows; ++row) {
-    int64_t tap = 0;
-    for (; tap + 3 <= of.taps; tap += 3) {
-      sum_taps<3>(of, row, tap);
-    }
-    for (; tap < of.taps; ++tap) {
-      sum_taps<1>(of, row, tap);
+  for (int64_t block = 0; block < of.blocks; ++block) {
+    sum_gradients(of, block);
+    for (int64_t row = 0; row < of.kernel_rows; ++row) {
+      int64_t tap = 0;
+      for (; tap + 3 <= of.taps; tap += 3) {
+        sum_taps<3>(of, block, row, tap);
+      }
+      for (; tap < of.taps; ++tap) {
+        sum_taps<1>(of, block, row, tap);
+      }
     }
   }
 }
@@ -116,7 +125,7 @@ void sum_gradient(const DepthwiseGradient& of) {
 } // namespace
 
 const DepthwiseTable& depthwise_avx2() {
-  static constexpr DepthwiseTable result = {avx2_table, sum_row, sum_gradient};
+  static constexpr DepthwiseTable result = {avx2_table, sum_rows, sum_gradient};
   return result;
 }
 

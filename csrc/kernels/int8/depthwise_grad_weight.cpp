@@ -12,8 +12,8 @@ namespace torch_odt::kernels::int8 {
 
 namespace {
 
-constexpr int64_t kChannelsAtOnce = 64;
-constexpr int64_t kPackedBytes = 32768; // at a time, where some outputs of a row fit into it
+constexpr int64_t kChannelsAtOnce = 192;
+constexpr int64_t kPackedBytes = 131072; // at a time, where some outputs of a row fit into it
 constexpr int64_t kSumsBytes = 1 << 20; // of a thread
 constexpr int64_t kFewOutputs = 8; // of a row at a time
 
@@ -146,19 +146,20 @@ class ChannelsGradient {
   }
 
   void add_lines(int64_t outputs) {
-    for (int64_t block = 0; block * kPanelColumns < channels_; ++block) {
-      depthwise_table().sum_gradient(
-          {own_.gradients.steps(block)[0],
-           own_.pixels.steps(block),
-           conv_.rows.kernel,
-           conv_.columns.kernel,
-           outputs,
-           conv_.columns.stride,
-           conv_.columns.dilation,
-           own_.sums + block * kPanelColumns,
-           own_.cut.channels(),
-           own_.part_bias + block * kPanelColumns});
-    }
+    depthwise_table().sum_gradient(
+        {own_.gradients.steps()[0],
+         own_.gradients.block_bytes(),
+         own_.pixels.steps(),
+         own_.pixels.block_bytes(),
+         conv_.rows.kernel,
+         conv_.columns.kernel,
+         outputs,
+         conv_.columns.stride,
+         conv_.columns.dilation,
+         divided(channels_, kPanelColumns),
+         own_.sums,
+         own_.cut.channels(),
+         own_.part_bias});
   }
 
   // Takes what int32 holds to where there is room, without what was added to each pixel.

@@ -61,12 +61,15 @@ class PackedRows {
     block_bytes_ = strip.width * kPanelStepBytes;
   }
 
-  // Where each step begins, for 16 channels: the block's number counts from the strip's first channel on.
-  const char* const* steps(int64_t block) const {
+  // Where the strip's first channels of each step lie; those of the next 16 are block_bytes() further on.
+  const char* const* steps() const {
     for (int64_t step = 0; step < steps_.count; ++step) {
-      places_[step] = slot_of(step) + block * block_bytes_;
+      places_[step] = slot_of(step);
     }
     return places_;
+  }
+  int64_t block_bytes() const {
+    return block_bytes_;
   }
 
  private:
