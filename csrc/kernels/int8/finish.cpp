@@ -6,6 +6,7 @@
 #include <type_traits>
 
 #include "draws.h"
+#include "finish_avx2.h"
 #include "finish_avx512.h"
 
 namespace torch_odt::kernels::int8 {
@@ -394,6 +395,9 @@ float finish(const Finish& how, const Block<Sum>& block) {
   if constexpr (std::is_same_v<Sum, int32_t>) {
     if (isa() >= Isa::avx512 && has_finish_avx512(how)) {
       return finish_avx512(how, block);
+    }
+    if (isa() >= Isa::avx2 && has_finish_avx2(how)) {
+      return finish_avx2(how, block);
     }
   }
 #endif
