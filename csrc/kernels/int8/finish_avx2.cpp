@@ -162,15 +162,16 @@ TORCH_ODT_TARGET_INLINE float largest_of(__m256 values) {
 }
 
 // Whether nothing but int8's own ends limits what is written, and no sum times its multiplier is more than int32 holds.
-bool has_full_range(const Finish& how, const Block<int32_t>& block, const Columns& columns) {
+TORCH_ODT_TARGET_INLINE bool has_full_range(const Finish& how, const Block<int32_t>& block, const Columns& columns) {
   if (how.zero_point != 0 || how.low != -128 || how.high != 127 || how.mask != nullptr || block.row_terms != nullptr) {
     return false;
   }
-  bool fractions = true;
-  for (int64_t i = 0; i < block.columns; ++i) {
-    fractions &= columns.multipliers[i] > -1 && columns.multipliers[i] < 1;
+  int fractions = 0xff;
+  for (int64_t column = 0; column < block.columns; column += kLanes) {
+    const __m256 magnitude = _mm256_andnot_ps(_mm256_set1_ps(-0.0F), _mm256_load_ps(columns.multipliers + column));
+    fractions &= _mm256_movemask_ps(_mm256_cmp_ps(magnitude, _mm256_set1_ps(1), _CMP_LT_OQ));
   }
-  return fractions;
+  return fractions == 0xff;
 }
 
 template <Rounding kRounding>

@@ -142,12 +142,13 @@ TORCH_ODT_TARGET_INLINE void whole_to_int8(
 }
 
 // Whether no sum times its multiplier is more than int32 holds.
-bool are_fractions(const Columns& columns, int64_t count) {
-  bool result = true;
-  for (int64_t i = 0; i < count; ++i) {
-    result &= columns.multipliers[i] > -1 && columns.multipliers[i] < 1;
+TORCH_ODT_TARGET_INLINE bool are_fractions(const Columns& columns, int64_t count) {
+  __mmask16 result = 0xffff;
+  for (int64_t column = 0; column < count; column += kLanes) {
+    const __m512 magnitude = _mm512_abs_ps(_mm512_load_ps(columns.multipliers + column));
+    result &= _mm512_cmp_ps_mask(magnitude, _mm512_set1_ps(1), _CMP_LT_OQ);
   }
-  return result;
+  return result == 0xffff;
 }
 
 template <Rounding kRounding, bool kFullRange>
@@ -162,14 +163,15 @@ TORCH_ODT_TARGET_INLINE float to_int8(const Finish& how, const Block<int32_t>& b
   Keys keys(how.seed);
   __m512 largest = _mm512_setzero_ps();
   const int64_t whole = block.columns / kLanes * kLanes;
-  const bool in_wholes = kFullRange && block.first_column % 32 == 0 && are_fractions(columns, block.columns);
+  constexpr bool kInWholes = kFullRange && kRounding != Rounding::pseudo_stochastic;
+  const bool in_wholes = kInWholes && block.first_column % 32 == 0 && are_fractions(columns, block.columns);
   const int64_t wholes_end = in_wholes ? block.columns / kWhole * kWhole : 0;
   for (int64_t row = 0; row < block.rows; ++row) {
     const int64_t index = block.places[row];
     const uint32_t key = keys.at(index - block.first_column);
     const __m512i row_term = _mm512_set1_epi32(block.row_terms == nullptr ? 0 : block.row_terms[row]);
     Place at{block.sums + row * block.stride, 0, index, row_term};
-    if constexpr (kFullRange) {
+    if constexpr (kInWholes) {
       uint32_t first = static_cast<uint32_t>(index - block.first_column + hash_of(block.first_column)) * kGolden + key;
       for (; at.column < wholes_end; at.column += kWhole, at.index += kWhole, first += kWhole / 2 * kGolden) {
         auto* const to = static_cast<int8_t*>(how.output) + at.index;
@@ -199,28 +201,53 @@ TORCH_ODT_TARGET_INLINE float to_int8(const Finish& how, const Block<int32_t>& b
   return _mm512_reduce_max_ps(_mm512_abs_ps(largest));
 }
 
-TORCH_ODT_TARGET float to_floats(const Finish& how, const Block<int32_t>& block) {
+// What does not change from one column of a row to the next.
+struct FloatRow {
+  const int32_t* sums;
+  float* to;
+  __m512i term;
+  __m512 multiplier;
+};
+
+template <bool kByRows, bool kAll>
+TORCH_ODT_TARGET_INLINE void lanes_to_floats(
+    const FloatRow& row, const Columns& columns, int64_t column, int64_t lanes, __m512& largest) {
+  const auto inside = static_cast<__mmask16>(kAll ? 0xffff : (1U << lanes) - 1);
+  __m512i sum = _mm512_add_epi32(_mm512_loadu_si512(row.sums + column), _mm512_load_si512(columns.terms + column));
+  sum = _mm512_add_epi32(sum, row.term);
+  const __m512 multiplier = kByRows ? row.multiplier : _mm512_load_ps(columns.multipliers + column);
+  const __m512 values = _mm512_maskz_mul_ps(inside, _mm512_cvtepi32_ps(sum), multiplier);
+  largest = _mm512_range_ps(largest, values, 0xb);
+  if constexpr (kAll) {
+    _mm512_storeu_ps(row.to + column, values);
+  } else {
+    _mm512_mask_storeu_ps(row.to + column, inside, values);
+  }
+}
+
+template <bool kByRows>
+TORCH_ODT_TARGET_INLINE float rows_to_floats(const Finish& how, const Block<int32_t>& block) {
   const Columns columns(how, block);
-  const bool by_rows = how.per_channel && how.channels_are_rows;
+  const int64_t whole = block.columns / kLanes * kLanes;
   __m512 largest = _mm512_setzero_ps();
-  auto* const output = static_cast<float*>(how.output);
-  for (int64_t row = 0; row < block.rows; ++row) {
-    const int32_t* const sums = block.sums + row * block.stride;
-    float* const to = output + block.places[row];
-    const __m512i row_term = _mm512_set1_epi32(block.row_terms == nullptr ? 0 : block.row_terms[row]);
-    const __m512 of_row = _mm512_set1_ps(by_rows ? how.multipliers[block.first_channel + row] : 0);
-    for (int64_t column = 0; column < block.columns; column += kLanes) {
-      const int64_t lanes = block.columns - column < kLanes ? block.columns - column : kLanes;
-      const auto inside = static_cast<__mmask16>((1U << lanes) - 1);
-      __m512i sum = _mm512_add_epi32(_mm512_loadu_si512(sums + column), _mm512_load_si512(columns.terms + column));
-      sum = _mm512_add_epi32(sum, row_term);
-      const __m512 multiplier = by_rows ? of_row : _mm512_load_ps(columns.multipliers + column);
-      const __m512 values = _mm512_maskz_mul_ps(inside, _mm512_cvtepi32_ps(sum), multiplier);
-      largest = _mm512_range_ps(largest, values, 0xb);
-      _mm512_mask_storeu_ps(to + column, inside, values);
+  for (int64_t i = 0; i < block.rows; ++i) {
+    const FloatRow row = {
+        block.sums + i * block.stride,
+        static_cast<float*>(how.output) + block.places[i],
+        _mm512_set1_epi32(block.row_terms == nullptr ? 0 : block.row_terms[i]),
+        _mm512_set1_ps(kByRows ? how.multipliers[block.first_channel + i] : 0)};
+    for (int64_t column = 0; column < whole; column += kLanes) {
+      lanes_to_floats<kByRows, true>(row, columns, column, kLanes, largest);
+    }
+    if (whole < block.columns) {
+      lanes_to_floats<kByRows, false>(row, columns, whole, block.columns - whole, largest);
     }
   }
   return _mm512_reduce_max_ps(_mm512_abs_ps(largest));
+}
+
+TORCH_ODT_TARGET float to_floats(const Finish& how, const Block<int32_t>& block) {
+  return how.per_channel && how.channels_are_rows ? rows_to_floats<true>(how, block) : rows_to_floats<false>(how, block);
 }
 
 bool has_full_range(const Finish& how, const Block<int32_t>& block) {
