@@ -7,6 +7,8 @@
 #include "table.h"
 
 #define TORCH_ODT_TARGET [[gnu::target("avx512f,avx512bw,avx512vl,avx512dq,avx512vnni")]]
+#define TORCH_ODT_TARGET_INLINE \
+  [[gnu::target("avx512f,avx512bw,avx512vl,avx512dq,avx512vnni"), gnu::always_inline]] static inline
 
 namespace torch_odt::kernels::int8 {
 
@@ -28,17 +30,8 @@ TORCH_ODT_TARGET void pack_right(const Interleaving& of) {
 
 // What of the 32 registers is left after sums is for a step of the right operand and one value of the left.
 template <int kRows, int kPanels>
-TORCH_ODT_TARGET void multiply_tile(const Product& of, const char* left, const char* right, int32_t* sums) {
-  __m512i tile[kRows][kPanels];
-#pragma GCC unroll 16
-  for (int row = 0; row < kRows; ++row) {
-#pragma GCC unroll 4
-    for (int panel = 0; panel < kPanels; ++panel) {
-      tile[row][panel] = of.accumulate
-          ? _mm512_loadu_si512(sums + row * of.sums_stride + panel * kPanelColumns)
-          : _mm512_setzero_si512();
-    }
-  }
+TORCH_ODT_TARGET_INLINE void add_steps(
+    const Product& of, const char* left, const char* right, __m512i (&tile)[kRows][kPanels]) {
   for (int64_t step = 0; step < of.steps; ++step) {
     __m512i columns[kPanels];
 #pragma GCC unroll 4
@@ -58,6 +51,21 @@ TORCH_ODT_TARGET void multiply_tile(const Product& of, const char* left, const c
     left += of.left_step_bytes;
     right += kPanelStepBytes;
   }
+}
+
+template <int kRows, int kPanels>
+TORCH_ODT_TARGET void multiply_tile(const Product& of, const char* left, const char* right, int32_t* sums) {
+  __m512i tile[kRows][kPanels];
+#pragma GCC unroll 16
+  for (int row = 0; row < kRows; ++row) {
+#pragma GCC unroll 4
+    for (int panel = 0; panel < kPanels; ++panel) {
+      tile[row][panel] = of.accumulate
+          ? _mm512_loadu_si512(sums + row * of.sums_stride + panel * kPanelColumns)
+          : _mm512_setzero_si512();
+    }
+  }
+  add_steps<kRows, kPanels>(of, left, right, tile);
 #pragma GCC unroll 16
   for (int row = 0; row < kRows; ++row) {
 #pragma GCC unroll 4
@@ -96,6 +104,62 @@ void multiply(const Product& of) {
   }
 }
 
+// Some rows and panels of the product from `row` and `panel` on.
+template <int kRows, int kPanels>
+TORCH_ODT_TARGET_INLINE void tile_to_floats(
+    const Product& of, const Floats& to, int64_t row, int64_t panel, __m512& largest) {
+  __m512i tile[kRows][kPanels];
+#pragma GCC unroll 8
+  for (int i = 0; i < kRows; ++i) {
+#pragma GCC unroll 3
+    for (int j = 0; j < kPanels; ++j) {
+      tile[i][j] = _mm512_setzero_si512();
+    }
+  }
+  add_steps<kRows, kPanels>(
+      of,
+      static_cast<const char*>(of.left) + row * of.left_row_bytes,
+      static_cast<const char*>(of.right) + panel * of.panel_bytes,
+      tile);
+  const int64_t column = panel * kPanelColumns;
+  const int64_t left = to.columns - column - (kPanels - 1) * kPanelColumns; // of the last panel
+  const auto last = static_cast<__mmask16>(left >= kPanelColumns ? 0xffff : (1U << left) - 1);
+#pragma GCC unroll 8
+  for (int i = 0; i < kRows; ++i) {
+    if (row + i >= of.rows) {
+      return;
+    }
+    float* const output = to.output + (row + i) * to.stride + column;
+    const __m512i row_term = _mm512_set1_epi32(to.row_terms[row + i]);
+    const __m512 multiplier =
+        _mm512_set1_ps(to.row_multipliers == nullptr ? to.multiplier : to.row_multipliers[row + i]);
+#pragma GCC unroll 3
+    for (int j = 0; j < kPanels; ++j) {
+      const __mmask16 inside = j + 1 == kPanels ? last : static_cast<__mmask16>(0xffff);
+      const __m512i terms = _mm512_add_epi32(row_term, _mm512_loadu_si512(to.column_terms + column + j * kPanelColumns));
+      const __m512 sums = _mm512_cvtepi32_ps(_mm512_add_epi32(tile[i][j], terms));
+      const __m512 values = _mm512_maskz_mul_ps(inside, sums, multiplier);
+      largest = _mm512_range_ps(largest, values, 0xb);
+      _mm512_mask_storeu_ps(output + j * kPanelColumns, inside, values);
+    }
+  }
+}
+
+TORCH_ODT_TARGET float multiply_to_floats(const Product& of, const Floats& to) {
+  constexpr int kRows = 8;
+  __m512 largest = _mm512_setzero_ps();
+  for (int64_t row = 0; row < of.rows; row += kRows) {
+    int64_t panel = 0;
+    for (; panel + 3 <= of.panels; panel += 3) {
+      tile_to_floats<kRows, 3>(of, to, row, panel, largest);
+    }
+    for (; panel < of.panels; ++panel) {
+      tile_to_floats<kRows, 1>(of, to, row, panel, largest);
+    }
+  }
+  return _mm512_reduce_max_ps(_mm512_abs_ps(largest));
+}
+
 TORCH_ODT_TARGET void add_column_sums(const void* panel, int64_t steps, int32_t* sums) {
   const auto* const bytes = static_cast<const char*>(panel);
   const __m512i ones = _mm512_set1_epi8(1);
@@ -115,7 +179,7 @@ TORCH_ODT_TARGET void add_column_sums(const void* panel, int64_t steps, int32_t*
 } // namespace
 
 const Table& avx512_vnni_table() {
-  static constexpr Table result = {"avx512_vnni", 1, 4, 128, false, pack_left_rows, pack_left_columns, pack_right, multiply, add_column_sums};
+  static constexpr Table result = {"avx512_vnni", 1, 4, 128, false, pack_left_rows, pack_left_columns, pack_right, multiply, add_column_sums, multiply_to_floats};
   return result;
 }
 

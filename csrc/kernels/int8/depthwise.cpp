@@ -5,6 +5,7 @@
 #include <cstring>
 #include <vector>
 
+#include "depthwise_rows.h"
 #include "depthwise_tables.h"
 #include "memory.h"
 #include "taps.h"
@@ -13,11 +14,13 @@ namespace torch_odt::kernels::int8 {
 
 namespace {
 
-constexpr int64_t kMostOutputs = 64; // of a row at a time, so that their sums stay in the first cache
-constexpr int64_t kSlackPixels = 8; // beyond the last tap of a row, for whole windows and groups
+// Channels and sums at a time, so that they and the rows that they come from stay in caches near the processor.
+constexpr int64_t kChannelsAtOnce = 192;
+constexpr int64_t kSumsAtOnce = 24576;
 // What a thread's workspace has room for.
-constexpr int64_t kMostPointers = 65536;
-constexpr int64_t kMostChannels = 131072;
+constexpr int64_t kMostPackedBytes = 1 << 20;
+constexpr int64_t kFewOutputs = 8; // of a row at a time
+constexpr int64_t kLinesAtOnce = 8; // a multiple of eight, so that threads share no byte of a mask
 
 // One phase of a pass, see taps.h.
 struct Phase {
@@ -25,45 +28,37 @@ struct Phase {
   Taps columns;
   int64_t channels;
 
-  int64_t padded_channels() const {
-    return divided(channels, kPanelColumns) * kPanelColumns;
+  int64_t blocks() const {
+    return divided(channels, kPanelColumns);
   }
+  // Over all rows under the kernel.
+  int64_t row_steps() const {
+    return divided(rows.count, rows_of_step());
+  }
+  // Rows of outputs that see the same steps.
   int64_t group() const {
-    return columns.spacing == 1 ? 2 : 1;
+    const bool together = rows.spacing == 1 && rows.count > 0;
+    return together ? 1 + (row_steps() * rows_of_step() - rows.count) / rows.step : 1;
   }
-  // Of four pixels each, over all taps of a group of outputs.
-  int64_t windows() const {
-    return divided(columns.count + (group() - 1) * columns.step, 4);
-  }
-  int64_t weights_stride() const {
-    return padded_channels() * 4;
+  int64_t output_weights_bytes() const {
+    return row_steps() * columns.count * kPanelStepBytes;
   }
   int64_t weights_bytes() const {
-    return aligned(rows.count * windows() * group() * weights_stride());
+    return blocks() * group() * output_weights_bytes();
   }
   // Weights, and behind them the sum of each channel's.
   int64_t packed_bytes() const {
-    return weights_bytes() + aligned(padded_channels() * 4);
+    return weights_bytes() + aligned(blocks() * kPanelColumns * 4);
   }
-  // Pixels that some outputs of a row see.
+  // Columns that some outputs of a row see.
   int64_t width_of(int64_t outputs) const {
-    const int64_t whole = divided(outputs, group()) * group();
-    return (whole - 1) * columns.step + 4 * std::max<int64_t>(1, windows()) * columns.spacing + kSlackPixels;
+    return outputs == 0 ? 0 : (outputs - 1) * columns.step + std::max<int64_t>(0, columns.count - 1) * columns.spacing + 1;
   }
-  bool fits(int64_t outputs) const {
-    return rows.count * width_of(outputs) <= kMostPointers;
+  int64_t packed_rows_bytes(int64_t outputs, int64_t panels) const {
+    return row_steps() * width_of(outputs) * panels * kPanelStepBytes;
   }
-  // Outputs of a row whose pixels are found at a time.
-  int64_t outputs_at_once() const {
-    int64_t outputs = columns.outputs;
-    while (outputs > kMostOutputs && !fits(outputs)) {
-      outputs = divided(outputs / 2, kMostOutputs) * kMostOutputs;
-    }
-    return outputs;
-  }
-  // Pixels that those see.
-  int64_t width() const {
-    return width_of(outputs_at_once());
+  RowSteps steps() const {
+    return {row_steps(), rows_of_step() * rows.spacing, rows.spacing, group() * rows.step};
   }
 };
 
@@ -76,43 +71,62 @@ Phase phase_of(const Conv2d& conv, Pass pass, int64_t index) {
       gradient_taps(conv.rows, index / stride), gradient_taps(conv.columns, index % stride), conv.in_channels};
 }
 
-struct Workspace {
-  Pieces pieces;
-  int32_t* sums;
-  int32_t* terms; // added to the sums of each channel
-  int8_t* padding;
-  const int8_t** pixels;
+// How many panels of channels, and outputs of a row, are summed at a time.
+struct Cut {
+  int64_t panels;
+  int64_t outputs;
 
-  Workspace(const Conv2d& conv, Pass pass, void* at) : pieces(at) {
-    int64_t pointers = 0;
-    for (int64_t i = 0; i < phases_of(conv, pass); ++i) {
-      const Phase phase = phase_of(conv, pass, i);
-      pointers = std::max(pointers, phase.rows.count * phase.width());
+  explicit Cut(const Phase& phase) {
+    constexpr int64_t kWhole = 64 / kPanelColumns; // what packing does at a time
+    const int64_t pieces = std::max<int64_t>(1, divided(phase.channels, kChannelsAtOnce));
+    panels = std::min(phase.blocks(), divided(divided(phase.blocks(), pieces), kWhole) * kWhole);
+    outputs = phase.columns.outputs;
+    for (int64_t parts = 2; outputs > kFewOutputs && sums_count(phase) > kSumsAtOnce; ++parts) {
+      outputs = divided(phase.columns.outputs, parts);
     }
-    sums = pieces.take<int32_t>((kMostOutputs + 2) * kCachedColumns);
-    terms = pieces.take<int32_t>(conv.in_channels);
-    padding = pieces.take<int8_t>(conv.in_channels + kAlignment);
-    pixels = pieces.take<const int8_t*>(pointers);
+    while (panels > 1 && phase.packed_rows_bytes(outputs, panels) > kMostPackedBytes) {
+      panels = divided(panels, 2);
+    }
+    while (outputs > kFewOutputs && phase.packed_rows_bytes(outputs, panels) > kMostPackedBytes) {
+      outputs = divided(outputs, 2);
+    }
+  }
+
+  int64_t channels() const {
+    return panels * kPanelColumns;
+  }
+  int64_t sums_count(const Phase& phase) const {
+    return outputs * phase.group() * channels();
   }
 };
 
-// A row of an image, from `start` on in the given number of pixels; what is not in the image is padding.
-void find_pixels(
-    const int8_t* row, int64_t size, int64_t start, int64_t channels, const int8_t* padding, int64_t count, const int8_t** to) {
-  for (int64_t i = 0; i < count; ++i) {
-    const int64_t position = start + i;
-    to[i] = row == nullptr || position < 0 || position >= size ? padding : row + position * channels;
-  }
-}
+struct Workspace {
+  Pieces pieces;
+  Cut cut;
+  int32_t* sums;
+  int32_t* terms; // added to the sums of each channel
+  int8_t* padding;
+  int64_t* places;
+  PackedRows rows;
+
+  Workspace(const Phase& phase, void* at)
+      : pieces(at),
+        cut(phase),
+        sums(pieces.take<int32_t>(cut.sums_count(phase))),
+        terms(pieces.take<int32_t>(cut.channels())),
+        padding(pieces.take<int8_t>(cut.channels() + kAlignment)),
+        places(pieces.take<int64_t>(cut.outputs * phase.group())),
+        rows(phase.steps(), phase.width_of(cut.outputs), cut.channels(), pieces) {}
+};
 
 } // namespace
 
 bool goes_by_windows(const Conv2d& conv, Pass pass) {
-  if (!conv.depthwise() || conv.taps() > kMostDepth || conv.in_channels > kMostChannels) {
+  if (!conv.depthwise() || conv.taps() > kMostDepth) {
     return false;
   }
   for (int64_t i = 0; i < phases_of(conv, pass); ++i) {
-    if (!phase_of(conv, pass, i).fits(kMostOutputs)) {
+    if (phase_of(conv, pass, i).packed_rows_bytes(kFewOutputs, 1) > kMostPackedBytes) {
       return false;
     }
   }
@@ -127,35 +141,58 @@ int64_t depthwise_packed_bytes(const Conv2d& conv, Pass pass) {
   return bytes;
 }
 
-void depthwise_pack_weight(const Conv2d& conv, Pass pass, const int8_t* weight, void* packed) {
-  std::memset(packed, 0, static_cast<size_t>(depthwise_packed_bytes(conv, pass)));
-  auto* to = static_cast<int8_t*>(packed);
-  for (int64_t index = 0; index < phases_of(conv, pass); ++index) {
-    const Phase phase = phase_of(conv, pass, index);
-    auto* const sums = reinterpret_cast<int32_t*>(to + phase.weights_bytes());
-    for (int64_t row = 0; row < phase.rows.count; ++row) {
-      for (int64_t tap = 0; tap < phase.columns.count; ++tap) {
-        const int8_t* const from =
-            weight + phase.rows.element(row) * conv.columns.kernel + phase.columns.element(tap);
-        for (int64_t output = 0; output < phase.group(); ++output) {
-          const int64_t place = tap + output * phase.columns.step;
-          const int64_t window = row * phase.windows() + place / 4;
-          int8_t* const group = to + (window * phase.group() + output) * phase.weights_stride() + place % 4;
-          for (int64_t channel = 0; channel < phase.channels; ++channel) {
-            group[channel * 4] = from[channel * conv.taps()];
-          }
-        }
-        for (int64_t channel = 0; channel < phase.channels; ++channel) {
-          sums[channel] += from[channel * conv.taps()];
-        }
+namespace {
+
+// One element of every channel's kernel goes to the same place of each channel's step, as what the table multiplies.
+template <typename Value>
+void pack_element(const Phase& phase, const int8_t* weight, int64_t taps, int64_t block_bytes, char* to) {
+  for (int64_t channel = 0; channel < phase.channels; ++channel) {
+    char* const step = to + channel / kPanelColumns * block_bytes + channel % kPanelColumns * kStepBytes;
+    *reinterpret_cast<Value*>(step) = weight[channel * taps];
+  }
+}
+
+// For every row of outputs in a group.
+void pack_phase(const Phase& phase, const int8_t* weight, int64_t kernel_columns, int64_t taps, char* to) {
+  const Table& packing = depthwise_table().packing();
+  const int64_t block_bytes = phase.group() * phase.output_weights_bytes();
+  auto* const sums = reinterpret_cast<int32_t*>(to + phase.weights_bytes());
+  for (int64_t row = 0; row < phase.rows.count; ++row) {
+    for (int64_t tap = 0; tap < phase.columns.count; ++tap) {
+      const int8_t* const from = weight + phase.rows.element(row) * kernel_columns + phase.columns.element(tap);
+      for (int64_t output = 0; output < phase.group(); ++output) {
+        const int64_t place = row + output * phase.rows.step;
+        const int64_t step = place / packing.step_values() * phase.columns.count + tap;
+        char* const at = to + output * phase.output_weights_bytes() + step * kPanelStepBytes +
+            place % packing.step_values() * packing.value_bytes;
+        const auto pack = packing.value_bytes == 1 ? pack_element<int8_t> : pack_element<int16_t>;
+        pack(phase, from, taps, block_bytes, at);
+      }
+      for (int64_t channel = 0; channel < phase.channels; ++channel) {
+        sums[channel] += from[channel * taps];
       }
     }
+  }
+}
+
+} // namespace
+
+void depthwise_pack_weight(const Conv2d& conv, Pass pass, const int8_t* weight, void* packed) {
+  std::memset(packed, 0, static_cast<size_t>(depthwise_packed_bytes(conv, pass)));
+  auto* to = static_cast<char*>(packed);
+  for (int64_t index = 0; index < phases_of(conv, pass); ++index) {
+    const Phase phase = phase_of(conv, pass, index);
+    pack_phase(phase, weight, conv.columns.kernel, conv.taps(), to);
     to += phase.packed_bytes();
   }
 }
 
 int64_t depthwise_workspace_bytes(const Conv2d& conv, Pass pass) {
-  return Workspace(conv, pass, nullptr).pieces.bytes();
+  int64_t most = 0;
+  for (int64_t i = 0; i < phases_of(conv, pass); ++i) {
+    most = std::max(most, Workspace(phase_of(conv, pass, i), nullptr).pieces.bytes());
+  }
+  return most;
 }
 
 namespace {
@@ -165,91 +202,104 @@ struct Rows {
   const Phase& phase;
   const int8_t* source;
   int32_t zero_point;
-  const int8_t* weights;
+  const char* weights;
   const int32_t* bias;
   const Finish& how;
   int64_t target_rows;
   int64_t target_columns;
 
-  // What a thread needs before its first row.
-  void prepare(const Workspace& own) const {
-    std::memset(own.padding, zero_point, static_cast<size_t>(phase.channels + kAlignment));
-    const auto* const weight_sums = reinterpret_cast<const int32_t*>(weights + phase.weights_bytes());
-    const auto offset = static_cast<uint32_t>(zero_point) + static_cast<uint32_t>(depthwise_table().pixel_offset);
-    for (int64_t channel = 0; channel < phase.channels; ++channel) {
-      const uint32_t of_bias = bias == nullptr ? 0 : static_cast<uint32_t>(bias[channel]);
-      own.terms[channel] = static_cast<int32_t>(of_bias - offset * static_cast<uint32_t>(weight_sums[channel]));
-    }
-  }
-
-  // One row of outputs, numbered through all samples.
-  float operator()(int64_t line, const Workspace& own) const {
+  // Rows of outputs of one sample from `begin` up to but without `end`, for panels of channels.
+  float operator()(int64_t sample, int64_t begin, int64_t end, int64_t first_panel, int64_t last_panel, Workspace& own)
+      const {
     float largest = 0;
-    const int64_t at_once = phase.outputs_at_once();
-    for (int64_t begin = 0; begin < phase.columns.outputs; begin += at_once) {
-      const int64_t end = std::min(phase.columns.outputs, begin + at_once);
-      find_all_pixels(line, begin, own);
-      for (int64_t first = begin; first < end; first += kMostOutputs) {
-        const int64_t outputs = std::min(kMostOutputs, end - first);
-        const int8_t* const* const pixels = own.pixels + (first - begin) * phase.columns.step;
-        for (int64_t channel = 0; channel < phase.channels; channel += kCachedColumns) {
-          largest = std::max(largest, block(line, first, outputs, channel, pixels, own));
-        }
-      }
+    for (int64_t panel = first_panel; panel < last_panel; panel += own.cut.panels) {
+      const int64_t channel = panel * kPanelColumns;
+      const int64_t last = std::min(phase.channels, std::min(last_panel, panel + own.cut.panels) * kPanelColumns);
+      largest = std::max(largest, some_channels(sample, begin, end, channel, last - channel, own));
     }
     return largest;
   }
 
  private:
-  // From an output of the row on.
-  void find_all_pixels(int64_t line, int64_t first, const Workspace& own) const {
-    const Taps& rows = phase.rows;
-    const int64_t row_bytes = phase.columns.source * phase.channels;
-    for (int64_t tap = 0; tap < rows.count; ++tap) {
-      const int64_t row = rows.start + line % rows.outputs * rows.step + tap * rows.spacing;
-      const bool inside = row >= 0 && row < rows.source;
-      const int8_t* const from = inside ? source + (line / rows.outputs * rows.source + row) * row_bytes : nullptr;
-      const int8_t** const to = own.pixels + tap * phase.width();
-      const int64_t start = phase.columns.start + first * phase.columns.step;
-      find_pixels(from, phase.columns.source, start, phase.channels, own.padding, phase.width(), to);
+  float some_channels(int64_t sample, int64_t begin, int64_t end, int64_t channel, int64_t channels, Workspace& own)
+      const {
+    std::memset(own.padding, zero_point, static_cast<size_t>(channels));
+    find_terms(channel, channels, own.terms);
+    float largest = 0;
+    for (int64_t first = 0; first < phase.columns.outputs; first += own.cut.outputs) {
+      const int64_t outputs = std::min(own.cut.outputs, phase.columns.outputs - first);
+      const Strip strip{
+          source + sample * phase.rows.source * phase.columns.source * phase.channels + channel,
+          phase.rows.source,
+          phase.columns.source,
+          phase.channels,
+          phase.columns.start + first * phase.columns.step,
+          phase.width_of(outputs),
+          channels};
+      for (int64_t line = begin; line < end; line += phase.group()) {
+        const int64_t start = phase.rows.start + line * phase.rows.step;
+        own.rows.move_to<true>(strip, start, line > begin, own.padding);
+        const int64_t lines = std::min(phase.group(), end - line);
+        sum(lines, outputs, channel, channels, own);
+        largest = std::max(largest, finish_lines(sample, line, lines, first, outputs, channel, channels, own));
+      }
+    }
+    return largest;
+  }
+
+  // What is added to the sums: the bias, without what the zero point and packing add to each pixel.
+  void find_terms(int64_t channel, int64_t channels, int32_t* terms) const {
+    const auto* const weight_sums = reinterpret_cast<const int32_t*>(weights + phase.weights_bytes()) + channel;
+    const auto offset =
+        static_cast<uint32_t>(zero_point) + static_cast<uint32_t>(depthwise_table().packing().left_offset);
+    for (int64_t i = 0; i < channels; ++i) {
+      const uint32_t of_bias = bias == nullptr ? 0 : static_cast<uint32_t>(bias[channel + i]);
+      terms[i] = static_cast<int32_t>(of_bias - offset * static_cast<uint32_t>(weight_sums[i]));
     }
   }
 
-  float block(
+  void sum(int64_t lines, int64_t outputs, int64_t channel, int64_t channels, const Workspace& own) const {
+    const int64_t block_bytes = phase.group() * phase.output_weights_bytes();
+    depthwise_table().sum_rows(
+        {own.rows.steps(),
+         phase.row_steps(),
+         phase.columns.count,
+         lines,
+         outputs,
+         phase.columns.step,
+         phase.columns.spacing,
+         divided(channels, kPanelColumns),
+         own.rows.block_bytes(),
+         weights + channel / kPanelColumns * block_bytes,
+         block_bytes,
+         phase.output_weights_bytes(),
+         own.sums,
+         own.cut.channels()});
+  }
+
+  float finish_lines(
+      int64_t sample,
       int64_t line,
+      int64_t lines,
       int64_t first,
       int64_t outputs,
       int64_t channel,
-      const int8_t* const* pixels,
+      int64_t channels,
       const Workspace& own) const {
-    const Taps& columns = phase.columns;
-    const int64_t width = std::min(kCachedColumns, phase.channels - channel);
-    depthwise_table().sum_row(
-        {pixels,
-         phase.width(),
-         phase.rows.count,
-         phase.windows(),
-         outputs,
-         phase.group(),
-         columns.step,
-         columns.spacing,
-         channel,
-         width,
-         weights,
-         phase.weights_stride(),
-         own.sums,
-         kCachedColumns});
     const Taps& rows = phase.rows;
-    const int64_t row =
-        line / rows.outputs * target_rows + rows.first_output + line % rows.outputs * rows.output_step;
-    std::array<int64_t, kMostOutputs> places;
-    for (int64_t i = 0; i < outputs; ++i) {
-      const int64_t column = columns.first_output + (first + i) * columns.output_step;
-      places[static_cast<size_t>(i)] = (row * target_columns + column) * phase.channels + channel;
+    const Taps& columns = phase.columns;
+    int64_t* place = own.places;
+    for (int64_t i = 0; i < lines; ++i) {
+      const int64_t row = sample * target_rows + rows.first_output + (line + i) * rows.output_step;
+      for (int64_t j = 0; j < outputs; ++j) {
+        const int64_t column = columns.first_output + (first + j) * columns.output_step;
+        *place++ = (row * target_columns + column) * phase.channels + channel;
+      }
     }
     return finish(
         how,
-        Block<int32_t>{own.sums, kCachedColumns, outputs, width, places.data(), channel, channel, own.terms + channel, nullptr});
+        Block<int32_t>{
+            own.sums, own.cut.channels(), lines * outputs, channels, own.places, channel, channel, own.terms, nullptr});
   }
 };
 
@@ -266,33 +316,48 @@ float depthwise_pass(
     const Threads& threads,
     void* workspace) {
   const bool forward = pass == Pass::forward;
+  const int64_t target_rows = forward ? conv.rows.output : conv.rows.input;
+  const int64_t target_columns = forward ? conv.columns.output : conv.columns.input;
   const int64_t thread_bytes = depthwise_workspace_bytes(conv, pass);
-  const auto* weights = static_cast<const int8_t*>(packed);
-  std::vector<float> largest(static_cast<size_t>(threads.count), 0.0F);
+  std::vector<Phase> phases;
+  std::vector<const char*> weights;
+  const auto* at = static_cast<const char*>(packed);
+  int64_t lines = 0;
   for (int64_t index = 0; index < phases_of(conv, pass); ++index) {
-    const Phase phase = phase_of(conv, pass, index);
-    const Rows rows{
-        phase,
-        source,
-        zero_point,
-        weights,
-        bias,
-        how,
-        forward ? conv.rows.output : conv.rows.input,
-        forward ? conv.columns.output : conv.columns.input};
-    // Threads share no byte of a mask.
-    const int64_t together = how.mask == nullptr ? 1 : 8;
-    const int64_t lines = conv.batch * phase.rows.outputs;
-    threads.share(divided(lines, together), [&](int64_t thread, int64_t begin, int64_t end) {
-      const Workspace own(conv, pass, static_cast<char*>(workspace) + thread * thread_bytes);
-      rows.prepare(own);
-      float& most = largest[static_cast<size_t>(thread)];
-      for (int64_t line = begin * together; line < std::min(lines, end * together); ++line) {
-        most = std::max(most, rows(line, own));
-      }
-    });
-    weights += phase.packed_bytes();
+    phases.push_back(phase_of(conv, pass, index));
+    weights.push_back(at);
+    at += phases.back().packed_bytes();
+    lines = std::max(lines, phases.back().rows.outputs);
   }
+  // Threads share no byte of a mask: where samples begin within one, they are taken eight at a time.
+  const bool masked = how.mask != nullptr;
+  const bool whole = masked && target_rows * target_columns * conv.in_channels % 8 != 0;
+  const int64_t samples_at_once = whole ? 8 : 1;
+  const int64_t lines_at_once = whole ? std::max<int64_t>(1, lines) : kLinesAtOnce;
+  const int64_t chunks = divided(lines, lines_at_once);
+  // Few rows are shared out by channels, if masks allow it.
+  const int64_t items = divided(conv.batch, samples_at_once) * chunks;
+  const int64_t panels = phases.front().blocks();
+  const bool by_channels = items < threads.count && (!masked || conv.in_channels % 8 == 0);
+  const int64_t cuts = by_channels ? std::min(panels, threads.count) : 1;
+  std::vector<float> largest(static_cast<size_t>(threads.count), 0.0F);
+  threads.share(items * cuts, [&](int64_t thread, int64_t begin, int64_t end) {
+    float& most = largest[static_cast<size_t>(thread)];
+    for (int64_t item = begin; item < end; ++item) {
+      const int64_t cut = item % cuts;
+      const int64_t first = item / cuts / chunks * samples_at_once;
+      const int64_t line = item / cuts % chunks * lines_at_once;
+      for (int64_t sample = first; sample < std::min(conv.batch, first + samples_at_once); ++sample) {
+        for (size_t index = 0; index < phases.size(); ++index) {
+          const Phase& phase = phases[index];
+          Workspace own(phase, static_cast<char*>(workspace) + thread * thread_bytes);
+          const Rows rows{phase, source, zero_point, weights[index], bias, how, target_rows, target_columns};
+          const int64_t last = std::min(phase.rows.outputs, line + lines_at_once);
+          most = std::max(most, rows(sample, line, last, panels * cut / cuts, panels * (cut + 1) / cuts, own));
+        }
+      }
+    }
+  });
   return *std::max_element(largest.begin(), largest.end());
 }
 

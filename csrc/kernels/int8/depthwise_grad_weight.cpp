@@ -4,76 +4,88 @@
 #include <vector>
 
 #include "depthwise.h"
+#include "depthwise_rows.h"
 #include "depthwise_tables.h"
 #include "memory.h"
-#include "sums.h"
 
 namespace torch_odt::kernels::int8 {
 
 namespace {
 
-constexpr int64_t kSlackPixels = 4;
-constexpr int64_t kChannelsOfBlock = 64;
+constexpr int64_t kChannelsAtOnce = 192;
+constexpr int64_t kPackedBytes = 131072; // at a time, where some outputs of a row fit into it
 constexpr int64_t kSumsBytes = 1 << 20; // of a thread
+constexpr int64_t kFewOutputs = 8; // of a row at a time
 
-int64_t padded_outputs(const Conv2d& conv) {
-  return divided(conv.columns.output, 4) * 4;
-}
+// How many panels of channels, and outputs of a row, are summed at a time.
+struct Cut {
+  int64_t panels;
+  int64_t outputs;
 
-// Pixels that a row of outputs sees.
-int64_t width_of(const Conv2d& conv) {
-  return (padded_outputs(conv) - 1) * conv.columns.stride + (conv.columns.kernel - 1) * conv.columns.dilation + 1 +
-      kSlackPixels;
-}
+  explicit Cut(const Conv2d& conv) {
+    const int64_t channel_bytes = conv.taps() * static_cast<int64_t>(sizeof(int32_t) + sizeof(int64_t));
+    const int64_t fitting = std::max<int64_t>(1, kSumsBytes / channel_bytes / kPanelColumns);
+    panels = std::min({divided(conv.in_channels, kPanelColumns), kChannelsAtOnce / kPanelColumns, fitting});
+    outputs = conv.columns.output;
+    for (int64_t parts = 2; outputs > kFewOutputs && packed_bytes(conv) > kPackedBytes; ++parts) {
+      outputs = divided(conv.columns.output, parts);
+    }
+  }
 
-// Channels at a time, in whole vectors.
-int64_t channels_at_once(const Conv2d& conv) {
-  const int64_t channel_bytes = conv.taps() * static_cast<int64_t>(sizeof(int32_t) + sizeof(int64_t));
-  const int64_t panels = std::max<int64_t>(1, kSumsBytes / channel_bytes / kPanelColumns);
-  return std::min(divided(conv.in_channels, kPanelColumns), panels) * kPanelColumns;
+  int64_t channels() const {
+    return panels * kPanelColumns;
+  }
+  // Columns that some outputs of a row see.
+  static int64_t width_of(const Conv2d& conv, int64_t outputs) {
+    return outputs == 0 ? 0 : conv.columns.position(outputs - 1, conv.columns.kernel - 1) - conv.columns.position(0, 0) + 1;
+  }
+  int64_t packed_bytes(const Conv2d& conv) const {
+    return (outputs + conv.rows.kernel * width_of(conv, outputs)) * panels * kPanelStepBytes;
+  }
+};
+
+// The rows that all rows of a kernel see from as many rows of outputs as a step holds.
+RowSteps pixel_steps(const Conv2d& conv) {
+  return {conv.rows.kernel, conv.rows.dilation, conv.rows.stride, rows_of_step() * conv.rows.stride};
 }
 
 struct Workspace {
   Pieces pieces;
+  Cut cut;
   int32_t* sums; // [tap][channel]
   int64_t* wide_sums; // [channel][tap]
   int32_t* part_bias; // of the output's gradient
   int8_t* zeros;
   int8_t* padding;
-  const int8_t** gradients;
-  const int8_t** pixels;
+  PackedRows gradients;
+  PackedRows pixels;
 
-  Workspace(const Conv2d& conv, void* at) : pieces(at) {
-    const int64_t channels = channels_at_once(conv);
-    sums = pieces.take<int32_t>(conv.taps() * channels);
-    wide_sums = pieces.take<int64_t>(conv.taps() * channels);
-    part_bias = pieces.take<int32_t>(channels);
-    zeros = pieces.take<int8_t>(channels + kAlignment);
-    padding = pieces.take<int8_t>(channels + kAlignment);
-    gradients = pieces.take<const int8_t*>(padded_outputs(conv));
-    pixels = pieces.take<const int8_t*>(width_of(conv));
-  }
+  Workspace(const Conv2d& conv, void* at)
+      : pieces(at),
+        cut(conv),
+        sums(pieces.take<int32_t>(conv.taps() * cut.channels())),
+        wide_sums(pieces.take<int64_t>(conv.taps() * cut.channels())),
+        part_bias(pieces.take<int32_t>(cut.channels())),
+        zeros(pieces.take<int8_t>(cut.channels() + kAlignment)),
+        padding(pieces.take<int8_t>(cut.channels() + kAlignment)),
+        gradients({1, 1, 1, rows_of_step()}, cut.outputs, cut.channels(), pieces),
+        pixels(pixel_steps(conv), Cut::width_of(conv, cut.outputs), cut.channels(), pieces) {}
 };
 
 // Some channels' gradient.
 class ChannelsGradient {
  public:
   ChannelsGradient(const Conv2d& conv, const int8_t* grad_output, const int8_t* input, int32_t zero_point, void* workspace)
-      : conv_(conv),
-        at_once_(channels_at_once(conv)),
-        grad_output_(grad_output),
-        input_(input),
-        zero_point_(zero_point),
-        own_(conv, workspace) {
-    std::memset(own_.zeros, 0, static_cast<size_t>(at_once_ + kAlignment));
-    std::memset(own_.padding, zero_point, static_cast<size_t>(at_once_ + kAlignment));
+      : conv_(conv), grad_output_(grad_output), input_(input), zero_point_(zero_point), own_(conv, workspace) {
+    std::memset(own_.zeros, 0, static_cast<size_t>(own_.cut.channels() + kAlignment));
+    std::memset(own_.padding, zero_point, static_cast<size_t>(own_.cut.channels() + kAlignment));
   }
 
   // Of the channels from `first` up to but without `last`.
   float operator()(int64_t first, int64_t last, int64_t* grad_bias, const Finish& how) {
     float largest = 0;
-    for (; first < last; first += at_once_) {
-      largest = std::max(largest, some(first, std::min(at_once_, last - first), grad_bias, how));
+    for (const int64_t at_once = own_.cut.channels(); first < last; first += at_once) {
+      largest = std::max(largest, some(first, std::min(at_once, last - first), grad_bias, how));
     }
     return largest;
   }
@@ -82,59 +94,82 @@ class ChannelsGradient {
   float some(int64_t first, int64_t channels, int64_t* grad_bias, const Finish& how) {
     first_ = first;
     channels_ = channels;
-    const int64_t lines = conv_.batch * conv_.rows.output;
-    const int64_t part = std::max<int64_t>(1, kMostDepth / std::max<int64_t>(1, conv_.columns.output));
-    std::fill_n(own_.wide_sums, conv_.taps() * at_once_, 0);
+    std::fill_n(own_.wide_sums, conv_.taps() * own_.cut.channels(), 0);
     std::fill_n(grad_bias + first, channels, 0);
-    for (int64_t begin = 0; begin < lines; begin += part) {
-      const int64_t end = std::min(lines, begin + part);
-      std::fill_n(own_.sums, conv_.taps() * at_once_, 0);
-      std::fill_n(own_.part_bias, channels, 0);
-      for (int64_t line = begin; line < end; ++line) {
-        add_line(line);
+    clear();
+    const int64_t at_once = std::max<int64_t>(1, own_.cut.outputs);
+    for (int64_t output = 0; output < conv_.columns.output; output += at_once) {
+      for (int64_t sample = 0; sample < conv_.batch; ++sample) {
+        add_sample(sample, output, std::min(at_once, conv_.columns.output - output), grad_bias + first);
       }
-      widen(grad_bias + first);
     }
+    widen(grad_bias + first);
     return finish_channels(how);
   }
 
-  void add_line(int64_t line) {
-    const int64_t channels = conv_.in_channels;
-    const int8_t* const gradients = grad_output_ + line * conv_.columns.output * channels + first_;
-    for (int64_t i = 0; i < padded_outputs(conv_); ++i) {
-      own_.gradients[i] = i < conv_.columns.output ? gradients + i * channels : own_.zeros;
-    }
-    add_rows(own_.gradients, conv_.columns.output, channels_, own_.part_bias);
-    for (int64_t tap = 0; tap < conv_.rows.kernel; ++tap) {
-      const int64_t row = conv_.rows.position(line % conv_.rows.output, tap);
-      const bool inside = row >= 0 && row < conv_.rows.input;
-      const int64_t place = (line / conv_.rows.output * conv_.rows.input + row) * conv_.columns.input;
-      for (int64_t i = 0; i < width_of(conv_); ++i) {
-        const int64_t position = i - conv_.columns.padding;
-        const bool shown = inside && position >= 0 && position < conv_.columns.input;
-        own_.pixels[i] = shown ? input_ + (place + position) * channels + first_ : own_.padding;
+  void clear() {
+    terms_ = 0;
+    std::fill_n(own_.sums, conv_.taps() * own_.cut.channels(), 0);
+    std::fill_n(own_.part_bias, own_.cut.channels(), 0);
+  }
+
+  // Some outputs of all rows.
+  void add_sample(int64_t sample, int64_t first, int64_t outputs, int64_t* grad_bias) {
+    const int64_t pixel_stride = conv_.in_channels;
+    const Strip gradients{
+        grad_output_ + sample * conv_.rows.output * conv_.columns.output * pixel_stride + first_,
+        conv_.rows.output,
+        conv_.columns.output,
+        pixel_stride,
+        first,
+        outputs,
+        channels_};
+    const Strip pixels{
+        input_ + sample * conv_.rows.input * conv_.columns.input * pixel_stride + first_,
+        conv_.rows.input,
+        conv_.columns.input,
+        pixel_stride,
+        conv_.columns.position(first, 0),
+        Cut::width_of(conv_, outputs),
+        channels_};
+    for (int64_t line = 0; line < conv_.rows.output; line += rows_of_step()) {
+      const int64_t terms = outputs * rows_of_step();
+      if (terms_ + terms > kMostDepth) {
+        widen(grad_bias);
+        clear();
       }
-      depthwise_table().sum_gradient(
-          {own_.gradients,
-           own_.pixels,
-           padded_outputs(conv_),
-           conv_.columns.kernel,
-           conv_.columns.stride,
-           conv_.columns.dilation,
-           channels_,
-           own_.sums + tap * conv_.columns.kernel * at_once_,
-           at_once_});
+      terms_ += terms;
+      own_.gradients.move_to<false>(gradients, line, false, own_.zeros);
+      own_.pixels.move_to<true>(pixels, conv_.rows.position(line, 0), line > 0, own_.padding);
+      add_lines(outputs);
     }
+  }
+
+  void add_lines(int64_t outputs) {
+    depthwise_table().sum_gradient(
+        {own_.gradients.steps()[0],
+         own_.gradients.block_bytes(),
+         own_.pixels.steps(),
+         own_.pixels.block_bytes(),
+         conv_.rows.kernel,
+         conv_.columns.kernel,
+         outputs,
+         conv_.columns.stride,
+         conv_.columns.dilation,
+         divided(channels_, kPanelColumns),
+         own_.sums,
+         own_.cut.channels(),
+         own_.part_bias});
   }
 
   // Takes what int32 holds to where there is room, without what was added to each pixel.
   void widen(int64_t* grad_bias) {
-    const int64_t offset = zero_point_ + depthwise_table().pixel_offset;
+    const int64_t offset = zero_point_ + depthwise_table().packing().left_offset;
     for (int64_t channel = 0; channel < channels_; ++channel) {
       grad_bias[channel] += own_.part_bias[channel];
       const auto bias = static_cast<uint32_t>(offset * own_.part_bias[channel]);
       for (int64_t tap = 0; tap < conv_.taps(); ++tap) {
-        const auto sum = static_cast<uint32_t>(own_.sums[tap * at_once_ + channel]);
+        const auto sum = static_cast<uint32_t>(own_.sums[tap * own_.cut.channels() + channel]);
         own_.wide_sums[channel * conv_.taps() + tap] += static_cast<int32_t>(sum - bias);
       }
     }
@@ -147,7 +182,7 @@ class ChannelsGradient {
   template <typename Sum>
   float finish_as(const Finish& how) const {
     float largest = 0;
-    for (int64_t channel = 0; channel < channels_; channel += kChannelsOfBlock) {
+    for (int64_t channel = 0; channel < channels_; channel += kChannelsAtOnce) {
       for (int64_t tap = 0; tap < conv_.taps(); tap += kCachedColumns) {
         largest = std::max(largest, finish_block<Sum>(channel, tap, how));
       }
@@ -157,10 +192,10 @@ class ChannelsGradient {
 
   template <typename Sum>
   float finish_block(int64_t channel, int64_t tap, const Finish& how) const {
-    const int64_t rows = std::min(kChannelsOfBlock, channels_ - channel);
+    const int64_t rows = std::min(kChannelsAtOnce, channels_ - channel);
     const int64_t columns = std::min(kCachedColumns, conv_.taps() - tap);
-    std::array<int64_t, kChannelsOfBlock> places;
-    std::array<Sum, kChannelsOfBlock * kCachedColumns> sums;
+    std::array<int64_t, kChannelsAtOnce> places;
+    std::array<Sum, kChannelsAtOnce * kCachedColumns> sums;
     for (int64_t row = 0; row < rows; ++row) {
       places[static_cast<size_t>(row)] = (first_ + channel + row) * conv_.taps() + tap;
       const int64_t* const from = own_.wide_sums + (channel + row) * conv_.taps() + tap;
@@ -174,13 +209,13 @@ class ChannelsGradient {
   }
 
   const Conv2d& conv_;
-  const int64_t at_once_;
   const int8_t* const grad_output_;
   const int8_t* const input_;
   const int32_t zero_point_;
-  const Workspace own_;
+  Workspace own_;
   int64_t first_ = 0;
   int64_t channels_ = 0;
+  int64_t terms_ = 0; // of the sums in int32
 };
 
 } // namespace

@@ -7,67 +7,68 @@ namespace torch_odt::kernels::int8 {
 
 namespace {
 
-constexpr int64_t kChannelsAtOnce = 16;
-
-// With as many channels as compilers know, so that they find vectors.
-TORCH_ODT_INLINE void add_products(const int8_t* pixel, const int8_t* weights, int64_t count, int32_t* sums) {
-  int8_t some[kChannelsAtOnce] = {};
-  if (count < kChannelsAtOnce) {
-    for (int64_t i = 0; i < count; ++i) {
-      some[i] = pixel[i];
+// Those of four rows for each of 16 channels.
+TORCH_ODT_INLINE void add_products(const char* pixels, const char* values, uint32_t* sums) {
+  for (int64_t channel = 0; channel < kPanelColumns; ++channel) {
+    int32_t sum = 0;
+    for (int64_t i = 0; i < kStepBytes; ++i) {
+      const auto pixel = static_cast<int8_t>(pixels[channel * kStepBytes + i]);
+      sum += int32_t{pixel} * static_cast<int8_t>(values[channel * kStepBytes + i]);
     }
-    pixel = some;
-  }
-  for (int64_t i = 0; i < kChannelsAtOnce; ++i) {
-    sums[i] += int32_t{pixel[i]} * weights[4 * i];
+    sums[channel] += static_cast<uint32_t>(sum);
   }
 }
 
-TORCH_ODT_INLINE void sum_channels(const DepthwiseRow& of, int64_t output, int64_t channel) {
-  int32_t sums[kChannelsAtOnce] = {};
-  const int64_t from = of.first_channel + channel;
-  const int64_t first = output / of.group * of.group * of.step;
-  const int64_t count = of.channels - channel < kChannelsAtOnce ? of.channels - channel : kChannelsAtOnce;
-  for (int64_t row = 0; row < of.kernel_rows; ++row) {
-    for (int64_t window = 0; window < of.windows; ++window) {
-      const int8_t* const weights =
-          of.weights + ((row * of.windows + window) * of.group + output % of.group) * of.weights_stride + from * 4;
-      for (int64_t tap = 0; tap < 4; ++tap) {
-        const int64_t place = first + (4 * window + tap) * of.spacing;
-        add_products(of.pixels[row * of.pixels_stride + place] + from, weights + tap, count, sums);
+TORCH_ODT_INLINE void sum_line(const DepthwiseRows& of, int64_t block_bytes, const char* weights, int32_t* to) {
+  for (int64_t output = 0; output < of.outputs; ++output) {
+    uint32_t sums[kPanelColumns] = {};
+    for (int64_t row = 0; row < of.row_steps; ++row) {
+      const char* pixels = of.steps[row] + block_bytes + output * of.step * kPanelStepBytes;
+      for (int64_t tap = 0; tap < of.taps; ++tap, pixels += of.spacing * kPanelStepBytes) {
+        add_products(pixels, weights + (row * of.taps + tap) * kPanelStepBytes, sums);
       }
     }
-  }
-  int32_t* const to = of.sums + output * of.sums_stride + channel;
-  for (int64_t i = 0; i < kChannelsAtOnce; ++i) {
-    to[i] = sums[i];
+    for (int64_t channel = 0; channel < kPanelColumns; ++channel) {
+      to[output * of.sums_stride + channel] = static_cast<int32_t>(sums[channel]);
+    }
   }
 }
 
-TORCH_ODT_INLINE void sum_row_body(const DepthwiseRow* of) {
-  for (int64_t output = 0; output < of->outputs; ++output) {
-    for (int64_t channel = 0; channel < of->channels; channel += kChannelsAtOnce) {
-      sum_channels(*of, output, channel);
+// The sum of four rows for each of 16 channels.
+TORCH_ODT_INLINE void add_values(const char* values, int32_t* sums) {
+  for (int64_t channel = 0; channel < kPanelColumns; ++channel) {
+    for (int64_t i = 0; i < kStepBytes; ++i) {
+      sums[channel] += static_cast<int8_t>(values[channel * kStepBytes + i]);
     }
   }
+}
+
+TORCH_ODT_INLINE void add_taps(const DepthwiseGradient& of, int64_t block, int64_t output) {
+  const char* const gradients = of.grad_output + block * of.grad_output_block_bytes + output * kPanelStepBytes;
+  add_values(gradients, of.grad_bias + block * kPanelColumns);
+  for (int64_t row = 0; row < of.kernel_rows; ++row) {
+    const char* pixels = of.pixels[row] + block * of.pixels_block_bytes + output * of.step * kPanelStepBytes;
+    for (int64_t tap = 0; tap < of.taps; ++tap, pixels += of.spacing * kPanelStepBytes) {
+      int32_t* const to = of.sums + block * kPanelColumns + (row * of.taps + tap) * of.sums_stride;
+      add_products(pixels, gradients, reinterpret_cast<uint32_t*>(to));
+    }
+  }
+}
+
+TORCH_ODT_INLINE void sum_rows_body(const DepthwiseRows* of) {
+  sum_lines<sum_line>(*of);
 }
 
 TORCH_ODT_INLINE void sum_gradient_body(const DepthwiseGradient* of) {
-  for (int64_t tap = 0; tap < of->taps; ++tap) {
-    for (int64_t channel = 0; channel < of->channels; ++channel) {
-      uint32_t sum = 0;
-      for (int64_t output = 0; output < of->outputs; ++output) {
-        const int8_t* const pixel = of->pixels[output * of->step + tap * of->spacing];
-        sum += static_cast<uint32_t>(int32_t{of->grad_output[output][channel]} * pixel[channel]);
-      }
-      int32_t& to = of->sums[tap * of->sums_stride + channel];
-      to = static_cast<int32_t>(static_cast<uint32_t>(to) + sum);
+  for (int64_t block = 0; block < of->blocks; ++block) {
+    for (int64_t output = 0; output < of->outputs; ++output) {
+      add_taps(*of, block, output);
     }
   }
 }
 
-void sum_row(const DepthwiseRow& of) {
-  run<sum_row_body>(&of);
+void sum_rows(const DepthwiseRows& of) {
+  run<sum_rows_body>(&of);
 }
 
 void sum_gradient(const DepthwiseGradient& of) {
@@ -77,7 +78,7 @@ void sum_gradient(const DepthwiseGradient& of) {
 } // namespace
 
 const DepthwiseTable& depthwise_plain() {
-  static constexpr DepthwiseTable result = {0, sum_row, sum_gradient};
+  static constexpr DepthwiseTable result = {scalar_table, sum_rows, sum_gradient};
   return result;
 }
 

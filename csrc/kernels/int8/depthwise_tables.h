@@ -1,54 +1,70 @@
-// What the tables do for depthwise convolutions, where each channel is a sum of its own: steps are four pixels.
+// What the tables do for depthwise convolutions, where each channel is a sum of its own. Rows of an image that lie below
+// each other are packed as steps of four bytes, as those of a product's operand are: [16 channels][column][channel][4].
 #pragma once
 
 #include <cstdint>
 
+#include "table.h"
+
 namespace torch_odt::kernels::int8 {
 
-// Sums for outputs side by side in a row: in each kernel row, four pixels at a time (a window) are multiplied by the
-// weights of the outputs that they take part in. Outputs come in groups, whose windows are the same: of two where taps
-// lie side by side, so that neighbours share pixels, and of one elsewhere.
-struct DepthwiseRow {
-  // Where each pixel's channels begin, for every kernel row: pixels_stride pointers, those in the padding included.
-  const int8_t* const* pixels;
-  int64_t pixels_stride;
-  int64_t kernel_rows;
-  int64_t windows;
-  int64_t outputs;
-  int64_t group;
+// Sums for outputs side by side in rows that see the same steps.
+struct DepthwiseRows {
+  // For each step of the rows under the kernel, where its first column lies.
+  const char* const* steps;
+  int64_t row_steps;
+  int64_t taps; // in each row
+  int64_t lines;
+  int64_t outputs; // of a line
   int64_t step; // from one output to the next
   int64_t spacing; // from one tap to the next
-  int64_t first_channel;
-  int64_t channels;
-  // [kernel row][window][output of the group][channel][4 taps]
-  const int8_t* weights;
-  int64_t weights_stride; // bytes from one output of the group to the next
-  // [output][channel], from the first channel on: whole groups, and channels filled up to 16.
-  int32_t* sums;
-  int64_t sums_stride;
+  int64_t blocks; // of 16 channels
+  int64_t steps_block_bytes;
+  const char* weights; // [line][step of rows][tap][channel][4]
+  int64_t weights_block_bytes;
+  int64_t weights_line_bytes;
+  int32_t* sums; // [line][output][channel]
+  int64_t sums_stride; // from one output to the next
 };
 
-// The sums of one kernel row's gradient over a row of outputs: sums[tap][channel] += grad_output * input.
+// The gradient of weights over rows of outputs, as many as a step holds: sums[kernel row][tap] += grad_output * pixels,
+// and grad_bias += grad_output.
 struct DepthwiseGradient {
-  // Where each pixel's channels begin; those behind the last output point at zeros.
-  const int8_t* const* grad_output;
-  const int8_t* const* pixels;
-  int64_t outputs; // a multiple of four
+  const char* grad_output;
+  int64_t grad_output_block_bytes;
+  // For each row of the kernel the rows that it sees from these outputs.
+  const char* const* pixels;
+  int64_t pixels_block_bytes;
+  int64_t kernel_rows;
   int64_t taps;
+  int64_t outputs;
   int64_t step;
   int64_t spacing;
-  int64_t channels;
-  // Filled up to 16 channels.
+  int64_t blocks;
   int32_t* sums;
-  int64_t sums_stride;
+  int64_t sums_stride; // from one tap to the next
+  int32_t* grad_bias;
 };
 
 struct DepthwiseTable {
-  // Pixels are multiplied as unsigned, each greater by this.
-  int32_t pixel_offset;
-  void (*sum_row)(const DepthwiseRow& row);
-  void (*sum_gradient)(const DepthwiseGradient& row);
+  // Pixels are packed as left operands with the depth along, weights and gradients as right ones.
+  const Table& (*packing)();
+  void (*sum_rows)(const DepthwiseRows& rows);
+  void (*sum_gradient)(const DepthwiseGradient& rows);
 };
+
+// Calls sum(part, steps, weights, sums) for every line of every block: those of the rows alone.
+template <auto sum>
+TORCH_ODT_INLINE void sum_lines(const DepthwiseRows& of) {
+  for (int64_t block = 0; block < of.blocks; ++block) {
+    for (int64_t line = 0; line < of.lines; ++line) {
+      sum(of,
+          block * of.steps_block_bytes,
+          of.weights + block * of.weights_block_bytes + line * of.weights_line_bytes,
+          of.sums + line * of.outputs * of.sums_stride + block * kPanelColumns);
+    }
+  }
+}
 
 // The table that goes with the one for products of matrices.
 const DepthwiseTable& depthwise_table();

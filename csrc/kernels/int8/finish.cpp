@@ -5,6 +5,7 @@
 #include <cstddef>
 #include <type_traits>
 
+#include "finish_avx2.h"
 #include "finish_avx512.h"
 #include "lanes.h"
 
@@ -267,6 +268,9 @@ float finish(const Finish& how, const Block<Sum>& block) {
   if constexpr (std::is_same_v<Sum, int32_t>) {
     if (isa() >= Isa::avx512 && has_finish_avx512(how)) {
       return finish_avx512(how, block);
+    }
+    if (isa() >= Isa::avx2 && has_finish_avx2(how)) {
+      return finish_avx2(how, block);
     }
   }
 #endif

@@ -13,6 +13,7 @@ namespace torch_odt::kernels::int8 {
 namespace {
 
 constexpr int64_t kLanes = 16;
+constexpr int64_t kWhole = 64; // columns whose bytes are one vector
 
 // What all rows share, in registers.
 struct Constants {
@@ -36,6 +37,7 @@ TORCH_ODT_TARGET_INLINE __m512 limited(__m512 values) {
   return kFullRange ? values : _mm512_max_ps(values, _mm512_set1_ps(-4194304.0F));
 }
 
+// Of numbers side by side from `first` on, each times kGolden.
 TORCH_ODT_TARGET_INLINE __m512i hashes(const Constants& all, uint32_t first) {
   __m512i bits = _mm512_add_epi32(all.draw_steps, _mm512_set1_epi32(static_cast<int32_t>(first)));
   bits = _mm512_xor_si512(bits, _mm512_srli_epi32(bits, 16));
@@ -124,6 +126,58 @@ TORCH_ODT_TARGET_INLINE void lanes_to_int8(
   }
 }
 
+TORCH_ODT_TARGET_INLINE __m512i lower_half(__m512i bits) {
+  return _mm512_and_si512(bits, _mm512_set1_epi32(0xffff));
+}
+
+TORCH_ODT_TARGET_INLINE __m512i upper_half(__m512i bits) {
+  return _mm512_srli_epi32(bits, 16);
+}
+
+// 64 columns in the full range, whose values int32 holds: nothing but int8's own ends limits them. `first` is what their
+// hashes begin with.
+template <Rounding kRounding>
+TORCH_ODT_TARGET_INLINE void whole_to_int8(
+    const int32_t* sums,
+    const Columns& columns,
+    const Constants& all,
+    int64_t column,
+    uint32_t first,
+    int8_t* to,
+    __m512& largest) {
+  __m512i whole[4];
+#pragma GCC unroll 2
+  for (int pair = 0; pair < 2; ++pair) {
+    __m512i bits = _mm512_setzero_si512();
+    if constexpr (kRounding == Rounding::stochastic) {
+      bits = hashes(all, first + static_cast<uint32_t>(pair * kLanes) * kGolden);
+    }
+#pragma GCC unroll 2
+    for (int half = 0; half < 2; ++half) {
+      const int64_t at = column + (2 * pair + half) * kLanes;
+      const __m512i sum = _mm512_add_epi32(_mm512_loadu_si512(sums + at), _mm512_load_si512(columns.terms + at));
+      const __m512 values = _mm512_mul_ps(_mm512_cvtepi32_ps(sum), _mm512_load_ps(columns.multipliers + at));
+      largest = _mm512_range_ps(largest, values, 0xb);
+      whole[2 * pair + half] = rounded<kRounding>(values, half == 0 ? lower_half(bits) : upper_half(bits));
+    }
+  }
+  // Packing works on lanes of 16 bytes: four columns of each vector in turn.
+  const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+  const __m512i bytes =
+      _mm512_packs_epi16(_mm512_packs_epi32(whole[0], whole[1]), _mm512_packs_epi32(whole[2], whole[3]));
+  _mm512_storeu_si512(to, _mm512_permutexvar_epi32(order, bytes));
+}
+
+// Whether no sum times its multiplier is more than int32 holds.
+TORCH_ODT_TARGET_INLINE bool are_fractions(const Columns& columns, int64_t count) {
+  __mmask16 result = 0xffff;
+  for (int64_t column = 0; column < count; column += kLanes) {
+    const __m512 magnitude = _mm512_abs_ps(_mm512_load_ps(columns.multipliers + column));
+    result &= _mm512_cmp_ps_mask(magnitude, _mm512_set1_ps(1), _CMP_LT_OQ);
+  }
+  return result == 0xffff;
+}
+
 template <Rounding kRounding, bool kFullRange>
 TORCH_ODT_TARGET_INLINE float to_int8(const Finish& how, const Block<int32_t>& block) {
   const Columns columns(how, block);
@@ -141,20 +195,30 @@ TORCH_ODT_TARGET_INLINE float to_int8(const Finish& how, const Block<int32_t>& b
   Keys keys(how.seed);
   __m512 largest = _mm512_setzero_ps();
   const int64_t whole = block.columns / kLanes * kLanes;
+  constexpr bool kInWholes = kFullRange && kRounding != Rounding::pseudo_stochastic;
+  const bool in_wholes = kInWholes && block.first_column % 32 == 0 && are_fractions(columns, block.columns);
+  const int64_t wholes_end = in_wholes ? block.columns / kWhole * kWhole : 0;
   for (int64_t row = 0; row < block.rows; ++row) {
     const int64_t index = block.places[row];
     const uint32_t key = keys.at(index - block.first_column);
     const __m512i row_term = _mm512_set1_epi32(block.row_terms == nullptr ? 0 : block.row_terms[row]);
     Place at{block.sums + row * block.stride, 0, index, row_term};
+    if constexpr (kInWholes) {
+      uint32_t first = static_cast<uint32_t>(index - block.first_column + hash_of(block.first_column)) * kGolden + key;
+      for (; at.column < wholes_end; at.column += kWhole, at.index += kWhole, first += kWhole / 2 * kGolden) {
+        auto* const to = static_cast<int8_t*>(how.output) + at.index;
+        whole_to_int8<kRounding>(at.sums, columns, all, at.column, first, to, largest);
+      }
+    }
     __m512i bits = _mm512_setzero_si512();
     const auto draw = [&]() __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq"), always_inline)) {
       const int64_t column = block.first_column + at.column;
       const bool upper = takes_upper_half(column);
-      if (!upper || at.column == 0) {
+      if (!upper || at.column == wholes_end) {
         const auto first = static_cast<uint32_t>(at.index - column + hash_of(column));
         bits = hashes(all, first * kGolden + key);
       }
-      return upper ? _mm512_srli_epi32(bits, 16) : _mm512_and_si512(bits, _mm512_set1_epi32(0xffff));
+      return upper ? upper_half(bits) : lower_half(bits);
     };
     constexpr bool kDraws = kRounding == Rounding::stochastic;
     for (; at.column < whole; at.column += kLanes, at.index += kLanes) {
@@ -169,28 +233,53 @@ TORCH_ODT_TARGET_INLINE float to_int8(const Finish& how, const Block<int32_t>& b
   return _mm512_reduce_max_ps(_mm512_abs_ps(largest));
 }
 
-TORCH_ODT_TARGET float to_floats(const Finish& how, const Block<int32_t>& block) {
+// What does not change from one column of a row to the next.
+struct FloatRow {
+  const int32_t* sums;
+  float* to;
+  __m512i term;
+  __m512 multiplier;
+};
+
+template <bool kByRows, bool kAll>
+TORCH_ODT_TARGET_INLINE void lanes_to_floats(
+    const FloatRow& row, const Columns& columns, int64_t column, int64_t lanes, __m512& largest) {
+  const auto inside = static_cast<__mmask16>(kAll ? 0xffff : (1U << lanes) - 1);
+  __m512i sum = _mm512_add_epi32(_mm512_loadu_si512(row.sums + column), _mm512_load_si512(columns.terms + column));
+  sum = _mm512_add_epi32(sum, row.term);
+  const __m512 multiplier = kByRows ? row.multiplier : _mm512_load_ps(columns.multipliers + column);
+  const __m512 values = _mm512_maskz_mul_ps(inside, _mm512_cvtepi32_ps(sum), multiplier);
+  largest = _mm512_range_ps(largest, values, 0xb);
+  if constexpr (kAll) {
+    _mm512_storeu_ps(row.to + column, values);
+  } else {
+    _mm512_mask_storeu_ps(row.to + column, inside, values);
+  }
+}
+
+template <bool kByRows>
+TORCH_ODT_TARGET_INLINE float rows_to_floats(const Finish& how, const Block<int32_t>& block) {
   const Columns columns(how, block);
-  const bool by_rows = how.per_channel && how.channels_are_rows;
+  const int64_t whole = block.columns / kLanes * kLanes;
   __m512 largest = _mm512_setzero_ps();
-  auto* const output = static_cast<float*>(how.output);
-  for (int64_t row = 0; row < block.rows; ++row) {
-    const int32_t* const sums = block.sums + row * block.stride;
-    float* const to = output + block.places[row];
-    const __m512i row_term = _mm512_set1_epi32(block.row_terms == nullptr ? 0 : block.row_terms[row]);
-    const __m512 of_row = _mm512_set1_ps(by_rows ? how.multipliers[block.first_channel + row] : 0);
-    for (int64_t column = 0; column < block.columns; column += kLanes) {
-      const int64_t lanes = block.columns - column < kLanes ? block.columns - column : kLanes;
-      const auto inside = static_cast<__mmask16>((1U << lanes) - 1);
-      __m512i sum = _mm512_add_epi32(_mm512_loadu_si512(sums + column), _mm512_load_si512(columns.terms + column));
-      sum = _mm512_add_epi32(sum, row_term);
-      const __m512 multiplier = by_rows ? of_row : _mm512_load_ps(columns.multipliers + column);
-      const __m512 values = _mm512_maskz_mul_ps(inside, _mm512_cvtepi32_ps(sum), multiplier);
-      largest = _mm512_range_ps(largest, values, 0xb);
-      _mm512_mask_storeu_ps(to + column, inside, values);
+  for (int64_t i = 0; i < block.rows; ++i) {
+    const FloatRow row = {
+        block.sums + i * block.stride,
+        static_cast<float*>(how.output) + block.places[i],
+        _mm512_set1_epi32(block.row_terms == nullptr ? 0 : block.row_terms[i]),
+        _mm512_set1_ps(kByRows ? how.multipliers[block.first_channel + i] : 0)};
+    for (int64_t column = 0; column < whole; column += kLanes) {
+      lanes_to_floats<kByRows, true>(row, columns, column, kLanes, largest);
+    }
+    if (whole < block.columns) {
+      lanes_to_floats<kByRows, false>(row, columns, whole, block.columns - whole, largest);
     }
   }
   return _mm512_reduce_max_ps(_mm512_abs_ps(largest));
+}
+
+TORCH_ODT_TARGET float to_floats(const Finish& how, const Block<int32_t>& block) {
+  return how.per_channel && how.channels_are_rows ? rows_to_floats<true>(how, block) : rows_to_floats<false>(how, block);
 }
 
 bool has_full_range(const Finish& how, const Block<int32_t>& block) {

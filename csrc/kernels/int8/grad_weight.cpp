@@ -150,8 +150,41 @@ class BlockGradient {
 
  private:
   float sum_narrow(const Finish& how) {
-    sum(0, conv_.out_pixels());
+    const int64_t pixels = conv_.out_pixels();
+    const bool by_columns = how.per_channel && !how.channels_are_rows;
+    if (how.result == Result::floats && !by_columns && table().multiply_to_floats != nullptr && pixels > 0 &&
+        pixels <= std::min(kFewPixels, cut_.chunk_pixels)) {
+      return sum_to_floats(how);
+    }
+    sum(0, pixels);
     return finish_block<int32_t>(own_.sums, how);
+  }
+
+  // Where there are few pixels, sums go where they belong as soon as they are there.
+  float sum_to_floats(const Finish& how) {
+    const int64_t pixels = conv_.out_pixels();
+    begin_sums();
+    pack(0, pixels);
+    end_sums();
+    std::array<int32_t, kMostRows> row_terms;
+    for (int64_t row = 0; row < rows_; ++row) {
+      row_terms[static_cast<size_t>(row)] = row_term<int32_t>(row);
+    }
+    alignas(kAlignment) std::array<int32_t, kMostColumns> column_terms;
+    for (int64_t column = 0; column < cut_.block_columns(); ++column) {
+      column_terms[static_cast<size_t>(column)] = column_term(column);
+    }
+    const int64_t channel = group_ * conv_.out_depth() + first_row_;
+    const int64_t width = conv_.taps() * conv_.in_depth();
+    return table().multiply_to_floats(
+        product_of(pixels, false),
+        {static_cast<float*>(how.output) + channel * width + first_column_,
+         width,
+         columns_,
+         column_terms.data(),
+         row_terms.data(),
+         how.per_channel ? how.multipliers + channel : nullptr,
+         *how.multipliers});
   }
 
   float sum_wide(const Finish& how) {
@@ -167,35 +200,61 @@ class BlockGradient {
   }
 
   void sum(int64_t begin, int64_t end) {
-    if (!right_is_packed_) {
-      std::fill_n(own_.column_sums, cut_.block_columns(), 0);
-    }
-    std::fill_n(own_.row_sums, rows_, 0);
+    begin_sums();
     if (begin == end) {
       std::fill_n(own_.sums, rows_ * cut_.block_columns(), 0);
     }
     for (int64_t pixel = begin; pixel < end; pixel += cut_.chunk_pixels) {
       const int64_t count = std::min(cut_.chunk_pixels, end - pixel);
-      pack_left(pixel, count);
-      if (!right_is_packed_) {
-        pack_right(pixel, count);
-      }
-      table().multiply(
-          {own_.left,
-           cut_.left_row_bytes(),
-           cut_.left_step_bytes(),
-           rows_,
-           own_.right,
-           cut_.panel_bytes(),
-           divided(columns_, kPanelColumns),
-           table().steps(count),
-           own_.sums,
-           cut_.block_columns(),
-           pixel > begin});
+      pack(pixel, count);
+      table().multiply(product_of(count, pixel > begin));
     }
+    end_sums();
+  }
+
+  void begin_sums() {
+    if (!right_is_packed_) {
+      std::fill_n(own_.column_sums, cut_.block_columns(), 0);
+    }
+    std::fill_n(own_.row_sums, rows_, 0);
+  }
+
+  void pack(int64_t first, int64_t count) {
+    pack_left(first, count);
+    if (!right_is_packed_) {
+      pack_right(first, count);
+    }
+  }
+
+  Product product_of(int64_t pixels, bool accumulate) const {
+    return {
+        own_.left,
+        cut_.left_row_bytes(),
+        cut_.left_step_bytes(),
+        rows_,
+        own_.right,
+        cut_.panel_bytes(),
+        divided(columns_, kPanelColumns),
+        table().steps(pixels),
+        own_.sums,
+        cut_.block_columns(),
+        accumulate};
+  }
+
+  void end_sums() {
     for (int64_t row = 0; row < rows_; ++row) {
       own_.wide_row_sums[row] += own_.row_sums[row];
     }
+  }
+
+  // What takes the offsets of both operands off a sum: that of a row, and that of a column.
+  template <typename Sum>
+  Sum row_term(int64_t row) const {
+    return static_cast<Sum>(-operands_.zero_point * own_.wide_row_sums[row]);
+  }
+  int32_t column_term(int64_t column) const {
+    const auto offset = static_cast<uint32_t>(table().left_offset);
+    return static_cast<int32_t>(0 - offset * static_cast<uint32_t>(own_.column_sums[column]));
   }
 
   void pack_left(int64_t first, int64_t count) {
@@ -321,14 +380,12 @@ class BlockGradient {
       const int64_t columns = std::min(kBlockColumns, columns_ - first);
       for (int64_t row = 0; row < rows_; ++row) {
         const auto at = static_cast<size_t>(row);
-        row_terms[at] = static_cast<Sum>(-operands_.zero_point * own_.wide_row_sums[row]);
+        row_terms[at] = row_term<Sum>(row);
         places[at] = (channel + row) * width + first_column_ + first;
       }
       std::array<int32_t, kBlockColumns> column_terms;
       for (int64_t i = 0; i < columns; ++i) {
-        const auto offset = static_cast<uint32_t>(table().left_offset);
-        column_terms[static_cast<size_t>(i)] =
-            static_cast<int32_t>(0 - offset * static_cast<uint32_t>(own_.column_sums[first + i]));
+        column_terms[static_cast<size_t>(i)] = column_term(first + i);
       }
       largest = std::max(
           largest,

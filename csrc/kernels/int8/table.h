@@ -37,6 +37,17 @@ struct Product {
   bool accumulate;
 };
 
+// What sums become where they are fp32 at once: (sum + column term + row term) * multiplier.
+struct Floats {
+  float* output;
+  int64_t stride; // from one row to the next
+  int64_t columns; // of the panels, all that are written
+  const int32_t* column_terms; // for whole panels
+  const int32_t* row_terms;
+  const float* row_multipliers; // or null, where there is one for all
+  float multiplier;
+};
+
 // Where four rows of the depth become one step: rows[4 * step + i][column] goes to byte i of
 // to[column / 16 * block_bytes + step * step_bytes + column % 16 * 4]. Columns are filled up with zeros to whole blocks.
 struct Interleaving {
@@ -77,6 +88,9 @@ struct Table {
   void (*multiply)(const Product& product);
   // Adds the sum of each column of a panel to 16 sums; null where there is no left_offset.
   void (*add_column_sums)(const void* panel, int64_t steps, int32_t* sums) = nullptr;
+  // The product as fp32, with the bits of finish(), for short sums, of which writing is most of the work; returns the
+  // largest absolute value. Nothing is written behind the last row. Null where a set has no such function.
+  float (*multiply_to_floats)(const Product& product, const Floats& to) = nullptr;
 
   int64_t step_values() const {
     return kStepBytes / value_bytes;

@@ -130,6 +130,10 @@ std::vector<Conv2d> int8_convolutions() {
       {1, axis(9, 3, 1, 2, 2), axis(9, 3, 1, 2, 2), 16, 16, 16},
       {1, axis(4, 4, 1, 1), axis(3, 2, 3, 1), 3, 3, 3},
       {1, axis(2, 3, 1, 1), axis(1, 3, 1, 1), 70, 70, 70},
+      // ... with more rows, columns and channels than are summed at a time.
+      {2, axis(21, 3, 1, 1), axis(4, 3, 1, 1), 209, 209, 209},
+      {1, axis(19, 3, 2, 1), axis(230, 3, 2, 1), 130, 130, 130},
+      {1, axis(12, 7, 1, 3), axis(90, 7, 1, 3), 150, 150, 150},
   };
 }
 

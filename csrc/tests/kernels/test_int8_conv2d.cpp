@@ -61,6 +61,40 @@ TEST(int8_convolutions_of_extremes_are_exact) {
   }
 }
 
+// By a factor of each output channel. Where there are few pixels, sums of some sets are never stored as such.
+TEST(int8_gradients_of_weights_become_floats) {
+  for (const Conv2d& conv : int8_convolutions()) {
+    const Context here(text_of(conv));
+    const Int8Sample sample(conv, 3, Values::random);
+    std::vector<float> multipliers;
+    for (int64_t channel = 0; channel < conv.out_channels; ++channel) {
+      multipliers.push_back(0.001F * static_cast<float>(channel + 1));
+    }
+    const std::vector<int64_t> sums = sample.grad_weight();
+    std::vector<float> floats(sums.size(), 77.0F);
+    kernels::int8::Finish how;
+    how.result = kernels::int8::Result::floats;
+    how.output = floats.data();
+    how.multipliers = multipliers.data();
+    how.per_channel = true;
+    how.channels_are_rows = true;
+    std::vector<int64_t> grad_bias;
+    for (const int64_t threads : {1, 3}) {
+      float most = 0;
+      const float largest = run_grad_weight(sample, how, threads, grad_bias);
+      for (size_t i = 0; i < sums.size(); ++i) {
+        const float scaled = static_cast<float>(sums[i]) * multipliers[i * multipliers.size() / sums.size()];
+        most = std::max(most, std::abs(scaled));
+        if (floats[i] != scaled) {
+          CHECK_EQUAL(floats[i], scaled);
+          break;
+        }
+      }
+      CHECK_EQUAL(largest, most);
+    }
+  }
+}
+
 // More terms than int32 can sum over, or than are multiplied at a time; and what windows of pixels are too wide for.
 std::vector<Conv2d> long_sums() {
   return {

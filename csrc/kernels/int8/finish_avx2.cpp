@@ -1,0 +1,262 @@
+#include "finish_avx2.h"
+
+#if defined(__x86_64__) && defined(__GNUC__)
+
+#include "draws.h"
+#include "intrinsics_x86.h"
+
+#define TORCH_ODT_TARGET [[gnu::target("avx2,fma")]]
+#define TORCH_ODT_TARGET_INLINE [[gnu::target("avx2,fma"), gnu::always_inline]] static inline
+
+namespace torch_odt::kernels::int8 {
+
+namespace {
+
+constexpr int64_t kLanes = 8;
+constexpr int64_t kHalf = 16; // columns whose draws are the same halves of hashes
+constexpr int64_t kWhole = 32; // columns whose bytes are one vector
+
+// What all rows share, in registers.
+struct Constants {
+  __m256i low;
+  __m256i high;
+  __m256i zero_point;
+  __m256i draw_steps;
+};
+
+TORCH_ODT_TARGET_INLINE __m256i hashes(const Constants& all, uint32_t first) {
+  __m256i bits = _mm256_add_epi32(all.draw_steps, _mm256_set1_epi32(static_cast<int32_t>(first)));
+  bits = _mm256_xor_si256(bits, _mm256_srli_epi32(bits, 16));
+  bits = _mm256_mullo_epi32(bits, _mm256_set1_epi32(static_cast<int32_t>(kFirstFactor)));
+  bits = _mm256_xor_si256(bits, _mm256_srli_epi32(bits, 15));
+  bits = _mm256_mullo_epi32(bits, _mm256_set1_epi32(static_cast<int32_t>(kSecondFactor)));
+  return _mm256_xor_si256(bits, _mm256_srli_epi32(bits, 16));
+}
+
+// The draws of 16 columns as 16-bit numbers: `first` is what their hashes begin with.
+struct Draws {
+  __m256i bits[2];
+
+  TORCH_ODT_TARGET_INLINE void draw(Draws& to, const Constants& all, uint32_t first) {
+    to.bits[0] = hashes(all, first);
+    to.bits[1] = hashes(all, first + static_cast<uint32_t>(kLanes) * kGolden);
+  }
+  TORCH_ODT_TARGET_INLINE __m256i of(const Draws& draws, int part, bool upper) {
+    const __m256i bits = draws.bits[part];
+    return upper ? _mm256_srli_epi32(bits, 16) : _mm256_and_si256(bits, _mm256_set1_epi32(0xffff));
+  }
+};
+
+template <Rounding kRounding>
+TORCH_ODT_TARGET_INLINE __m256i rounded(__m256 values, __m256i draws) {
+  if constexpr (kRounding == Rounding::nearest) {
+    return _mm256_cvtps_epi32(values);
+  } else {
+    // The product is exact: as a fused multiply-add it has the bits of a multiplication and an addition.
+    const __m256 raised = _mm256_fmadd_ps(_mm256_cvtepi32_ps(draws), _mm256_set1_ps(kDrawUnit), values);
+    return _mm256_cvttps_epi32(_mm256_floor_ps(raised));
+  }
+}
+
+TORCH_ODT_TARGET_INLINE __m256 larger(__m256 largest, __m256 values) {
+  const __m256 sign = _mm256_set1_ps(-0.0F);
+  return _mm256_max_ps(largest, _mm256_andnot_ps(sign, values));
+}
+
+TORCH_ODT_TARGET_INLINE __m256 scaled(const int32_t* sums, const Columns& columns, __m256i row_term, int64_t column) {
+  const __m256i terms = _mm256_load_si256((const __m256i*)(columns.terms + column));
+  __m256i sum = _mm256_add_epi32(_mm256_loadu_si256((const __m256i*)(sums + column)), terms);
+  sum = _mm256_add_epi32(sum, row_term);
+  return _mm256_mul_ps(_mm256_cvtepi32_ps(sum), _mm256_load_ps(columns.multipliers + column));
+}
+
+// Lanes that are columns of the block, where `count` of them are left.
+TORCH_ODT_TARGET_INLINE __m256i inside(int64_t count) {
+  const __m256i lanes = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
+  return _mm256_cmpgt_epi32(_mm256_set1_epi32(static_cast<int32_t>(count)), lanes);
+}
+
+// Large values as others that int8 is clamped to as well: what int32 does not hold becomes its lowest number.
+TORCH_ODT_TARGET_INLINE __m256 limited(__m256 values) {
+  values = _mm256_min_ps(values, _mm256_set1_ps(4194304.0F));
+  return _mm256_max_ps(values, _mm256_set1_ps(-4194304.0F));
+}
+
+// 32 columns in the full range, whose values int32 holds: nothing but int8's own ends limits them.
+template <Rounding kRounding>
+TORCH_ODT_TARGET_INLINE void whole_to_int8(
+    const int32_t* sums,
+    const Columns& columns,
+    const Constants& all,
+    int64_t column,
+    uint32_t first,
+    int8_t* to,
+    __m256& largest) {
+  Draws draws{};
+  if constexpr (kRounding == Rounding::stochastic) {
+    Draws::draw(draws, all, first);
+  }
+  __m256i whole[4];
+#pragma GCC unroll 4
+  for (int part = 0; part < 4; ++part) {
+    const __m256 values = scaled(sums, columns, _mm256_setzero_si256(), column + part * kLanes);
+    largest = larger(largest, values);
+    whole[part] = rounded<kRounding>(values, Draws::of(draws, part % 2, part >= 2));
+  }
+  // Packing works on lanes of 16 bytes: four columns of each vector in turn.
+  const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
+  const __m256i bytes =
+      _mm256_packs_epi16(_mm256_packs_epi32(whole[0], whole[1]), _mm256_packs_epi32(whole[2], whole[3]));
+  _mm256_storeu_si256((__m256i*)to, _mm256_permutevar8x32_epi32(bytes, order));
+}
+
+// 16 columns, or fewer at the end of a row, with zero point, clamp and mask.
+template <Rounding kRounding>
+TORCH_ODT_TARGET_INLINE void half_to_int8(
+    const Finish& how,
+    const int32_t* sums,
+    const Columns& columns,
+    const Constants& all,
+    __m256i row_term,
+    int64_t column,
+    int64_t count,
+    const Draws& draws,
+    bool upper,
+    int64_t index,
+    __m256& largest) {
+  __m256i between[2];
+  uint64_t kept = 0;
+#pragma GCC unroll 2
+  for (int part = 0; part < 2; ++part) {
+    __m256 values = scaled(sums, columns, row_term, column + part * kLanes);
+    values = _mm256_and_ps(values, _mm256_castsi256_ps(inside(count - part * kLanes)));
+    largest = larger(largest, values);
+    const __m256i nearby = rounded<kRounding>(limited(values), Draws::of(draws, part, upper));
+    const __m256i whole = _mm256_add_epi32(nearby, all.zero_point);
+    between[part] = _mm256_min_epi32(_mm256_max_epi32(whole, all.low), all.high);
+    const __m256i same = _mm256_cmpeq_epi32(whole, between[part]);
+    kept |= static_cast<uint64_t>(_mm256_movemask_ps(_mm256_castsi256_ps(same))) << (part * kLanes);
+  }
+  const __m256i words = _mm256_permute4x64_epi64(_mm256_packs_epi32(between[0], between[1]), 0xd8);
+  const __m128i bytes = _mm_packs_epi16(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1));
+  auto* const to = static_cast<int8_t*>(how.output) + index;
+  if (count >= kHalf) {
+    _mm_storeu_si128((__m128i*)to, bytes);
+  } else {
+    __builtin_memcpy(to, &bytes, static_cast<unsigned long>(count));
+  }
+  if (how.mask != nullptr) {
+    const int64_t some = count < kHalf ? count : kHalf;
+    note_bits(how.mask, index, some, kept & ((uint64_t{1} << some) - 1));
+  }
+}
+
+TORCH_ODT_TARGET_INLINE float largest_of(__m256 values) {
+  float lanes[kLanes];
+  _mm256_storeu_ps(lanes, values);
+  float largest = 0;
+  for (const float lane : lanes) {
+    largest = lane > largest ? lane : largest;
+  }
+  return largest;
+}
+
+// Whether nothing but int8's own ends limits what is written, and no sum times its multiplier is more than int32 holds.
+TORCH_ODT_TARGET_INLINE bool has_full_range(const Finish& how, const Block<int32_t>& block, const Columns& columns) {
+  if (how.zero_point != 0 || how.low != -128 || how.high != 127 || how.mask != nullptr || block.row_terms != nullptr) {
+    return false;
+  }
+  int fractions = 0xff;
+  for (int64_t column = 0; column < block.columns; column += kLanes) {
+    const __m256 magnitude = _mm256_andnot_ps(_mm256_set1_ps(-0.0F), _mm256_load_ps(columns.multipliers + column));
+    fractions &= _mm256_movemask_ps(_mm256_cmp_ps(magnitude, _mm256_set1_ps(1), _CMP_LT_OQ));
+  }
+  return fractions == 0xff;
+}
+
+template <Rounding kRounding>
+TORCH_ODT_TARGET float to_int8(const Finish& how, const Block<int32_t>& block) {
+  const Columns columns(how, block);
+  const __m256i lanes = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
+  const Constants all = {
+      _mm256_set1_epi32(how.low),
+      _mm256_set1_epi32(how.high),
+      _mm256_set1_epi32(how.zero_point),
+      _mm256_mullo_epi32(lanes, _mm256_set1_epi32(static_cast<int32_t>(kGolden)))};
+  Keys keys(how.seed);
+  __m256 largest = _mm256_setzero_ps();
+  const bool in_wholes = block.first_column % kWhole == 0 && has_full_range(how, block, columns);
+  for (int64_t row = 0; row < block.rows; ++row) {
+    const int64_t place = block.places[row];
+    const uint32_t key = keys.at(place - block.first_column);
+    const int32_t* const sums = block.sums + row * block.stride;
+    const auto first_of = [&](int64_t column) {
+      return static_cast<uint32_t>(place - block.first_column + hash_of(column)) * kGolden + key;
+    };
+    int64_t column = 0;
+    for (; in_wholes && column + kWhole <= block.columns; column += kWhole) {
+      auto* const to = static_cast<int8_t*>(how.output) + place + column;
+      whole_to_int8<kRounding>(sums, columns, all, column, first_of(block.first_column + column), to, largest);
+    }
+    const __m256i row_term = _mm256_set1_epi32(block.row_terms == nullptr ? 0 : block.row_terms[row]);
+    Draws draws{};
+    for (const int64_t first = column; column < block.columns; column += kHalf) {
+      const bool upper = takes_upper_half(block.first_column + column);
+      if (kRounding == Rounding::stochastic && (!upper || column == first)) {
+        Draws::draw(draws, all, first_of(block.first_column + column));
+      }
+      half_to_int8<kRounding>(
+          how, sums, columns, all, row_term, column, block.columns - column, draws, upper, place + column, largest);
+    }
+  }
+  return largest_of(largest);
+}
+
+TORCH_ODT_TARGET float to_floats(const Finish& how, const Block<int32_t>& block) {
+  const Columns columns(how, block);
+  const bool by_rows = how.per_channel && how.channels_are_rows;
+  __m256 largest = _mm256_setzero_ps();
+  auto* const output = static_cast<float*>(how.output);
+  for (int64_t row = 0; row < block.rows; ++row) {
+    const int32_t* const sums = block.sums + row * block.stride;
+    float* const to = output + block.places[row];
+    const __m256i row_term = _mm256_set1_epi32(block.row_terms == nullptr ? 0 : block.row_terms[row]);
+    const __m256 of_row = _mm256_set1_ps(by_rows ? how.multipliers[block.first_channel + row] : 0);
+    for (int64_t column = 0; column < block.columns; column += kLanes) {
+      const __m256i terms = _mm256_load_si256((const __m256i*)(columns.terms + column));
+      __m256i sum = _mm256_add_epi32(_mm256_loadu_si256((const __m256i*)(sums + column)), terms);
+      sum = _mm256_add_epi32(sum, row_term);
+      const __m256 multiplier = by_rows ? of_row : _mm256_load_ps(columns.multipliers + column);
+      __m256 values = _mm256_mul_ps(_mm256_cvtepi32_ps(sum), multiplier);
+      if (column + kLanes <= block.columns) {
+        _mm256_storeu_ps(to + column, values);
+      } else {
+        const __m256i some = inside(block.columns - column);
+        values = _mm256_and_ps(values, _mm256_castsi256_ps(some));
+        _mm256_maskstore_ps(to + column, some, values);
+      }
+      largest = larger(largest, values);
+    }
+  }
+  return largest_of(largest);
+}
+
+} // namespace
+
+bool has_finish_avx2(const Finish& how) {
+  const bool by_columns = !(how.per_channel && how.channels_are_rows);
+  return how.result == Result::floats ||
+      (how.result == Result::int8 && how.rounding != Rounding::pseudo_stochastic && by_columns);
+}
+
+float finish_avx2(const Finish& how, const Block<int32_t>& block) {
+  if (how.result == Result::floats) {
+    return to_floats(how, block);
+  }
+  return how.rounding == Rounding::nearest ? to_int8<Rounding::nearest>(how, block)
+                                           : to_int8<Rounding::stochastic>(how, block);
+}
+
+} // namespace torch_odt::kernels::int8
+
+#endif
