@@ -19,7 +19,7 @@ namespace {
 using namespace kernels::int8;
 
 constexpr int64_t kColumns[] = {1, 7, 15, 16, 17, 24, 31, 32, 33, 49, 64, 79, 130};
-constexpr int64_t kCounts[] = {0, 1, 7, 16, 63, 64, 65, 200};
+constexpr int64_t kRowCounts[] = {0, 1, 7, 16, 63, 64, 65, 200};
 
 // Numbers from -1 to 1, of which every ninth is 0.
 struct Numbers {
@@ -34,13 +34,13 @@ struct Numbers {
   }
 };
 
-struct Sample {
+struct RowsSample {
   std::vector<float> values;
   std::vector<uint8_t> mask;
   std::vector<float> factors;
   Rows rows;
 
-  Sample(int64_t count, int64_t columns, bool masked)
+  RowsSample(int64_t count, int64_t columns, bool masked)
       : values(static_cast<size_t>(count * columns)),
         mask(static_cast<size_t>((count * columns + 7) / 8)),
         factors(static_cast<size_t>(columns + kPaddedColumns)) {
@@ -79,7 +79,7 @@ TEST(int8_rows_are_scanned) {
   for (const int64_t columns : kColumns) {
     for (const int64_t count : {int64_t{1}, int64_t{5}, kRowsOfSum + 3}) {
       for (const bool masked : {false, true}) {
-        const Sample sample(count, columns, masked);
+        const RowsSample sample(count, columns, masked);
         std::vector<float> largest(static_cast<size_t>(columns));
         std::vector<float> sums(static_cast<size_t>(columns));
         std::vector<char> workspace(static_cast<size_t>(scan_workspace_bytes(sample.rows)));
@@ -106,7 +106,7 @@ TEST(int8_rows_are_scanned) {
 
 TEST(int8_rows_that_are_not_finite_are_told) {
   for (const float bad : {NAN, -NAN, INFINITY, -INFINITY}) {
-    Sample sample(3, 17, false);
+    RowsSample sample(3, 17, false);
     sample.values[2 * 17 + 16] = bad;
     std::vector<float> largest(17);
     std::vector<float> sums(17);
@@ -120,7 +120,7 @@ TEST(int8_rows_are_rounded) {
   constexpr uint64_t kSeed = 0x123456789abcdefU;
   for (const int64_t columns : kColumns) {
     for (const bool masked : {false, true}) {
-      const Sample sample(5, columns, masked);
+      const RowsSample sample(5, columns, masked);
       // One byte behind the last must stay as it was.
       std::vector<int8_t> first(sample.values.size() + 1, 99);
       std::vector<int8_t> second = first;
@@ -145,7 +145,7 @@ TEST(int8_rows_are_rounded) {
 }
 
 TEST(int8_rows_count_what_is_clamped) {
-  Sample sample(3, 33, false);
+  RowsSample sample(3, 33, false);
   for (float& value : sample.values) {
     value *= 300;
   }
@@ -173,7 +173,7 @@ int32_t shifted(int32_t sum, int64_t shift) {
 
 TEST(int8_sums_are_shifted) {
   Numbers numbers;
-  for (const int64_t count : kCounts) {
+  for (const int64_t count : kRowCounts) {
     std::vector<int32_t> sums(static_cast<size_t>(count));
     for (int32_t& sum : sums) {
       sum = static_cast<int32_t>(numbers.bits() << 8) >> numbers.bits() % 31;
@@ -196,7 +196,7 @@ TEST(int8_sums_are_shifted) {
 
 TEST(int8_weights_are_updated_and_gradients_kept) {
   Numbers numbers;
-  for (const int64_t count : kCounts) {
+  for (const int64_t count : kRowCounts) {
     std::vector<int8_t> weights(static_cast<size_t>(count) + 1, 99);
     std::vector<int8_t> steps(weights.size());
     for (int64_t i = 0; i < count; ++i) {
@@ -231,7 +231,7 @@ bool on_grid(float real, const ToGrid& to, int8_t& value) {
 
 TEST(int8_numbers_are_put_on_grids) {
   Numbers numbers;
-  for (const int64_t count : kCounts) {
+  for (const int64_t count : kRowCounts) {
     std::vector<float> real(static_cast<size_t>(count));
     std::vector<int8_t> left(real.size());
     std::vector<int8_t> right(real.size());
