@@ -227,7 +227,8 @@ class Bench:
                     run.oracle_seconds.append(oracle.seconds(*stretches[len(run.oracle_seconds)]))
                 if left is not None:
                     tell(balloon, most - left)
-                    tell(trainer, "go")
+                    with suppress(BrokenPipeError):  # it was ended while it waited
+                        tell(trainer, "go")
             run.return_code = trainer.wait()
             # Where the trainer and the group's last bytes went together, the system may have ended both.
             with suppress(BrokenPipeError):
