@@ -66,6 +66,11 @@ def main() -> None:
                 bytes_ = {} if options.no_memory else {way: in_a_process(way, name, batch, pixels) for way in ways}
                 cells.append({"model": name, "batch": batch, "pixels": pixels, "seconds": seconds, "bytes": bytes_})
                 print_cell(cells[-1], first=len(cells) == 1)
+                # After each cell: what interrupts a later one takes nothing away.
+                save(cells, options)
+
+
+def save(cells: list[dict[str, Any]], options: argparse.Namespace) -> None:
     if options.out is not None:
         options.out.mkdir(parents=True, exist_ok=True)
         report = {"machine": describe_machine(), "threads": options.threads, "cells": cells}
