@@ -79,27 +79,34 @@ class PackedRows {
 
   template <bool kAsPixels>
   void pack(const Strip& strip, int64_t start, char* to, const int8_t* padding) const {
-    const int64_t rows = rows_of_step();
-    const int64_t before = std::clamp<int64_t>(-strip.first_column, 0, strip.width);
-    const int64_t inside = std::clamp<int64_t>(strip.columns - strip.first_column, before, strip.width);
-    for (int64_t i = 0; i < rows; ++i) {
-      const int64_t row = start + i * steps_.spacing;
-      const bool shown = row >= 0 && row < strip.rows;
-      const int64_t line = (row * strip.columns + strip.first_column) * strip.pixel_stride;
-      const int8_t** const pixels = pixels_ + i;
-      for (int64_t column = 0; column < (shown ? before : strip.width); ++column) {
-        pixels[column * rows] = padding;
-      }
-      for (int64_t column = before; shown && column < inside; ++column) {
-        pixels[column * rows] = strip.image + (line + column * strip.pixel_stride);
-      }
-      for (int64_t column = inside; shown && column < strip.width; ++column) {
-        pixels[column * rows] = padding;
-      }
-    }
+    rows_of_step() == 4 ? find_pixels<4>(strip, start, padding) : find_pixels<2>(strip, start, padding);
     const Table& packing = depthwise_table().packing();
     const auto function = kAsPixels ? packing.pack_left_columns : packing.pack_right;
     function({pixels_, strip.width, strip.channels, to, strip.width * kPanelStepBytes, kPanelStepBytes});
+  }
+
+  // Column by column, where each row's first channel lies.
+  template <int kRows>
+  void find_pixels(const Strip& strip, int64_t start, const int8_t* padding) const {
+    const int64_t first_inside = std::clamp<int64_t>(-strip.first_column, 0, strip.width);
+    const int64_t last_inside = std::clamp<int64_t>(strip.columns - strip.first_column, first_inside, strip.width);
+    std::fill_n(pixels_, first_inside * kRows, padding);
+    std::fill(pixels_ + last_inside * kRows, pixels_ + strip.width * kRows, padding);
+    const int8_t* at[kRows];
+    int64_t strides[kRows];
+    for (int i = 0; i < kRows; ++i) {
+      const int64_t row = start + i * steps_.spacing;
+      const bool shown = row >= 0 && row < strip.rows;
+      const int64_t place = (row * strip.columns + strip.first_column + first_inside) * strip.pixel_stride;
+      at[i] = shown ? strip.image + place : padding;
+      strides[i] = shown ? strip.pixel_stride : 0;
+    }
+    for (const int8_t** to = pixels_ + first_inside * kRows; to < pixels_ + last_inside * kRows; to += kRows) {
+      for (int i = 0; i < kRows; ++i) {
+        to[i] = at[i];
+        at[i] += strides[i];
+      }
+    }
   }
 
   const RowSteps steps_;
