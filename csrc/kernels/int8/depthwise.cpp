@@ -121,7 +121,7 @@ struct Workspace {
 
 } // namespace
 
-bool goes_by_windows(const Conv2d& conv, Pass pass) {
+bool goes_by_channels(const Conv2d& conv, Pass pass) {
   if (!conv.depthwise() || conv.taps() > kMostDepth) {
     return false;
   }

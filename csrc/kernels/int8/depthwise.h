@@ -7,9 +7,10 @@
 
 namespace torch_odt::kernels::int8 {
 
-// Whether a pass is computed by windows: depthwise ones, unless int32 does not hold their sums or a row's pixels are too
-// many for the workspace. Those are products of matrices with a group for each channel. It goes by the weight alone.
-bool goes_by_windows(const Conv2d& conv, Pass pass);
+// Whether a pass is computed channel by channel: depthwise ones, unless int32 does not hold their sums or taps reach over
+// more columns than the workspace has room for. Those are products of matrices with a group for each channel. It goes by
+// the weight alone.
+bool goes_by_channels(const Conv2d& conv, Pass pass);
 
 int64_t depthwise_packed_bytes(const Conv2d& conv, Pass pass);
 void depthwise_pack_weight(const Conv2d& conv, Pass pass, const int8_t* weight, void* packed);

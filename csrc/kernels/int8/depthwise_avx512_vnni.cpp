@@ -36,25 +36,53 @@ TORCH_ODT_TARGET void sum_outputs(
   }
 }
 
-// Few taps under one step of rows: the weights stay in registers.
-template <int kTaps>
+// Few taps under one step of rows, for lines that see the same: the weights stay in registers.
+template <int kLines, int kTaps>
 TORCH_ODT_TARGET void sum_few_taps(const DepthwiseRows& of, int64_t block_bytes, const char* weights, int32_t* to) {
-  __m512i taps[kTaps];
+  __m512i taps[kLines][kTaps];
+#pragma GCC unroll 4
+  for (int line = 0; line < kLines; ++line) {
 #pragma GCC unroll 3
-  for (int tap = 0; tap < kTaps; ++tap) {
-    taps[tap] = _mm512_loadu_si512(weights + tap * kPanelStepBytes);
+    for (int tap = 0; tap < kTaps; ++tap) {
+      taps[line][tap] = _mm512_loadu_si512(weights + line * of.weights_line_bytes + tap * kPanelStepBytes);
+    }
   }
   const char* pixels = of.steps[0] + block_bytes;
   const int64_t spacing_bytes = of.spacing * kPanelStepBytes;
+  const int64_t line_sums = of.outputs * of.sums_stride;
   for (int64_t output = 0; output < of.outputs; ++output) {
-    __m512i sum = _mm512_setzero_si512();
+    __m512i sums[kLines];
 #pragma GCC unroll 3
     for (int tap = 0; tap < kTaps; ++tap) {
-      sum = _mm512_dpbusd_epi32(sum, _mm512_loadu_si512(pixels + tap * spacing_bytes), taps[tap]);
+      const __m512i pixel = _mm512_loadu_si512(pixels + tap * spacing_bytes);
+#pragma GCC unroll 4
+      for (int line = 0; line < kLines; ++line) {
+        const __m512i before = tap == 0 ? _mm512_setzero_si512() : sums[line];
+        sums[line] = _mm512_dpbusd_epi32(before, pixel, taps[line][tap]);
+      }
     }
-    _mm512_storeu_si512(to, sum);
+#pragma GCC unroll 4
+    for (int line = 0; line < kLines; ++line) {
+      _mm512_storeu_si512(to + line * line_sums, sums[line]);
+    }
     pixels += of.step * kPanelStepBytes;
     to += of.sums_stride;
+  }
+}
+
+// As many lines at a time as most groups have where taps are so few.
+template <int kLines, int kTaps>
+void sum_lines_of_few_taps(const DepthwiseRows& of) {
+  if (of.lines != kLines) {
+    sum_lines<sum_few_taps<1, kTaps>>(of);
+    return;
+  }
+  for (int64_t block = 0; block < of.blocks; ++block) {
+    sum_few_taps<kLines, kTaps>(
+        of,
+        block * of.steps_block_bytes,
+        of.weights + block * of.weights_block_bytes,
+        of.sums + block * kPanelColumns);
   }
 }
 
@@ -73,11 +101,11 @@ void sum_line(const DepthwiseRows& of, int64_t block_bytes, const char* weights,
 
 void sum_rows(const DepthwiseRows& of) {
   if (of.row_steps == 1 && of.taps == 3) {
-    sum_lines<sum_few_taps<3>>(of);
+    sum_lines_of_few_taps<2, 3>(of);
   } else if (of.row_steps == 1 && of.taps == 2) {
-    sum_lines<sum_few_taps<2>>(of);
+    sum_lines_of_few_taps<3, 2>(of);
   } else if (of.row_steps == 1 && of.taps == 1) {
-    sum_lines<sum_few_taps<1>>(of);
+    sum_lines_of_few_taps<4, 1>(of);
   } else {
     sum_lines<sum_line>(of);
   }

@@ -79,27 +79,29 @@ class PackedRows {
 
   template <bool kAsPixels>
   void pack(const Strip& strip, int64_t start, char* to, const int8_t* padding) const {
-    const int64_t rows = rows_of_step();
-    const int64_t before = std::clamp<int64_t>(-strip.first_column, 0, strip.width);
-    const int64_t inside = std::clamp<int64_t>(strip.columns - strip.first_column, before, strip.width);
-    for (int64_t i = 0; i < rows; ++i) {
-      const int64_t row = start + i * steps_.spacing;
-      const bool shown = row >= 0 && row < strip.rows;
-      const int64_t line = (row * strip.columns + strip.first_column) * strip.pixel_stride;
-      const int8_t** const pixels = pixels_ + i;
-      for (int64_t column = 0; column < (shown ? before : strip.width); ++column) {
-        pixels[column * rows] = padding;
-      }
-      for (int64_t column = before; shown && column < inside; ++column) {
-        pixels[column * rows] = strip.image + (line + column * strip.pixel_stride);
-      }
-      for (int64_t column = inside; shown && column < strip.width; ++column) {
-        pixels[column * rows] = padding;
-      }
-    }
+    find_pixels(strip, start, padding);
     const Table& packing = depthwise_table().packing();
     const auto function = kAsPixels ? packing.pack_left_columns : packing.pack_right;
     function({pixels_, strip.width, strip.channels, to, strip.width * kPanelStepBytes, kPanelStepBytes});
+  }
+
+  // Column by column, where each row's first channel lies.
+  void find_pixels(const Strip& strip, int64_t start, const int8_t* padding) const {
+    const int64_t rows = rows_of_step();
+    const int64_t first_inside = std::clamp<int64_t>(-strip.first_column, 0, strip.width);
+    const int64_t last_inside = std::clamp<int64_t>(strip.columns - strip.first_column, first_inside, strip.width);
+    std::fill_n(pixels_, first_inside * rows, padding);
+    std::fill(pixels_ + last_inside * rows, pixels_ + strip.width * rows, padding);
+    for (int64_t i = 0; i < rows; ++i) {
+      const int64_t row = start + i * steps_.spacing;
+      const bool shown = row >= 0 && row < strip.rows;
+      const int64_t place = (row * strip.columns + strip.first_column + first_inside) * strip.pixel_stride;
+      const int64_t stride = shown ? strip.pixel_stride : 0;
+      const int8_t* pixel = shown ? strip.image + place : padding;
+      for (int64_t column = first_inside; column < last_inside; ++column, pixel += stride) {
+        pixels_[column * rows + i] = pixel;
+      }
+    }
   }
 
   const RowSteps steps_;

@@ -108,7 +108,7 @@ void pack_forward_panel(
 } // namespace
 
 int64_t packed_bytes(const Conv2d& conv, Pass pass) {
-  if (goes_by_windows(conv, pass)) {
+  if (goes_by_channels(conv, pass)) {
     return depthwise_packed_bytes(conv, pass);
   }
   int64_t bytes = 0;
@@ -119,7 +119,7 @@ int64_t packed_bytes(const Conv2d& conv, Pass pass) {
 }
 
 void pack_weight(const Conv2d& conv, Pass pass, const int8_t* weight, const Threads& threads, void* packed) {
-  if (goes_by_windows(conv, pass)) {
+  if (goes_by_channels(conv, pass)) {
     depthwise_pack_weight(conv, pass, weight, packed);
     return;
   }

@@ -278,7 +278,7 @@ float run_pass(
 } // namespace
 
 int64_t workspace_bytes(const Conv2d& conv, Pass pass) {
-  if (goes_by_windows(conv, pass)) {
+  if (goes_by_channels(conv, pass)) {
     return depthwise_workspace_bytes(conv, pass);
   }
   int64_t most = 0;
@@ -297,7 +297,7 @@ float forward(
     const Finish& how,
     const Threads& threads,
     void* workspace) {
-  if (goes_by_windows(conv, Pass::forward)) {
+  if (goes_by_channels(conv, Pass::forward)) {
     return depthwise_pass(conv, Pass::forward, input, zero_point, packed, bias, how, threads, workspace);
   }
   const Source source{input, conv.in_channels, zero_point, bias};
@@ -312,7 +312,7 @@ float grad_input(
     const Finish& how,
     const Threads& threads,
     void* workspace) {
-  if (goes_by_windows(conv, Pass::grad_input)) {
+  if (goes_by_channels(conv, Pass::grad_input)) {
     return depthwise_pass(conv, Pass::grad_input, grad_output, 0, packed, nullptr, how, threads, workspace);
   }
   const Source source{grad_output, conv.out_channels, 0, nullptr};

@@ -95,7 +95,7 @@ TEST(int8_gradients_of_weights_become_floats) {
   }
 }
 
-// More terms than int32 can sum over, or than are multiplied at a time; and what windows of pixels are too wide for.
+// More terms than int32 can sum over, or than are multiplied at a time; and taps that are too many or too far apart for the workspace.
 std::vector<Conv2d> long_sums() {
   return {
       {3, axis(1, 1), axis(1, 1), 70000, 5, 1},
