@@ -92,6 +92,26 @@ class SizedGraph:
 
 
 @dataclass
+class KnownSizes:
+    """What has been captured and measured of a step, for all that plans it.
+
+    Attributes:
+        sized: by batch size.
+        placed: what was placed last, by batch size and whether gradients may exist.
+    """
+
+    sized: dict[int, SizedGraph] = field(default_factory=dict)
+    placed: dict[tuple[int, bool], PlannedPart] = field(default_factory=dict)
+
+    def forget_estimates(self) -> bool:
+        """Forget the sizes of which not everything was measured; returns whether there were any."""
+        estimated = [size for size, each in self.sized.items() if not each.is_measured]
+        for size in estimated:
+            del self.sized[size]
+        return bool(estimated)
+
+
+@dataclass
 class Candidates:
     """Makes candidates, capturing and profiling a size when it is first asked for.
 
@@ -111,6 +131,7 @@ class Candidates:
         time_share: how much of its own limit a named planner may take for these plans.
         reserves_time: a named planner's time is kept in part for planning again, as for the fewest bytes.
         is_passing: the limit will be another one soon, so that `auto` looks no longer than a step takes.
+        known: what has been captured and measured before; what is new is added.
     """
 
     batch: int
@@ -126,12 +147,11 @@ class Candidates:
     time_share: float = 1.0
     reserves_time: bool = True
     is_passing: bool = False
+    known: KnownSizes = field(default_factory=KnownSizes)
     notes: list[str] = field(default_factory=list)
     _limited: bool = True
     _time: PlanningTime = field(init=False)
     _graphs: dict[int, TrainingGraph] = field(default_factory=dict)
-    _sized: dict[int, SizedGraph] = field(default_factory=dict)
-    _last_placed: dict[tuple[int, bool], PlannedPart] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         own_seconds = 0.0 if self.planner == "auto" else own_time_limit(get_planner(self.planner)) or 0.0
@@ -178,8 +198,8 @@ class Candidates:
         Half of the time goes into the same micro-batches, half of the rest into the next size that has been looked at,
         and so on. None is captured for it: what that leaves behind would count against the budget.
         """
-        known = [sizes for sizes in self._splits(micro_batch) if all(size in self._sized for size in sizes)]
-        others = [sizes for sizes in known if sizes != best.sizes]
+        looked_at = [sizes for sizes in self._splits(micro_batch) if all(size in self.known.sized for size in sizes)]
+        others = [sizes for sizes in looked_at if sizes != best.sizes]
         for sizes in (best.sizes, *others):
             fits = best.total_bytes <= limit_bytes
             left_seconds = self._time.left_seconds
@@ -221,9 +241,7 @@ class Candidates:
             Whether there is something that has not been.
         """
         self._limited = False
-        count = len(self._sized)
-        self._sized = {size: sized for size, sized in self._sized.items() if sized.is_measured}
-        return len(self._sized) < count
+        return self.known.forget_estimates()
 
     def smallest(self, micro_batch: int | None = None) -> Candidate:
         """The way that needs the fewest bytes."""
@@ -247,7 +265,7 @@ class Candidates:
     @property
     def library_bytes(self) -> int:
         """What math libraries take besides, unseen by any allocator of torch's."""
-        costs = [c for s in self._sized.values() for c in (s.costs, *([] if s.adding is None else [s.adding[1]]))]
+        costs = [c for s in self.known.sized.values() for c in (s.costs, *([] if s.adding is None else [s.adding[1]]))]
         return max((cost.library_bytes for cost in costs), default=0)
 
     @property
@@ -402,9 +420,9 @@ class Candidates:
 
     def _part(self, size: int, schedule: Schedule, several: bool) -> PlannedPart:
         """Placed anew, unless it is what was placed last: the schedule of the fewest bytes is come back to."""
-        sized, last = self.sized(size), self._last_placed.get((size, several))
+        sized, last = self.sized(size), self.known.placed.get((size, several))
         if last is None or last.costs is not sized.costs or last.schedule != schedule:
-            last = self._last_placed[size, several] = self._place(sized, schedule, several)
+            last = self.known.placed[size, several] = self._place(sized, schedule, several)
         return last
 
     def _place(self, sized: SizedGraph, schedule: Schedule, several: bool) -> PlannedPart:
@@ -437,13 +455,13 @@ class Candidates:
             NotSeparable: micro-batches of the step would not add up to it.
             CaptureError: the step has no graph.
         """
-        if size not in self._sized:
+        if size not in self.known.sized:
             if self.batch not in self._graphs:
                 self._graphs |= self.capture((self.batch,))
             whole = self._graphs[self.batch]
             if size == self.batch:
                 graph = self.for_whole_batch(whole)
-                self._sized[size] = SizedGraph(graph, self.profile(graph, self._limited))
+                self.known.sized[size] = SizedGraph(graph, self.profile(graph, self._limited))
             else:
                 self._refuse_mutations(whole)
                 if size not in self._graphs:
@@ -453,8 +471,8 @@ class Candidates:
                 costs = self.profile(hoisted.graph, self._limited)
                 adds = accumulating(hoisted.graph)
                 adding = None if adds is None else (adds, self.profile(adds, self._limited))
-                self._sized[size] = SizedGraph(hoisted.graph, costs, hoisted.separation, hoisted.draws, adding)
-        return self._sized[size]
+                self.known.sized[size] = SizedGraph(hoisted.graph, costs, hoisted.separation, hoisted.draws, adding)
+        return self.known.sized[size]
 
     def _refuse_mutations(self, whole: TrainingGraph) -> None:
         """Asks the analysis before a second capture is paid for: BatchNorm is the common case."""

@@ -26,11 +26,11 @@ from torch_odt.errors import CaptureError, InfeasibleBudget, PlanError
 from torch_odt.execute.accounting import Allowance, UndoCost, allow, held_by_process, nearby, rounded
 from torch_odt.execute.batches import count_samples, slice_batch
 from torch_odt.execute.candidate import Candidate
-from torch_odt.execute.candidates import Candidates, SizedGraph, candidate_to_data
+from torch_odt.execute.candidates import Candidates, KnownSizes, SizedGraph, candidate_to_data
 from torch_odt.execute.plan_data import PlannedProgram
 from torch_odt.execute.prepared import Prepared, assemble
 from torch_odt.execute.refusal import infeasible
-from torch_odt.execute.request import StepRequest
+from torch_odt.execute.request import Refused, StepRequest
 from torch_odt.execute.requirements import Requirements
 from torch_odt.execute.summary import summarize, summarize_fallback
 from torch_odt.execute.uncaptured import UncapturedStep
@@ -61,6 +61,19 @@ def capture_sizes(
 
 
 @dataclass
+class Captured:
+    """What has been captured of a step: preparations for several budgets share it.
+
+    Attributes:
+        traces: rewritten, by batch size.
+        known: what is planned, with its costs, by the name of what paging costs.
+    """
+
+    traces: dict[int, TracedStep] = field(default_factory=dict)
+    known: dict[str, KnownSizes] = field(default_factory=dict)
+
+
+@dataclass
 class Session:
     """One preparation: the graphs of a step at every size that was asked for, and what they cost."""
 
@@ -69,17 +82,18 @@ class Session:
     kwargs: dict[str, Any]
     samples: int
     want_results: bool
-    traced: dict[int, TracedStep] = field(default_factory=dict)
+    captured: Captured = field(default_factory=Captured)
     notes: list[str] = field(default_factory=list)
 
     def capture(self, sizes: Sequence[int]) -> dict[int, TrainingGraph]:
-        missing = [size for size in sizes if size not in self.traced]
+        traced = self.captured.traces
+        missing = [size for size in sizes if size not in traced]
         found = capture_sizes(self.request, self.args, self.kwargs, self.samples, missing)
         drop: tuple[OutputKind, ...] = () if self.want_results else ("result",)
         disabled = self.request.disabled_rewrites
         for size, step in found.items():
-            self.traced[size] = replace(step, graph=rewrite(step.graph, drop=drop, disabled=disabled))
-        return {size: self.traced[size].graph for size in sizes}
+            traced[size] = replace(step, graph=rewrite(step.graph, drop=drop, disabled=disabled))
+        return {size: traced[size].graph for size in sizes}
 
     def for_whole_batch(self, graph: TrainingGraph, *, pages: bool = False) -> TrainingGraph:
         request = self.request
@@ -93,7 +107,7 @@ class Session:
     @property
     def results(self) -> TracedStep | None:
         """How the model's outputs are put together, if they are wanted."""
-        return self.traced[self.samples] if self.want_results else None
+        return self.captured.traces[self.samples] if self.want_results else None
 
     def program(self, candidate: Candidate) -> PlannedProgram:
         """What a file needs to execute a candidate."""
@@ -115,6 +129,10 @@ class Session:
             return replace(profile_graph(request, graph, within_budget=limited), transfers=transfers)
 
         passes = 1 if request.page_file is None else 2
+        pages_by = "" if transfers is None else transfers.name
+        known = self.captured.known.setdefault(pages_by, KnownSizes())
+        # By now there may be room to measure them.
+        known.forget_estimates()
         return Candidates(
             batch=self.samples,
             capture=self.capture,
@@ -128,8 +146,9 @@ class Session:
             # What does not page and what does share the time.
             planning_seconds=request.planning_seconds / passes,
             time_share=1 / passes,
-            pages_by="" if transfers is None else transfers.name,
+            pages_by=pages_by,
             is_passing=isinstance(request.budget, Allotment),
+            known=known,
         )
 
     def makers(self) -> list[Candidates]:
@@ -145,23 +164,23 @@ def prepare(
     kwargs: dict[str, Any],
     *,
     want_results: bool = False,
-    traces: dict[int, TracedStep] | None = None,
+    captured: Captured | None = None,
 ) -> Prepared:
     """Make a step ready for batches like this one.
 
     Plans leave hardly any garbage, and what tracing leaves is looked for where it is counted.
 
     Args:
-        traces: those of an earlier preparation of the same step, for another budget; new ones are added, even if the
+        captured: by an earlier preparation of the same step, for another budget; what is new is added, even if the
             budget is then refused.
 
     Raises:
         InfeasibleBudget: no plan fits.
     """
-    traced = {} if traces is None else traces
+    captured = captured or Captured()
     # To look for garbage takes as long as a step, and tracing leaves most of it.
-    collects = not traced
-    session = Session(request, args, kwargs, count_samples(args, kwargs), want_results, traced)
+    collects = not captured.traces
+    session = Session(request, args, kwargs, count_samples(args, kwargs), want_results, captured)
     plain, *pages = session.makers()
     try:
         plain.sized(session.samples)
@@ -253,13 +272,15 @@ def _plan_inside(
         if candidate is None:
             break
     smallest = candidates.smallest(request.micro_batch)
-    candidate, allowance = _with_time(request, candidates, smallest, take_stock(), take_stock)
+    allowance = take_stock(collects or not candidates.is_passing)
+    candidate, allowance = _with_time(request, candidates, smallest, allowance, take_stock)
     if allowance.admits(candidate):
         return candidate, allowance
     if candidates.measure_all():
         smallest, allowance = candidates.smallest(request.micro_batch), take_stock()
-    request.fewest_bytes[candidates.fingerprint] = smallest.total_bytes
-    raise infeasible(request, candidates, allowance, smallest)
+    refusal = infeasible(request, candidates, allowance, smallest)
+    request.refused[candidates.fingerprint] = Refused(smallest.total_bytes, refusal.smallest_feasible_bytes)
+    raise refusal
 
 
 def _spare_for_return(request: StepRequest, allowance: Allowance) -> int:
@@ -315,8 +336,12 @@ def _fastest(request: StepRequest, candidates: Candidates, allowance: Allowance,
     """The fastest candidate that leaves so many bytes for what looking for it leaves behind."""
     # The next start may be left with a little less, and the plan must fit there too.
     limit = rounded(max(0, allowance.step_bytes - spare_bytes))
-    if candidates.is_passing and limit < request.fewest_bytes.get(candidates.fingerprint, 0):
-        return None
+    refused = request.refused.get(candidates.fingerprint)
+    if refused is not None and isinstance(request.budget, Allotment):
+        is_named = request.budget.total_bytes <= refused.budget_bytes
+        if is_named or limit < refused.fewest_bytes:
+            # Nothing fits, or what is followed for want of more.
+            return None
     candidate = candidates.fastest(limit, request.micro_batch) if limit else None
     if candidate is not None and not allowance.admits(candidate):
         # The optimizer's temporaries do not fit into this arena: leave them room.
@@ -351,7 +376,8 @@ def _plan_key(request: StepRequest, candidates: Candidates, allowance: Allowance
         machine_name(),
         settings_name(),
         rounded_bytes,
-        allowance.state_bytes + allowance.undo_bytes,
+        # What comes back to an amount may have been there before the optimizer made its state.
+        0 if candidates.is_passing else allowance.state_bytes + allowance.undo_bytes,
         request.planner,
         # Other planners than auto begin anew with another limit.
         0 if request.planner == "auto" else request.planning_seconds,

@@ -21,9 +21,9 @@ from torch_odt.planning.plan import Plan
 from torch_odt.runtime.budget import Allotment, Budget, format_bytes
 
 if TYPE_CHECKING:
-    from torch_odt.capture.trace import TracedStep
     from torch_odt.execute.kept_plans import KeptPlans
     from torch_odt.execute.plain_modules import PlainModules
+    from torch_odt.execute.prepare import Captured
     from torch_odt.execute.retries import Lowered
 
 # Batches of so many kinds keep their plans.
@@ -60,7 +60,7 @@ class PreparedSteps:
         self.kept: KeptPlans | None = None
         self._prepared: OrderedDict[_Key, Prepared] = OrderedDict()
         # Another budget needs no other capture.
-        self._traces: dict[Hashable, dict[int, TracedStep]] = {}
+        self._captured: dict[Hashable, Captured] = {}
         self._captures = 0
         self._has_told_of_captures = False
         # Of steps that were not captured: the values that their code could read then, and at the last call.
@@ -83,7 +83,7 @@ class PreparedSteps:
     def clear(self) -> None:
         """Forget everything."""
         self.forget_plans()
-        self._traces.clear()
+        self._captured.clear()
 
     def forget_plans(self) -> None:
         """What has been captured serves other plans."""
@@ -111,7 +111,7 @@ class PreparedSteps:
             return self._find_given(self._given, args, kwargs, optimizer, want_results, needs_all)
         # What traces, measures and plans; a start from a plan does without.
         from torch_odt.execute.plain_modules import PlainModules
-        from torch_odt.execute.prepare import prepare
+        from torch_odt.execute.prepare import Captured, prepare
         from torch_odt.execute.signature import step_outline, step_values
 
         model, loss_fn = self._request.model, self._request.loss_fn
@@ -140,16 +140,16 @@ class PreparedSteps:
         if prepared is None:
             self._make_room()
             self._request.renew(optimizer_cost(optimizer), updates)
-            traces = self._traces.setdefault(captured, {})
-            self._captures += not traces
+            known = self._captured.setdefault(captured, Captured())
+            self._captures += not known.traces
             self._warn_of_many_captures()
             with self._request.lowered(lowered):
-                prepared = prepare(self._request, args, kwargs, want_results=want_results, traces=traces)
+                prepared = prepare(self._request, args, kwargs, want_results=want_results, captured=known)
             if prepared.plan.captured:
                 if not isinstance(budget, Allotment):
                     _warn_if_scarce(prepared.plan)
             else:
-                self._traces.pop(captured, None)
+                self._captured.pop(captured, None)
                 key = replace(refused, lowered=lowered)
                 self._refused[outline] = values
             self._prepared[key] = prepared
@@ -203,8 +203,8 @@ class PreparedSteps:
         """For one more plan; those of batches or budgets that do not come any more must not pile up."""
         most = _MOST_ALLOTTED if isinstance(self._request.budget, Allotment) else _MOST_PREPARED
         self._forget_all_but(most - 1)
-        while len(self._traces) > _MOST_PREPARED:
-            del self._traces[next(iter(self._traces))]
+        while len(self._captured) > _MOST_PREPARED:
+            del self._captured[next(iter(self._captured))]
 
     def _forget_all_but(self, count: int) -> None:
         """The plans that ran last stay."""

@@ -33,6 +33,19 @@ if TYPE_CHECKING:
 _PIECE_BYTES = 8 << 20
 
 
+@dataclass(frozen=True)
+class Refused:
+    """What was said of the smallest plan when a budget was refused.
+
+    Attributes:
+        fewest_bytes: that it takes.
+        budget_bytes: of the smallest budget that was named.
+    """
+
+    fewest_bytes: int
+    budget_bytes: int
+
+
 @dataclass
 class StepRequest:
     """What a step is to be prepared for, and the memory that all preparations of it share.
@@ -50,7 +63,7 @@ class StepRequest:
         power: what this machine draws; None where joules do not matter.
         goal: what a step is to spend least of.
         planning_seconds: how long to look for a better plan than the one that is found at once.
-        fewest_bytes: what the smallest plan takes, by the graph's fingerprint, where a budget was refused.
+        refused: what was said of the smallest plan where a budget was refused, by the graph's fingerprint.
     """
 
     model: nn.Module
@@ -75,7 +88,7 @@ class StepRequest:
     arena: Any = None
     scratch_allowed: bool = False
     scratch_misused: bool = False
-    fewest_bytes: dict[str, int] = field(default_factory=dict)
+    refused: dict[str, Refused] = field(default_factory=dict)
     _reported: bool = False
     _copies: int = 0
 

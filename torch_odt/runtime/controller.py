@@ -28,7 +28,7 @@ __all__ = ["Action", "Controller", "Decision", "Need"]
 
 Action = Literal["begin", "shrink", "overtaken", "grow", "retreat", "scarce", "evict", "keep"]
 RUNGS_PER_DOUBLING = 6
-GROW_AFTER_SECONDS = 2.0
+GROW_AFTER_SECONDS = 1.0
 # What a plan was refused or failed at is not tried again so soon.
 _RETREAT_SECONDS = 30.0
 # What the smallest plan takes changes only with what else the process holds.
