@@ -200,11 +200,11 @@ class Cell:
         peak_bytes: the most that it held in the repetitions.
         whole_peak_bytes: the most from the making of the step on, planning included.
         parameters: of the model.
-        flops: of one step, in floating-point operations; 0 where they are not known.
+        flops: of one step, in floating-point operations, what is computed again included; 0 where they are not known.
         categories: bytes by `CATEGORIES` at the moment of the step at which tensors take most.
-        operators: where the seconds of a step go; of steps that were profiled, and their sum is `profiled_seconds`.
-        profiled_seconds: of a step while operators were counted.
-        unprofiled_seconds: of a step at the same time while they were not.
+        operators: where the seconds of a step go; of steps that were profiled, what is no operator's included.
+        profiled_seconds: of the same steps by the clock, with which the operators' sum is to agree.
+        unprofiled_seconds: of steps between them whose operators were not counted.
         layers: memory of a step by layer.
         traces: over a step, or over a long run.
         prediction: of the plan; None for plain PyTorch.
