@@ -187,6 +187,7 @@ class Cell:
         outcome: "ok", "out of memory", "failed" or "skipped".
         reason: why it is not "ok".
         limit_bytes: what the cell's process was allowed to hold; 0 for no limit.
+        measuring_seconds: that all of it took, processes that were started and planning included.
 
     What was measured:
 
@@ -229,6 +230,7 @@ class Cell:
     outcome: Outcome = "ok"
     reason: str = ""
     limit_bytes: int = 0
+    measuring_seconds: float | None = None
 
     step_seconds: Sequence[float] = ()
     first_seconds: float | None = None
