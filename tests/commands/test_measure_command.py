@@ -55,7 +55,8 @@ def test_cells_of_both_engines_and_all_reports(
         assert cell.whole_peak_bytes >= cell.peak_bytes
         assert cell.reading("clock", "wall_seconds")
         assert set(cell.categories) in ({*CATEGORIES}, set())
-    assert plain.flops and plain.prediction is None and {row.kind for row in plain.layers} >= {"Conv2d", "BatchNorm2d"}
+    assert plain.flops == planned.flops > 0
+    assert plain.prediction is None and {row.kind for row in plain.layers} >= {"Conv2d", "BatchNorm2d"}
     assert planned.prediction is not None and planned.prediction.peak_bytes > 0 and not planned.layers
     assert any("memory by layer is plain PyTorch's" in note for note in planned.notes)
     for cell in record.cells if plain.categories else ():

@@ -325,13 +325,14 @@ def test_stated_watts_are_not_called_measured() -> None:
 
 def test_the_share_of_convolution_gradients_is_told() -> None:
     cell = Cell(suite="s", model="net", batch_size=8, mode="training", engine="torch", threads=1, profiled_seconds=5.0,
+                unprofiled_seconds=4.0,
                 operators=[
                     OperatorTime(op="convolution", direction="forward", seconds=1.0, calls=1),
                     OperatorTime(op="convolution_backward", direction="backward", seconds=3.0, calls=1),
                     OperatorTime(op="relu_backward", direction="backward", seconds=1.0, calls=1),
                 ])  # fmt: skip
     section = drawn("phases", Record(sample_machine(), [cell]))
-    assert Page(section).texts_in("td")[-2:] == ["100.0%", "75.0%"]
+    assert Page(section).texts_in("td")[-3:] == ["100.0%", "125.0%", "75.0%"]
     edges = {style: (float(left), float(right)) for style, left, right in
              re.findall(r'<path class="block (line\d)" d="M([\d.]+) [\d.]+H([\d.]+)V', section)}  # fmt: skip
     lengths = {style: right - left for style, (left, right) in edges.items()}

@@ -109,6 +109,19 @@ def test_the_time_that_is_left_is_told(tmp_path: Path) -> None:
     assert told[0] is not None and told[0] >= 0 and told[1] == 0
 
 
+def test_a_run_that_goes_on_knows_what_cells_took(tmp_path: Path) -> None:
+    out, skipped = tmp_path / "run.jsonl", make_job("s", outcome="skipped", reason="so")
+    append_line(out, sample_machine())
+    append_line(out, replace(make_job("a").cell, measuring_seconds=30.0))
+    append_line(out, replace(make_job("b", engine="torch_odt").cell, measuring_seconds=50.0))
+    jobs = [make_job("a"), make_job("b", engine="torch_odt"), make_job("c"), skipped]
+    going = Run(jobs, sample_machine(), out, Measurer())
+    assert going.seconds_left == pytest.approx(80 / 4), "a planned cell is taken for three plain ones"
+    going.go()
+    assert all(cell.measuring_seconds is not None for cell in Record.read(out).cells)
+    assert going.seconds_left == 0
+
+
 def test_a_record_of_another_machine_is_not_gone_on_with(tmp_path: Path) -> None:
     out = tmp_path / "run.jsonl"
     append_line(out, sample_machine())

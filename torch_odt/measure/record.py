@@ -187,6 +187,7 @@ class Cell:
         outcome: "ok", "out of memory", "failed" or "skipped".
         reason: why it is not "ok".
         limit_bytes: what the cell's process was allowed to hold; 0 for no limit.
+        measuring_seconds: that all of it took, processes that were started and planning included.
 
     What was measured:
 
@@ -200,11 +201,11 @@ class Cell:
         peak_bytes: the most that it held in the repetitions.
         whole_peak_bytes: the most from the making of the step on, planning included.
         parameters: of the model.
-        flops: of one step, in floating-point operations; 0 where they are not known.
+        flops: of one step, in floating-point operations, what is computed again included; 0 where they are not known.
         categories: bytes by `CATEGORIES` at the moment of the step at which tensors take most.
-        operators: where the seconds of a step go; of steps that were profiled, and their sum is `profiled_seconds`.
-        profiled_seconds: of a step while operators were counted.
-        unprofiled_seconds: of a step at the same time while they were not.
+        operators: where the seconds of a step go; of steps that were profiled, what is no operator's included.
+        profiled_seconds: of the same steps by the clock, with which the operators' sum is to agree.
+        unprofiled_seconds: of steps between them whose operators were not counted.
         layers: memory of a step by layer.
         traces: over a step, or over a long run.
         prediction: of the plan; None for plain PyTorch.
@@ -229,6 +230,7 @@ class Cell:
     outcome: Outcome = "ok"
     reason: str = ""
     limit_bytes: int = 0
+    measuring_seconds: float | None = None
 
     step_seconds: Sequence[float] = ()
     first_seconds: float | None = None

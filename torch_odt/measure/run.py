@@ -53,7 +53,6 @@ class Run:
             before = Record.read(self.out)
             _check_same(before.machine, self.machine, self.out)
             self.cells = {cell.key: cell for cell in before.cells}
-        self._spent_seconds, self._spent_weight = 0.0, 0.0
 
     @property
     def waiting(self) -> list[Job]:
@@ -62,10 +61,13 @@ class Run:
 
     @property
     def seconds_left(self) -> float | None:
-        """A guess by what was measured so far; None before that."""
-        if not self._spent_weight:
+        """A guess by what cells took that are in the record, of earlier runs included; None before there is one."""
+        done = [(cell.measuring_seconds, _weight(job)) for job in self.jobs if (cell := self.cells.get(job.cell.key))]
+        spent = [(seconds, weight) for seconds, weight in done if seconds is not None and weight]
+        if not spent:
             return None
-        return self._spent_seconds / self._spent_weight * sum(map(_weight, self.waiting))
+        for_each = sum(seconds for seconds, _ in spent) / sum(weight for _, weight in spent)
+        return for_each * sum(map(_weight, self.waiting))
 
     def go(self, *, done: Callable[[Cell], None] = lambda cell: None) -> Record:
         """Measures what is waiting.
@@ -80,8 +82,7 @@ class Run:
         for job in self.waiting:
             begin = time.monotonic()
             cell = self._measured(job)
-            self._spent_seconds += time.monotonic() - begin
-            self._spent_weight += _weight(job)
+            cell = replace(cell, measuring_seconds=time.monotonic() - begin)
             append_line(self.out, cell)
             self.cells[cell.key] = cell
             done(cell)
@@ -189,8 +190,10 @@ def _is_waiting(job: Job, before: Cell | None) -> bool:
 
 
 def _weight(job: Job) -> float:
-    """What a cell takes beside others, in seconds where it says so itself."""
+    """What a cell takes beside others, in seconds where it says so itself; nothing where it is skipped beforehand."""
     cell, how = job.cell, job.how
+    if cell.outcome != "ok":
+        return 0.0
     own_seconds = {"long run": how.run_seconds, "neighbour": how.run_seconds, "largest batch": how.search_seconds}
     weight = _STEPS_WEIGHT + own_seconds.get(cell.experiment, 0.0)
     return weight * (_PLANNED_WEIGHT if cell.engine == "torch_odt" and cell.experiment == "step" else 1.0)

@@ -34,7 +34,8 @@ def phases(record: Record) -> Figure:
             texts = [SECONDS.text(seconds[name]) for name in _PHASES]
             gradients = "" if share is None else SHARE.text(share)
             name = series_of(cell).name
-            rows.append((model, str(cell.batch_size), name, *texts, SECONDS.text(total), _of_step(cell), gradients))
+            of_steps = [_share_of(total, cell.profiled_seconds), _share_of(total, cell.unprofiled_seconds)]
+            rows.append((model, str(cell.batch_size), name, *texts, SECONDS.text(total), *of_steps, gradients))
         chart = bars(groups, SECONDS, title="seconds of a step", rows_title="batch and way of making a step")
         if chart:
             panels.append(Panel(model, chart))
@@ -51,7 +52,8 @@ def phases(record: Record) -> Figure:
             "series",
             *_PHASES,
             "together",
-            "of the profiled step",
+            "of the same steps by the clock",
+            "of steps whose operators were not counted",
             "convolution gradients' share of backward",
         ),
         rows,
@@ -128,10 +130,9 @@ def _seconds(operators: Sequence[OperatorTime], direction: str) -> float:
     return sum(each.seconds for each in operators if each.direction == direction)
 
 
-def _of_step(cell: Cell) -> str:
-    """The operators' sum as a share of a step that was not profiled."""
-    step_seconds = cell.unprofiled_seconds or cell.profiled_seconds
-    share = ratio(sum(each.seconds for each in cell.operators), step_seconds)
+def _share_of(total: float, step_seconds: float | None) -> str:
+    """The operators' sum as a share of a step."""
+    share = ratio(total, step_seconds)
     return "" if share is None else SHARE.text(share)
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from torch_odt.measure.record import Cell, Record
 from torch_odt.measure.report.figure import Figure, Panel
 from torch_odt.measure.report.lines import Line, Side, lines
@@ -28,21 +26,31 @@ def step_times(record: Record) -> Figure:
 
 
 def _flops_hint(cells: list[Cell]) -> str:
-    """How much more training computes, to compare with how much longer it takes."""
-    ratios = list(_flops_ratios(cells))
-    if not ratios:
+    """How much more training computes, to compare with how much longer it takes; and torch_odt beside that."""
+    of_inference, of_plain = _flops_ratios(cells)
+    if not of_inference:
         return ""
-    low, high = min(ratios), max(ratios)
-    between = f"{low:.2g}" if f"{low:.2g}" == f"{high:.2g}" else f"{low:.2g} to {high:.2g}"
-    return f" By floating-point operations, training takes {between} times inference."
+    planned = f"; torch_odt's takes {_between(of_plain)} times plain PyTorch's" if of_plain else ""
+    return f" By floating-point operations, training takes {_between(of_inference)} times inference{planned}."
 
 
-def _flops_ratios(cells: list[Cell]) -> Iterator[float]:
+def _between(ratios: list[float]) -> str:
+    low, high = f"{min(ratios):.2g}", f"{max(ratios):.2g}"
+    return low if low == high else f"{low} to {high}"
+
+
+def _flops_ratios(cells: list[Cell]) -> tuple[list[float], list[float]]:
+    """Of plain PyTorch's training to its inference, and of torch_odt's training to plain PyTorch's."""
+    of_inference, of_plain = [], []
     for batches in sides_of(cells).values():
         for side in batches.values():
             flops = {series.mode: cell.flops for series, cell in side.items() if series.way.engine == "torch"}
             if times := ratio(flops.get("training"), flops.get("inference") or None):
-                yield times
+                of_inference.append(times)
+            for series, cell in side.items():
+                if series.way.engine == "torch_odt" and (times := ratio(cell.flops, flops.get("training") or None)):
+                    of_plain.append(times)
+    return of_inference, of_plain
 
 
 def sample_times(record: Record) -> Figure:
