@@ -8,6 +8,7 @@ import json
 import warnings
 import weakref
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +18,8 @@ from scripted_budgets import BATCH, Scripted, make_batches, make_net, make_step,
 import torch_odt as odt
 from torch_odt import memory
 from torch_odt.capture.rewrite import inexact_rewrites
-from torch_odt.execute import prepare
+from torch_odt.execute import session
+from torch_odt.execute.candidates import Candidates
 from torch_odt.runtime import ShareOfAvailable
 
 MIB = 1 << 20
@@ -56,8 +58,13 @@ def test_plans_change_and_no_bit_does(cache: Path, sizes: tuple[int, int], monke
     plain = copy.deepcopy(model)
     plain_losses = plainly(plain, 9)
     captures = []
-    capture = prepare.capture_sizes
-    monkeypatch.setattr(prepare, "capture_sizes", lambda *given: captures.append(given[-1]) or capture(*given))
+    capture = session.capture_sizes
+    monkeypatch.setattr(session, "capture_sizes", lambda *given: captures.append(given[-1]) or capture(*given))
+    measured = []
+    measure = session.profile_graph
+    monkeypatch.setattr(
+        session, "profile_graph", lambda request, graph, **how: measured.append(graph) or measure(request, graph, **how)
+    )
 
     growth = [high, high, low, low, high, high, low, (low + high) // 2, high, high]
     step = make_step(model, Scripted(*growth, grow_after_seconds=0), cache)
@@ -76,6 +83,7 @@ def test_plans_change_and_no_bit_does(cache: Path, sizes: tuple[int, int], monke
     assert len(set(allowed)) >= 2 and min(allowed) <= low
     assert all(peak <= limit for peak, limit in zip(peaks, allowed, strict=True))
     assert sum(len(each) for each in captures if each) <= 1
+    assert len(measured) == 1, "other amounts need no other graph and no other costs"
 
 
 def test_plans_for_other_amounts_do_not_pile_up(cache: Path, sizes: tuple[int, int]) -> None:
@@ -94,16 +102,28 @@ def test_plans_for_other_amounts_do_not_pile_up(cache: Path, sizes: tuple[int, i
     assert len({id(plan) for plan in (found() for found in plans) if plan is not None}) <= 3
 
 
-def test_less_than_the_smallest_plan_is_a_warning(cache: Path, sizes: tuple[int, int], tmp_path: Path) -> None:
+def test_less_than_the_smallest_plan_is_a_warning(
+    sizes: tuple[int, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     smallest, kept = sizes
     log = tmp_path / "decisions.jsonl"
     controller = Scripted(int(1.3 * kept), int(1.3 * kept), smallest // 4, log=log)
     model = make_net()
     plain = copy.deepcopy(model)
-    step = make_step(model, controller, cache)
+    searched_after = []
+    fastest = Candidates.fastest
+
+    def noted(*given: Any) -> Any:
+        searched_after.append(controller.decisions[-1].action)
+        return fastest(*given)
+
+    monkeypatch.setattr(Candidates, "fastest", noted)
+    step = make_step(model, controller, tmp_path)
     with pytest.warns(odt.OdtWarning, match="the smallest plan takes") as told:
         losses = train(step, 4)
     assert len(told) == 1
+    assert "begin" in searched_after
+    assert "scarce" not in searched_after, "what was named is followed, and nothing faster is looked for"
     assert losses == plainly(plain, 4)
     actions = [json.loads(line)["action"] for line in log.read_text().splitlines()]
     assert actions == ["begin", "shrink", "scarce"]

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import torch_odt as odt
 from torch_odt import memory
-from torch_odt.execute import prepare
+from torch_odt.execute import session
 from torch_odt.ops.random_bits import draws_like_torch
 
 # Without it, what is free cannot be given back, and budgets this small are taken up by what capture leaves.
@@ -210,13 +210,13 @@ def test_a_validation_pass_takes_the_room_of_the_idle_arena() -> None:
 
 def test_another_budget_needs_no_other_capture(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes: list[int] = []
-    capture_sizes = prepare.capture_sizes
+    capture_sizes = session.capture_sizes
 
     def noted(request, args, kwargs, samples, wanted):  # type: ignore[no-untyped-def]
         sizes.extend(wanted)
         return capture_sizes(request, args, kwargs, samples, wanted)
 
-    monkeypatch.setattr(prepare, "capture_sizes", noted)
+    monkeypatch.setattr(session, "capture_sizes", noted)
     monkeypatch.setattr("torch_odt.execute.prepared_steps._MANY_CAPTURES", 2)
     model, batch = Deep(), images()
     plain = copy.deepcopy(model)

@@ -22,7 +22,7 @@ from torch_odt.capture.device import Device
 from torch_odt.capture.graph import TrainingGraph
 from torch_odt.capture.rewrite import inexact_rewrites
 from torch_odt.execute import frontier as frontier_module
-from torch_odt.execute import prepare
+from torch_odt.execute import session
 from torch_odt.execute.candidate import Candidate
 from torch_odt.execute.candidates import Candidates
 from torch_odt.execute.frontier import frontiers
@@ -114,12 +114,12 @@ def test_a_rest_of_the_batch_is_planned_in_time_too(monkeypatch: pytest.MonkeyPa
 
 
 def test_joules_are_those_of_seconds_where_nothing_is_paged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    original = prepare.profile_graph
+    original = session.profile_graph
 
     def with_watts(request: Any, graph: TrainingGraph, **options: Any) -> Costs:
         return replace(original(request, graph, **options), watts=WATTS)
 
-    monkeypatch.setattr(prepare, "profile_graph", with_watts)
+    monkeypatch.setattr(session, "profile_graph", with_watts)
     model, loss_fn, batch = step()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     found = frontiers(model, loss_fn, batch, planners=("melon",), optimizer=optimizer, cache=tmp_path, **OPTIONS)[

@@ -16,7 +16,7 @@ from torch_odt import memory
 from torch_odt.capture.costs import Costs, TransferCosts
 from torch_odt.capture.device import Device
 from torch_odt.capture.graph import TrainingGraph
-from torch_odt.execute import prepare
+from torch_odt.execute import prepare, session
 from torch_odt.execute.dry_run import request_for
 
 # It pages in no time at all, but for the first byte.
@@ -35,19 +35,19 @@ def _steady(monkeypatch: pytest.MonkeyPatch) -> None:
 def captured(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The sizes that were looked at."""
     sizes: list[int] = []
-    original = prepare.Session.capture
+    original = session.Session.capture
 
-    def capture(self: prepare.Session, wanted: Any) -> Any:
+    def capture(self: session.Session, wanted: Any) -> Any:
         sizes.extend(size for size in wanted if size not in sizes)
         return original(self, wanted)
 
-    monkeypatch.setattr(prepare.Session, "capture", capture)
+    monkeypatch.setattr(session.Session, "capture", capture)
     return sizes
 
 
 def slowed(monkeypatch: pytest.MonkeyPatch, factors: dict[int, float]) -> None:
     """An op takes so many times as long, by the samples that are run at once."""
-    original = prepare.profile_graph
+    original = session.profile_graph
 
     def profile(request: Any, graph: TrainingGraph, **options: Any) -> Costs:
         costs = original(request, graph, **options)
@@ -55,7 +55,7 @@ def slowed(monkeypatch: pytest.MonkeyPatch, factors: dict[int, float]) -> None:
         factor = factors[samples]
         return replace(costs, ops={i: replace(cost, seconds=factor * cost.seconds) for i, cost in costs.ops.items()})
 
-    monkeypatch.setattr(prepare, "profile_graph", profile)
+    monkeypatch.setattr(session, "profile_graph", profile)
 
 
 def make_model() -> nn.Module:
@@ -117,7 +117,7 @@ def test_waiting_for_a_file_is_no_reason_to_stop() -> None:
         page_to="/data",
         cache=FreshPlans(),
     )
-    pages = prepare.Session(request, BATCH, {}, 8, False).candidates(pages=True)
+    pages = session.Session(request, BATCH, {}, 8, False).candidates(pages=True)
     limit_bytes = int(0.7 * pages.make((8,), 1 << 30).total_bytes)
     assert pages.make((8,), limit_bytes, seconds=2.0).pages
     found = pages.fastest(limit_bytes)

@@ -12,7 +12,7 @@ from torch_odt.capture.costs import Costs
 from torch_odt.capture.graph import TrainingGraph
 from torch_odt.capture.update_in_backward import UPDATE
 from torch_odt.execute.dry_run import Batch, request_for
-from torch_odt.execute.prepare import capture_whole
+from torch_odt.execute.session import capture_whole
 from torch_odt.planning.keep_all import keep_all
 from torch_odt.planning.simulate import simulate
 

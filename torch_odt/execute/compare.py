@@ -25,9 +25,9 @@ from torch_odt.execute.candidates import Candidates
 from torch_odt.execute.dry_run import Batch, request_for
 from torch_odt.execute.named_tensors import named_buffers, named_parameters
 from torch_odt.execute.page_file import PageFile
-from torch_odt.execute.prepare import Session
 from torch_odt.execute.prepared import Prepared, assemble
 from torch_odt.execute.request import StepRequest
+from torch_odt.execute.session import Session
 from torch_odt.execute.summary import summarize
 from torch_odt.planning.objective import Goal, Objective
 from torch_odt.planning.registry import get_planner, is_for_paging

@@ -25,8 +25,9 @@ from torch_odt.execute.loss import make_compute
 from torch_odt.execute.optimizer_cost import optimizer_cost
 from torch_odt.execute.optimizer_updates import updates_of, why_all_gradients
 from torch_odt.execute.page_file import OpenPageFile, PageFile, open_page_file, page_file_on
-from torch_odt.execute.prepare import capture_whole, make_plan, profile_graph
+from torch_odt.execute.prepare import make_plan
 from torch_odt.execute.request import StepRequest
+from torch_odt.execute.session import capture_whole, profile_graph
 from torch_odt.execute.step_checks import check_trainable, require_accumulation_steps, require_planning_seconds
 from torch_odt.planning.objective import FASTEST, Goal, Objective
 from torch_odt.planning.plan import Plan

@@ -23,8 +23,8 @@ from torch_odt.execute.candidates import Candidates
 from torch_odt.execute.compare import WITHOUT_LIMIT
 from torch_odt.execute.dry_run import Batch, request_for
 from torch_odt.execute.page_file import PageFile
-from torch_odt.execute.prepare import Session
 from torch_odt.execute.request import StepRequest
+from torch_odt.execute.session import Session
 from torch_odt.execute.summary import summarize
 from torch_odt.planning.frontier import frontier as frontier_of_graph
 from torch_odt.planning.frontier import non_dominated

@@ -176,7 +176,7 @@ def _traced(
 ) -> dict[int, _Graphs]:
     """The graphs of the step as it is here."""
     # What traces is not for those who carry their graphs.
-    from torch_odt.execute.prepare import traced_sizes
+    from torch_odt.execute.session import traced_sizes
 
     found = {}
     traced = traced_sizes(request, args, kwargs, tuple(program.parts), want_results=program.results is not None)

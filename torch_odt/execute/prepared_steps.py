@@ -23,8 +23,8 @@ from torch_odt.runtime.budget import Allotment, Budget, format_bytes
 if TYPE_CHECKING:
     from torch_odt.execute.kept_plans import KeptPlans
     from torch_odt.execute.plain_modules import PlainModules
-    from torch_odt.execute.prepare import Captured
     from torch_odt.execute.retries import Lowered
+    from torch_odt.execute.session import Captured
 
 # Batches of so many kinds keep their plans.
 _MOST_PREPARED = 8
@@ -111,7 +111,8 @@ class PreparedSteps:
             return self._find_given(self._given, args, kwargs, optimizer, want_results, needs_all)
         # What traces, measures and plans; a start from a plan does without.
         from torch_odt.execute.plain_modules import PlainModules
-        from torch_odt.execute.prepare import Captured, prepare
+        from torch_odt.execute.prepare import prepare
+        from torch_odt.execute.session import Captured
         from torch_odt.execute.signature import step_outline, step_values
 
         model, loss_fn = self._request.model, self._request.loss_fn
