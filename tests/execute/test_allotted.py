@@ -129,6 +129,24 @@ def test_less_than_the_smallest_plan_is_a_warning(
     assert actions == ["begin", "shrink", "scarce"]
 
 
+def test_garbage_is_no_reason_to_refuse(cache: Path, sizes: tuple[int, int]) -> None:
+    smallest, kept = sizes
+    step = make_step(make_net(), Scripted(int(1.3 * kept), int(1.2 * smallest)), cache)
+    first, second = make_batches(2)
+    step(*first)
+    gc.collect()
+    gc.disable()
+    try:
+        cycle: list[Any] = [torch.ones(2 * kept // 4)]
+        cycle.append(cycle)
+        del cycle
+        step(*second)
+    finally:
+        gc.enable()
+    assert step.controller is not None
+    assert "scarce" not in {decision.action for decision in step.controller.decisions}
+
+
 def test_a_share_of_what_is_available(cache: Path) -> None:
     model = make_net()
     plain = copy.deepcopy(model)

@@ -17,7 +17,7 @@ import torch_odt as odt
 from torch_odt.capture.costs import TransferCosts
 from torch_odt.capture.device import Device
 from torch_odt.capture.power import Power
-from torch_odt.execute import dry_run, prepare
+from torch_odt.execute import dry_run, session
 
 STORAGE = TransferCosts(1e-3, 1e6, 1e-3, 1e6, 1 << 40, overlaps=False, watts=1e-6)
 # To page takes longer than to compute anew, and draws next to nothing.
@@ -49,7 +49,7 @@ def plan(share: float = 1.0, **options: Any) -> odt.Plan:
 
 @pytest.fixture(autouse=True)
 def _measures_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prepare, "profile", lambda *_, **__: pytest.fail("an operator was measured"))
+    monkeypatch.setattr(session, "profile", lambda *_, **__: pytest.fail("an operator was measured"))
 
 
 def test_nothing_is_measured_and_the_plan_says_for_whom_it_is() -> None:

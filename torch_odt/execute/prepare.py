@@ -151,7 +151,10 @@ def _plan_inside(
         if candidate is None:
             break
     smallest = candidates.smallest(request.micro_batch)
-    allowance = take_stock(collects or not candidates.is_passing)
+    allowance = take_stock(collects)
+    if not allowance.admits(smallest):
+        # What garbage takes is no reason to refuse a budget.
+        allowance = take_stock()
     candidate, allowance = _with_time(request, candidates, smallest, allowance, take_stock)
     if allowance.admits(candidate):
         return candidate, allowance
