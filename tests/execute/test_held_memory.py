@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from scripted_budgets import BATCH, Scripted, make_net, make_step, plainly, trai
 import torch_odt as odt
 from torch_odt import memory
 from torch_odt.execute.prepared import Prepared
+from torch_odt.execute.request import Holding
 from torch_odt.runtime.budget import Allotment
 from torch_odt.runtime.growth import Need
 
@@ -93,7 +95,8 @@ def test_what_others_take_meanwhile_makes_the_plan_smaller(cache: Path, held_at_
 def test_held_pages_stay_while_plans_change(cache: Path) -> None:
     """Others cannot come between two plans: pages are given back down to what is allowed, and no further."""
     high, low = 160 * MIB, 70 * MIB
-    controller = Scripted(high, high, low, high, grow_after_seconds=0)
+    seconds = count()
+    controller = Scripted(high, high, low, high, grow_after_seconds=0, clock=lambda: next(seconds))
     step = make_step(make_net(), controller, cache)
     held: list[int] = []
     room_bytes = controller.room_bytes
@@ -106,7 +109,7 @@ def test_held_pages_stay_while_plans_change(cache: Path) -> None:
     small_bytes = step._request.held_bytes
     assert 0 < small_bytes <= low
     controller.room_bytes = noting  # type: ignore[method-assign]
-    train(step, 1)
+    train(step, 2)
     assert held[0] >= small_bytes - HUGE_PAGE_BYTES, "it grows from what it holds"
     assert step._request.held_bytes > small_bytes
 
@@ -120,6 +123,25 @@ def test_a_race_costs_a_piece(cache: Path) -> None:
     assert request.hold(20 * MIB, lambda: 4 * MIB) == 0
     assert request.hold(10 * MIB, lambda: 0) == 0
     assert request.held_bytes == 10 * MIB
+
+
+def test_what_holding_costs_is_noted(cache: Path) -> None:
+    request = make_step(make_net(), Scripted(160 * MIB), cache)._request
+    request.place(64 * MIB)
+    assert request.holding.seconds_per_byte == 0
+    assert request.hold(32 * MIB, lambda: 160 * MIB) == 0
+    noted = request.holding.seconds_per_byte
+    assert noted > 0
+    assert request.hold(10 * MIB, lambda: 160 * MIB) == 0
+    assert request.holding.seconds_per_byte == noted, "to give back costs nothing"
+
+
+def test_of_what_holding_cost_the_last_counts_most() -> None:
+    holding = Holding()
+    holding.add(100, 1.0)
+    assert holding.seconds_per_byte == pytest.approx(0.01)
+    holding.add(100, 4.0)
+    assert holding.seconds_per_byte == pytest.approx(0.03)
 
 
 def test_a_pause_gives_back_what_is_held(cache: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -49,6 +51,15 @@ def test_a_new_plan_waits_until_it_was_missed() -> None:
     assert Watched(need(1.25, plan_seconds=1.4)).first(200) == (11, 200)
     assert Watched(need(1.25, plan_seconds=0.5)).first(200) == (6, 200), "but not before it has been there for a while"
     assert Watched(need(None, plan_seconds=1.5)).first(200) == (6, 200)
+
+
+def test_what_takes_long_to_hold_waits_until_it_was_missed() -> None:
+    known = {LEVEL + 100: LEVEL + 95, LEVEL + 200: LEVEL + 195}
+    # As above: 0.15 s are lost each second, and 100 bytes more are held.
+    held = Need(LEVEL + 95, 1.25, 0.5, seconds_per_byte=0.014)
+    assert Watched(held, known).first(200) == (11, 200)
+    assert Watched(replace(held, seconds_per_byte=0.005), known).first(200) == (6, 200)
+    assert Watched(replace(held, seconds_per_byte=0.009)).first(200) == (11, 200), "beside what the plan takes"
 
 
 @given(slowdown=st.floats(1.03, 4.0), plan_seconds=st.floats(0.0, 5.0), wanted=st.integers(110, 1000))

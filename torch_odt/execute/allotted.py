@@ -162,4 +162,9 @@ def _need_of(request: StepRequest, current: Prepared | None) -> Need | None:
     # What a whole batch, or one that nothing is paged of, would take is not known.
     is_known = plan.captured and not (plan.micro_batch or current.pages)
     slowdown = plan.slowdown if is_known else None
-    return Need(request.level_bytes + plan.peak_bytes, slowdown, plan.planning_seconds or 0.0)
+    return Need(
+        request.level_bytes + plan.peak_bytes,
+        slowdown,
+        plan.planning_seconds or 0.0,
+        request.holding.seconds_per_byte,
+    )

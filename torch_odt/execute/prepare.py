@@ -133,6 +133,11 @@ def _plan_inside(
     def take_stock(collects: bool = True) -> Allowance:
         return _take_stock(request, budget, candidates, held_bytes, collects=collects)
 
+    def stock_for(candidate: Candidate | None) -> Allowance:
+        # What garbage takes is no reason to refuse, but to look for it takes as long as a step.
+        allowance = take_stock(collects=False)
+        return allowance if candidate is not None and allowance.admits(candidate) else take_stock()
+
     candidate = _load(request, candidates, take_stock(collects=False))
     if candidate is None:
         allowance = take_stock(collects)
@@ -140,8 +145,8 @@ def _plan_inside(
         candidate = _fastest(request, candidates, allowance, spare_bytes)
     # Where budgets pass, to look twice for what hardly fits takes longer than it gains.
     attempts = 0 if candidate is None and candidates.is_passing else _MOST_ATTEMPTS
-    for attempt in range(attempts):
-        allowance = take_stock(collects or attempt > 0)
+    for _ in range(attempts):
+        allowance = stock_for(candidate)
         if candidate is not None and allowance.admits(candidate):
             candidate, allowance = _with_time(request, candidates, candidate, allowance, take_stock)
             if allowance.admits(candidate):
@@ -151,11 +156,7 @@ def _plan_inside(
         if candidate is None:
             break
     smallest = candidates.smallest(request.micro_batch)
-    allowance = take_stock(collects)
-    if not allowance.admits(smallest):
-        # What garbage takes is no reason to refuse a budget.
-        allowance = take_stock()
-    candidate, allowance = _with_time(request, candidates, smallest, allowance, take_stock)
+    candidate, allowance = _with_time(request, candidates, smallest, stock_for(smallest), take_stock)
     if allowance.admits(candidate):
         return candidate, allowance
     if candidates.measure_all():

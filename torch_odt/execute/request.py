@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
 
 # What is held at once at least.
 _PIECE_BYTES = 8 << 20
+# Of what holding cost before, beside what it costs now.
+_PAST_WEIGHT = 0.5
 
 
 @dataclass(frozen=True)
@@ -44,6 +47,27 @@ class Refused:
 
     fewest_bytes: int
     budget_bytes: int
+
+
+@dataclass
+class Holding:
+    """What it has cost to hold pages, the last ones counting most.
+
+    Within a virtual machine that hands free pages on to its host they cost ten times what they cost elsewhere.
+    """
+
+    _nbytes: float = 0.0
+    _seconds: float = 0.0
+
+    def add(self, nbytes: int, seconds: float) -> None:
+        """So many bytes more have been held, and took so long."""
+        self._nbytes = _PAST_WEIGHT * self._nbytes + nbytes
+        self._seconds = _PAST_WEIGHT * self._seconds + seconds
+
+    @property
+    def seconds_per_byte(self) -> float:
+        """0 where none has been held yet."""
+        return self._seconds / self._nbytes if self._nbytes else 0.0
 
 
 @dataclass
@@ -64,6 +88,7 @@ class StepRequest:
         goal: what a step is to spend least of.
         planning_seconds: how long to look for a better plan than the one that is found at once.
         refused: what was said of the smallest plan where a budget was refused, by the graph's fingerprint.
+        holding: what it has cost to hold pages of the arena.
     """
 
     model: nn.Module
@@ -89,6 +114,7 @@ class StepRequest:
     scratch_allowed: bool = False
     scratch_misused: bool = False
     refused: dict[str, Refused] = field(default_factory=dict)
+    holding: Holding = field(default_factory=Holding)
     _reported: bool = False
     _copies: int = 0
 
@@ -135,13 +161,16 @@ class StepRequest:
         if self.arena is None:
             return 0
         self.arena.release(nbytes)
+        before_bytes, began = self.held_bytes, time.perf_counter()
         while (lacking := nbytes - self.held_bytes) > 0:
             room = room_bytes()
             piece = min(lacking, max(_PIECE_BYTES, room // 8))
             if room < piece:
-                return lacking
+                break
             self.arena.hold(self.held_bytes + piece)
-        return 0
+        if self.held_bytes > before_bytes:
+            self.holding.add(self.held_bytes - before_bytes, time.perf_counter() - began)
+        return max(0, lacking)
 
     def keep_held(self, less_bytes: int = 0) -> None:
         """Give the arena's pages back but for those that are held, and so many of these."""

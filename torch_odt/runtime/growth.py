@@ -1,9 +1,9 @@
 """When more memory is worth another plan.
 
 More must have been there for a while, so that plans do not flutter; and it must have been missed. To make a plan takes
-time, and whether the memory stays for long enough to repay it nobody knows: so a new plan waits until the present one
-has lost as much time as a new one takes to be made, which never costs more than twice what who knew the future would
-pay (the rule of who rents skis until he has paid the price of a pair).
+time, and so does to hold what it takes; whether the memory stays for long enough to repay that nobody knows: so another
+plan waits until the present one has lost as much time as the change takes, which never costs more than twice what who
+knew the future would pay (the rule of who rents skis until he has paid the price of a pair).
 """
 
 from __future__ import annotations
@@ -24,11 +24,13 @@ class Need:
         total_bytes: that the process holds with it at most.
         slowdown: its time over that of what has all the memory it can use; None where that is not known.
         plan_seconds: that it took to make it.
+        seconds_per_byte: that it took to hold more.
     """
 
     total_bytes: int
     slowdown: float | None = None
     plan_seconds: float = 0.0
+    seconds_per_byte: float = 0.0
 
     @property
     def has_all(self) -> bool:
@@ -107,8 +109,13 @@ class Growth:
         if need is None:
             return lasting
         # What ran last may have been a larger one, which gave back while it did.
-        made = best_known(known, min(need.total_bytes, current_bytes) + 1, lasting)
-        return lasting if made is None and self._lost_seconds >= need.plan_seconds else made
+        taken_bytes = min(need.total_bytes, current_bytes)
+        made = best_known(known, taken_bytes + 1, lasting)
+        plan_seconds, more_bytes = (
+            (need.plan_seconds, lasting - taken_bytes) if made is None else (0.0, known[made] - taken_bytes)
+        )
+        repaid = self._lost_seconds >= plan_seconds + need.seconds_per_byte * more_bytes
+        return (lasting if made is None else made) if repaid else None
 
     def seconds(self, now: float) -> float:
         """For how long more has been allowed."""
