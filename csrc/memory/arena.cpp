@@ -14,6 +14,10 @@ namespace {
 
 constexpr int64_t kAlignment = 64;
 constexpr int64_t kDynamicMinimum = 4096;
+// What goes of pages that are merely touched, by what is lacking.
+constexpr int64_t kGiveWayTimes = 4;
+// Nobody has so much, and four times that is still a number.
+constexpr int64_t kMostBytes = std::numeric_limits<int64_t>::max() / 8;
 constexpr size_t kMissSample = 32;
 
 // The plan that the calling thread is in. Free of constructors, because every allocation looks at it.
@@ -396,12 +400,13 @@ void ArenaCore::give_way(int64_t outside_bytes) {
   const std::lock_guard<std::mutex> guard(mutex_);
   const bool is_idle = live_.empty() && active_threads_ == 0 && stats_.resident_bytes > 0;
   const int64_t others = total_resident.load(std::memory_order_relaxed) - stats_.resident_bytes;
-  if (is_idle && yield_limit_bytes_ != kUnlimited && outside_bytes > yield_limit_bytes_ - others - stats_.resident_bytes) {
-    // Held pages may be gone for good, so that no more of them go than must: whole huge pages, that the next small
-    // allocation need not ask again. Pages that are merely touched come back at a fault, and libraries that run meanwhile
-    // take more than torch counts.
-    const int64_t needless = stats_.held_bytes > 0 ? yield_limit_bytes_ - others - outside_bytes : 0;
-    const int64_t left = std::max<int64_t>(0, needless);
+  const int64_t lacking = std::min(outside_bytes, kMostBytes) - (yield_limit_bytes_ - others - stats_.resident_bytes);
+  if (is_idle && yield_limit_bytes_ != kUnlimited && lacking > 0) {
+    // Each page that goes has to be cleared again in the next step. Held pages may be gone for good, so that no more of
+    // them go than must; of those that are merely touched some more, because libraries that run meanwhile take more
+    // than torch counts. Whole huge pages, that the next small allocation need not ask again.
+    const int64_t needless = lacking * (stats_.held_bytes > 0 ? 1 : kGiveWayTimes);
+    const int64_t left = std::max<int64_t>(0, stats_.resident_bytes - needless);
     discard_pages(left / kHugePageBytes * kHugePageBytes);
     ++stats_.yields;
   }

@@ -84,6 +84,24 @@ TEST(an_idle_arena_gives_way_above_its_limit) {
   CHECK_EQUAL(yields(), 1);
 }
 
+TEST(an_idle_arena_gives_way_with_four_times_what_is_lacking_of_what_it_has_touched) {
+  const int64_t huge = memory::kHugePageBytes;
+  const auto arena = arena_with({{{0, 16 * huge}}});
+  arena->begin(0);
+  char* const block = serve(arena.get(), 16 * huge);
+  arena->end();
+  arena->free_block(block);
+  arena->set_yield_limit(20 * huge);
+  memory::arenas_give_way(4 * huge);
+  CHECK_EQUAL(arena->stats().resident_bytes, 16 * huge);
+  memory::arenas_give_way(5 * huge);
+  CHECK_EQUAL(arena->stats().resident_bytes, 12 * huge);
+  memory::arenas_give_way(8 * huge);
+  CHECK_EQUAL(arena->stats().yields, 1);
+  memory::arenas_give_way(11 * huge);
+  CHECK_EQUAL(arena->stats().resident_bytes, 0);
+}
+
 TEST(an_idle_arena_gives_way_with_no_more_of_what_it_holds_than_is_needed) {
   const int64_t huge = memory::kHugePageBytes;
   const auto arena = ArenaCore::create(8 * huge);
