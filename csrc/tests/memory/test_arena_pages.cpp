@@ -86,11 +86,11 @@ TEST(an_idle_arena_gives_way_above_its_limit) {
 
 TEST(an_idle_arena_gives_way_with_four_times_what_is_lacking_of_what_it_has_touched) {
   const int64_t huge = memory::kHugePageBytes;
-  const auto arena = arena_with({{{0, 16 * huge}}});
+  const auto arena = ArenaCore::create(16 * huge);
+  arena->select(arena->load(table_of({{{0, 16 * huge}}})));
   arena->begin(0);
-  char* const block = serve(arena.get(), 16 * huge);
+  arena->free_block(serve(arena.get(), 16 * huge));
   arena->end();
-  arena->free_block(block);
   arena->set_yield_limit(20 * huge);
   memory::arenas_give_way(4 * huge);
   CHECK_EQUAL(arena->stats().resident_bytes, 16 * huge);
