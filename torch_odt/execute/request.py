@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 
 # What is held at once at least.
 _PIECE_BYTES = 8 << 20
+# What is less has often been given back a moment ago.
+_TELLING_BYTES = 16 << 20
 # Of what holding cost before, beside what it costs now.
 _PAST_WEIGHT = 0.5
 
@@ -60,7 +62,9 @@ class Holding:
     _seconds: float = 0.0
 
     def add(self, nbytes: int, seconds: float) -> None:
-        """So many bytes more have been held, and took so long."""
+        """So many bytes more have been held, and took so long; few tell nothing of what many would."""
+        if nbytes < _TELLING_BYTES:
+            return
         self._nbytes = _PAST_WEIGHT * self._nbytes + nbytes
         self._seconds = _PAST_WEIGHT * self._seconds + seconds
 
