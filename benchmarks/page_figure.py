@@ -3,7 +3,7 @@
     torch-odt measure --suite ubiquitous --quick --out run.jsonl --html page.html
     python benchmarks/page_figure.py page.html memory-over-time --panel "mobilenet_v2, " --out memory_over_a_step.png
 
-A page asks for nothing and needs no script; this needs Chromium, which draws it without a window.
+Needs Chromium, which draws the page without a window.
 """
 
 from __future__ import annotations
@@ -50,6 +50,8 @@ def picture(page: str, key: str, out: Path, *, panel: str = "", width: int = 104
         ValueError: the page has no such figure, or no such chart.
         OSError: there is no browser, or it failed.
     """
+    # A page lets no script run.
+    page = re.sub(r'<meta http-equiv="Content-Security-Policy"[^>]*>', "", page)
     alone = page.replace("</body>", ALONE % {"key": json.dumps(key), "panel": json.dumps(panel)} + "</body>")
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "page.html"
