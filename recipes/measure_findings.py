@@ -22,7 +22,7 @@ from pathlib import Path
 from statistics import mean, median
 
 from torch_odt import cli
-from torch_odt.measure.record import DEFAULT_OPTIMIZER, Cell, Record
+from torch_odt.measure.record import DEFAULT_OPTIMIZER, Cell, Machine, Record
 
 SUITES = ("ubiquitous", "architectures")
 CAI, CHEN, SURVEY = "Cai et al.", "Chen et al.", "the survey of on-device training"
@@ -272,11 +272,17 @@ def _tensor_bytes(cell: Cell) -> int:
     return sum(count for name, count in cell.categories.items() if name != "other")
 
 
+def _described(machine: Machine) -> dict[str, object]:
+    """What numbers are of; not what the machine is called."""
+    names = ("processor", "instruction_sets", "cores", "memory_bytes", "governor", "accelerator", "versions")
+    return {name: getattr(machine, name) for name in names}
+
+
 def _unknown(paper: str, claim: str) -> Finding:
     return Finding(paper, claim, None, "the record has no cells for it")
 
 
-def _measured(arguments: argparse.Namespace) -> list[Cell]:
+def _measured(arguments: argparse.Namespace) -> list[Record]:
     with tempfile.TemporaryDirectory() as folder:
         path = arguments.keep or Path(folder) / "run.jsonl"
         for suite in SUITES:
@@ -286,7 +292,7 @@ def _measured(arguments: argparse.Namespace) -> list[Cell]:
                 raise KeyboardInterrupt
             if code == 2:
                 sys.exit(code)
-        return list(Record.read(path).cells)
+        return [Record.read(path)]
 
 
 def main() -> int:
@@ -294,18 +300,20 @@ def main() -> int:
     parser.add_argument("--record", nargs="+", type=Path, help="of both suites; nothing is measured then")
     parser.add_argument("--quick", action="store_true", help="measure the quick suites")
     parser.add_argument("--keep", type=Path, help="the record; what is in it is not measured again")
-    parser.add_argument("--out", type=Path, help="write the findings there as JSON")
+    parser.add_argument("--out", type=Path, help="write the findings there as JSON, with the machines that they are of")
     arguments = parser.parse_args()
     if arguments.record:
-        cells = [cell for path in arguments.record for cell in Record.read(path).cells]
+        records = [Record.read(path) for path in arguments.record]
     else:
-        cells = _measured(arguments)
-    findings = look(cells)
+        records = _measured(arguments)
+    findings = look([cell for record in records for cell in record.cells])
     words = {True: "confirmed", False: "not confirmed", None: "not known"}
     for finding in findings:
         print(f"\n{words[finding.confirmed]}: {finding.claim} ({finding.paper})\n    {finding.numbers}")
     if arguments.out is not None:
-        arguments.out.write_text(json.dumps([asdict(finding) for finding in findings], indent=1) + "\n")
+        machines = [_described(record.machine) for record in records]
+        found = {"machines": machines, "findings": [asdict(finding) for finding in findings]}
+        arguments.out.write_text(json.dumps(found, indent=1) + "\n")
     return 1 if any(finding.confirmed is None for finding in findings) else 0
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -21,31 +22,39 @@ CELL = Cell(suite="s", model="net", batch_size=4, mode="training", engine="torch
 
 
 class Planner:
-    """Refuses budgets by estimates until a step was made; then by what was measured in it."""
+    """Refuses budgets by estimates until a step was tried within the smallest; then by what was measured in it.
 
-    def __init__(self, *, estimated: int, measured: int) -> None:
-        self._smallest, self._measured = estimated, measured
+    `measured` has a number for each process that asks, and stays at the last one.
+    """
+
+    def __init__(self, *, estimated: int, measured: int | Sequence[int]) -> None:
+        self._smallest = estimated
+        self._measured = [measured] if isinstance(measured, int) else list(measured)
         self.made: list[int] = []
 
     def __call__(self, job: Job, work: Work) -> tuple[Any, None]:
-        budget_bytes = job.how.budget_bytes or 0
+        budget_bytes = job.how.smallest_bytes or job.how.budget_bytes or 0
+        if job.how.was_refused:
+            self._smallest = self._measured[0]
+            self._measured = self._measured[1:] or self._measured
 
         def step() -> None:
             if budget_bytes < self._smallest:
                 raise InfeasibleBudget(budget_bytes, self._smallest)
-            self._smallest = self._measured
             self.made.append(budget_bytes)
 
         return step, None
 
 
-def measured(planner: Planner, monkeypatch: pytest.MonkeyPatch, *, or_smallest: bool) -> tuple[Cell, int]:
+def measured(
+    planner: Planner, monkeypatch: pytest.MonkeyPatch, *, smallest_tries: int, make_step: Any = None
+) -> tuple[Cell, int]:
     """The cell, and how many processes it takes."""
-    monkeypatch.setattr(cell_module, "make_step", planner)
+    monkeypatch.setattr(cell_module, "make_step", make_step or planner)
     monkeypatch.setattr(cell_module, "beside_neighbour", lambda job, cell, step_of: (step_of(), cell)[1])
     model = nn.Linear(4, 2)
     work = Work(model, F.cross_entropy, torch.optim.SGD(model.parameters(), lr=0.1), (torch.ones(4, 4), torch.zeros(4)))
-    job = Job(CELL, How(budget_bytes=100, or_smallest=or_smallest))
+    job = Job(CELL, How(budget_bytes=100, smallest_tries=smallest_tries))
     for processes in range(1, 9):
         try:
             return measure_cell(job, lambda samples: work), processes
@@ -54,29 +63,52 @@ def measured(planner: Planner, monkeypatch: pytest.MonkeyPatch, *, or_smallest: 
     raise AssertionError("it does not end")
 
 
-@pytest.mark.parametrize("or_smallest", [True, False])
-def test_a_budget_that_only_estimates_refuse_is_taken(monkeypatch: pytest.MonkeyPatch, or_smallest: bool) -> None:
+@pytest.mark.parametrize("smallest_tries", [0, 3])
+def test_a_budget_that_only_estimates_refuse_is_taken(monkeypatch: pytest.MonkeyPatch, smallest_tries: int) -> None:
     planner = Planner(estimated=200, measured=90)
-    cell, processes = measured(planner, monkeypatch, or_smallest=or_smallest)
+    cell, processes = measured(planner, monkeypatch, smallest_tries=smallest_tries)
     assert (planner.made, processes) == ([200, 100], 2)
     assert cell.outcome == "ok" and not cell.notes
 
 
 def test_the_smallest_budget_is_the_measured_one(monkeypatch: pytest.MonkeyPatch) -> None:
     planner = Planner(estimated=200, measured=150)
-    cell, processes = measured(planner, monkeypatch, or_smallest=True)
+    cell, processes = measured(planner, monkeypatch, smallest_tries=3)
     assert (planner.made, processes) == ([200, 150], 3)
     assert cell.outcome == "ok"
     assert cell.notes == ["50% is 100 B, which is too small: the smallest budget was taken, 150 B"]
     assert cell.key == CELL.key
 
 
+def test_a_smallest_budget_that_is_refused_again_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    planner = Planner(estimated=200, measured=[150, 155, 155])
+    cell, processes = measured(planner, monkeypatch, smallest_tries=3)
+    assert (planner.made, processes, cell.outcome) == ([200, 155], 4, "ok")
+    assert cell.notes == ["50% is 100 B, which is too small: the smallest budget was taken, 155 B"]
+    for_ever = Planner(estimated=200, measured=[*range(150, 160)])
+    cell, processes = measured(for_ever, monkeypatch, smallest_tries=2)
+    assert (cell.outcome, processes) == ("out of memory", 4)
+
+
+def test_a_step_to_measure_in_that_is_refused_is_no_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is measured on the way to a refusal raises the smallest budget."""
+    planner = Planner(estimated=200, measured=120)
+
+    def make_step(job: Job, work: Work) -> tuple[Any, None]:
+        if job.how.smallest_bytes == 200:
+            planner._smallest = 210
+        return planner(job, work)
+
+    cell, _ = measured(planner, monkeypatch, smallest_tries=3, make_step=make_step)
+    assert cell.outcome == "ok" and planner.made == [120]
+
+
 def test_bytes_that_are_too_few_are_out_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    cell, processes = measured(Planner(estimated=200, measured=150), monkeypatch, or_smallest=False)
+    cell, processes = measured(Planner(estimated=200, measured=150), monkeypatch, smallest_tries=0)
     assert cell.outcome == "out of memory" and "InfeasibleBudget" in cell.reason and processes == 2
 
 
 def test_a_budget_that_fits_is_planned_once(monkeypatch: pytest.MonkeyPatch) -> None:
     planner = Planner(estimated=100, measured=90)
-    _, processes = measured(planner, monkeypatch, or_smallest=True)
+    _, processes = measured(planner, monkeypatch, smallest_tries=3)
     assert (planner.made, processes) == ([100], 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import struct
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +15,8 @@ from sample_records import sample_record
 from torch_odt.measure.report import compare, page
 
 pytestmark = pytest.mark.slow
+
+PAGE_FIGURE = Path(__file__).parents[2] / "benchmarks" / "page_figure.py"
 
 LOOK = """
 const view = document.querySelector("iframe").contentWindow, inside = view.document;
@@ -102,3 +105,24 @@ def test_what_does_not_fit_would_be_seen(tmp_path: Path, texts: dict[str, str]) 
     wide = wide.replace('data-x=" style="', 'style="width:900px;', 1)
     report = visit(tmp_path, framed(wide, 390), LOOK).report
     assert report["outside"] != [] and report["page"] > 390
+
+
+def test_a_figure_becomes_a_picture(tmp_path: Path, texts: dict[str, str]) -> None:
+    """As README shows one: nothing but the figure, as high as it is, and only the charts that were asked for."""
+    path, out = tmp_path / "page.html", tmp_path / "figure.png"
+    path.write_text(texts["page"], encoding="utf-8")
+
+    def drawn(*words: str) -> tuple[int, int]:
+        ended = subprocess.run([sys.executable, "-P", str(PAGE_FIGURE), str(path), "--out", str(out), *words])
+        assert ended.returncode == 0
+        return struct.unpack(">II", out.read_bytes()[16:24])
+
+    width, height = drawn("memory-over-time", "--width", "800")
+    assert width == 800 and height > 300
+    models = re.findall(r"<h3>(.*?), batch", texts["page"].split('id="memory-over-time"')[1].split("</figure>")[0])
+    assert len(set(models)) > 1
+    assert drawn("memory-over-time", "--width", "800", "--panel", models[0])[1] < height
+    wrong = subprocess.run(
+        [sys.executable, "-P", str(PAGE_FIGURE), str(path), "memory", "--out", str(out)], capture_output=True, text=True
+    )
+    assert wrong.returncode == 2 and "no figure 'memory'" in wrong.stderr and "memory-over-time" in wrong.stderr

@@ -175,6 +175,16 @@ def test_the_prediction_is_laid_over_every_pass() -> None:
     assert [row[-3] for row in rows] == ["2.0 MiB", "6.0 MiB", "6.0 MiB"]
 
 
+@pytest.mark.parametrize("key", ["memory-over-time", "operators"])
+def test_charts_of_a_network_stand_in_a_row(key: str) -> None:
+    """One that lacks torch_odt does not move all that follow."""
+    titles = re.findall(r'<div class="panel( first)?"><h3>(.*?), batch', drawn(key))
+    networks = [network for _, network in titles]
+    assert len(set(networks)) > 1
+    for i, (first, network) in enumerate(titles):
+        assert bool(first) == (network not in networks[:i])
+
+
 def test_long_traces_keep_their_peak() -> None:
     values = [0] * 50_000
     values[31_416] = 77 * MIB
@@ -269,6 +279,15 @@ def test_the_frontier_names_every_budget_and_keeps_optimizers_apart() -> None:
         "plain PyTorch", "torch_odt (30%)", "torch_odt (50%)", "ExecuTorch",
         "plain PyTorch (adam)", "torch_odt (30%, adam)", "torch_odt (50%, adam)",
     ]  # fmt: skip
+
+
+def test_the_legend_of_a_frontier_has_a_line_where_dots_are_joined() -> None:
+    cells = [cell for cell in sample_cells() if cell.model == "lenet" and cell.batch_size == 16 and cell.threads == 4]
+    for budgets, style in (("50%", "line2"), ("30% 50%", "line2 dashed")):
+        chosen = [cell for cell in cells if cell.budget in ("", *budgets.split())]
+        section = drawn("frontier", Record(sample_machine(), chosen))
+        assert re.findall(r'<i class="swatch ([^"]*)"></i>torch_odt, predicted', section) == [style]
+        assert ('<path class="line line2 dashed"' in section) == ("dashed" in style)
 
 
 def test_marks_give_way_to_each_other() -> None:

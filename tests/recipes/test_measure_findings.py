@@ -110,7 +110,9 @@ def test_what_the_record_lacks_is_not_known(
     append_line(path, profiled(clock=1.0, uncounted=0.8))
     monkeypatch.setattr(sys, "argv", ["measure_findings.py", "--record", str(path), "--out", str(out)])
     assert recipe.main() == 1
-    findings = json.loads(out.read_text())
+    written = json.loads(out.read_text())
+    assert [machine["processor"] for machine in written["machines"]] == ["Cortex-A72"]
+    findings = written["findings"]
     assert [finding["confirmed"] for finding in findings if finding["paper"] != "check"] == [None] * 10
     assert findings[-1]["confirmed"]
     assert capsys.readouterr().out.count("not known") == 10

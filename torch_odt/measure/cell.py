@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -64,7 +64,7 @@ def measure_cell(job: Job, work_of: WorkOf) -> Cell:
     memory.install()
     torch.set_num_threads(job.cell.threads)
     limit = job.how.limit_bytes
-    cell = replace(job.cell, limit_bytes=limit or 0)
+    cell = replace(job.cell, limit_bytes=limit or 0, notes=[*job.cell.notes, *_taken(job)])
     try:
         with _capped(limit):
             return _measure(job, cell, work_of)
@@ -100,11 +100,10 @@ def make_step(job: Job, work: Work) -> tuple[Step, odt.TrainStep | None]:
     if job.cell.engine == "executorch":
         return ExecuTorchStep(work), None
     if job.cell.engine == "torch_odt":
-        if job.how.budget_bytes is None:
+        budget_bytes = job.how.smallest_bytes or job.how.budget_bytes
+        if budget_bytes is None:
             raise ValueError("torch_odt needs a budget")
-        step = odt.TrainStep(
-            work.model, work.loss_fn, work.optimizer, budget=odt.Budget(job.how.budget_bytes, of="training")
-        )
+        step = odt.TrainStep(work.model, work.loss_fn, work.optimizer, budget=odt.Budget(budget_bytes, of="training"))
         return lambda: step(*work.batch), step
     plain: Step = Inference(work) if job.cell.mode == "inference" else PlainStep(work)
 
@@ -179,16 +178,23 @@ def _after(refusal: InfeasibleBudget, job: Job, work: Work) -> Job:
     """
     cell, how, smallest_bytes = job.cell, job.how, refusal.smallest_feasible_bytes
     if not how.was_refused:
-        step, _ = make_step(Job(cell, replace(how, budget_bytes=smallest_bytes)), work)
-        step()
+        step, _ = make_step(Job(cell, replace(how, smallest_bytes=smallest_bytes)), work)
+        # What was measured before it was refused, too, counts from now on.
+        with suppress(InfeasibleBudget):
+            step()
         return Job(cell, replace(how, was_refused=True))
-    if not how.or_smallest:
+    if not how.smallest_tries:
         raise refusal
-    note = (
-        f"{cell.budget} is {format_bytes(how.budget_bytes or 0)}, which is too small: "
-        f"the smallest budget was taken, {format_bytes(smallest_bytes)}"
-    )
-    return Job(replace(cell, notes=[*cell.notes, note]), replace(how, budget_bytes=smallest_bytes, or_smallest=False))
+    return Job(cell, replace(how, smallest_bytes=smallest_bytes, smallest_tries=how.smallest_tries - 1))
+
+
+def _taken(job: Job) -> list[str]:
+    """A note of the budget that has taken the place of the given one."""
+    how = job.how
+    if how.smallest_bytes is None:
+        return []
+    given, smallest = format_bytes(how.budget_bytes or 0), format_bytes(how.smallest_bytes)
+    return [f"{job.cell.budget} is {given}, which is too small: the smallest budget was taken, {smallest}"]
 
 
 def _looked_into(job: Job, cell: Cell, work: Work, step: Step, planned: odt.TrainStep | None) -> Cell:

@@ -30,7 +30,9 @@ class How:
         layers: count memory by layer.
         limit_bytes: that the process may hold; None for no limit.
         budget_bytes: for torch_odt, above the level before the step is made.
-        or_smallest: take the smallest feasible budget where `budget_bytes` is too small.
+        smallest_tries: how often the smallest feasible budget may take the place of one that is too small; what a
+            refusal names as the smallest differs a little from process to process.
+        smallest_bytes: what has taken the place of `budget_bytes`; None where nothing has.
         was_refused: the budget was refused once, by estimates, and what they are of has been measured since.
         watts: that the user states for a busy processor-second and for a second; None measures energy alone.
         classes: that networks tell apart.
@@ -51,7 +53,8 @@ class How:
     layers: bool = False
     limit_bytes: int | None = None
     budget_bytes: int | None = None
-    or_smallest: bool = False
+    smallest_tries: int = 0
+    smallest_bytes: int | None = None
     was_refused: bool = False
     watts: tuple[float, float] | None = None
     classes: int = 10

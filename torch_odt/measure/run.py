@@ -23,6 +23,8 @@ from torch_odt.memory._units import parse_bytes
 Measure = Callable[[Job], Cell]
 # What planning adds to the time of a cell, about, for the guess of the time that is left.
 _STEPS_WEIGHT, _PLANNED_WEIGHT = 6.0, 3.0
+# How often a share that is too small is replaced by the smallest budget that a refusal names.
+_SMALLEST_TRIES = 3
 # What is available differs a little each time: so much more is another limit.
 _HIGHER = 1.05
 
@@ -123,7 +125,7 @@ class Run:
         if not whole:
             return replace(cell, outcome="skipped", reason=f"{cell.budget} of nothing: plain PyTorch took no memory")
         budget_bytes = max(1, int(float(share[1]) / 100 * whole))
-        return Job(cell, replace(job.how, budget_bytes=budget_bytes, or_smallest=True))
+        return Job(cell, replace(job.how, budget_bytes=budget_bytes, smallest_tries=_SMALLEST_TRIES))
 
 
 def in_process(module: str) -> Measure:

@@ -16,10 +16,12 @@ class Panel:
     Attributes:
         title: what is different in this one, such as the model; any text.
         chart: HTML, as `bars`, `lines` and `areas` make it.
+        begins_row: whether it stands on the left, for what follows it belongs beside it.
     """
 
     title: str
     chart: str
+    begins_row: bool = False
 
 
 @dataclass(frozen=True)
@@ -59,10 +61,7 @@ def figure_section(figure: Figure) -> str:
     missing = _missing(figure.missing)
     if not figure.panels:
         return section(escape(figure.title), f'<div id="{figure.key}">{missing}{_numbers(figure)}</div>')
-    panels = "".join(
-        f'<div class="panel">{f"<h3>{escape(panel.title)}</h3>" if panel.title else ""}{panel.chart}</div>'
-        for panel in figure.panels
-    )
+    panels = "".join(map(_panel, figure.panels))
     legend = "".join(f'<li><i class="swatch {style}"></i>{escape(name)}</li>' for name, style in figure.legend)
     content = f"""<figure id="{figure.key}" class="chart"><figcaption><ul class="legend">{legend}</ul></figcaption>
 <div class="panels{" dense" if figure.is_dense else ""}">{panels}</div></figure>
@@ -76,6 +75,11 @@ def lacking_section(figures: Sequence[Figure]) -> str:
         f'<li id="{figure.key}">{escape(figure.title)}: {escape(" ".join(figure.missing))}</li>' for figure in figures
     )
     return section("What this record does not show", f'<ul class="absent">{entries}</ul>') if entries else ""
+
+
+def _panel(panel: Panel) -> str:
+    title = f"<h3>{escape(panel.title)}</h3>" if panel.title else ""
+    return f'<div class="panel{" first" if panel.begins_row else ""}">{title}{panel.chart}</div>'
 
 
 def _missing(reasons: Sequence[str]) -> str:

@@ -13,7 +13,7 @@ from torch_odt.measure.report.ways import way_of
 
 _STYLES = {"torch": "line0", "torch_odt": "line1", "executorch": "line4"}
 _NAMES = {"torch": "plain PyTorch", "torch_odt": "torch_odt, measured", "executorch": "ExecuTorch"}
-_PREDICTED = "line2 dashed"
+_PREDICTED, _PREDICTED_DOT = "line2 dashed", "line2"
 
 
 def frontier(record: Record) -> Figure:
@@ -21,6 +21,7 @@ def frontier(record: Record) -> Figure:
     cells = usual_steps(record, _is_measured)
     panels, rows = [], []
     shown: set[str] = set()
+    is_joined = False
     for (model, optimizer), each in grouped(cells, lambda cell: (model_of(cell), way_of(cell).optimizer)).items():
         largest = max((cell.batch_size for cell in each if cell.engine == "torch_odt"), default=None)
         if largest is None:
@@ -30,6 +31,7 @@ def frontier(record: Record) -> Figure:
         by_engine["torch_odt"] = ours
         drawn = [_line(engine, same) for engine, same in by_engine.items()]
         drawn.append(Line("predicted", _PREDICTED, *_predicted(ours)))
+        is_joined = is_joined or len(drawn[-1].xs) > 1
         x = Side("peak bytes above the level before", BYTES, includes_zero=True)
         y = Side("seconds of a training step", SECONDS, includes_zero=True)
         name = ", ".join(part for part in (model, f"batch {largest}", optimizer) if part)
@@ -43,7 +45,7 @@ def frontier(record: Record) -> Figure:
         "The frontier: bytes against seconds of a training step, measured and predicted",
         "Further to the left is less memory, further down is faster; a dot of torch_odt for each budget.",
         panels,
-        [*legend, ("torch_odt, predicted", _PREDICTED)] if panels else (),
+        [*legend, ("torch_odt, predicted", _PREDICTED if is_joined else _PREDICTED_DOT)] if panels else (),
         ("step", "series", "bytes", "seconds", "predicted bytes", "predicted seconds"),
         rows,
         () if panels else ("torch_odt trained nothing in this record.",),

@@ -30,7 +30,7 @@ def memory_over_time(record: Record) -> Figure:
         until_seconds = max(each.end_seconds for each in drawn)
         at_most = max(each.highest for each in drawn)
         for each in drawn:
-            panels.append(Panel(each.name, _chart(each, until_seconds, at_most)))
+            panels.append(Panel(each.name, _chart(each, until_seconds, at_most), begins_row=each is drawn[0]))
             rows += list(_rows(each))
     names = in_order(trace.label for cell in cells for trace in _bands(cell) if any(trace.values))
     laid_over = [("held by the process", "process")] if any(map(_process, cells)) else []

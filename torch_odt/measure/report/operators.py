@@ -64,8 +64,9 @@ def phases(record: Record) -> Figure:
 def operators(record: Record) -> Figure:
     """The operators of training steps (Cai et al., Figure 4; Chen et al., Figure 11)."""
     cells = [cell for cell in _profiled(record) if cell.mode == "training"]
+    networks = grouped(cells, model_of)
     panels, rows = [], []
-    for cell in cells:
+    for cell in [cell for same in networks.values() for cell in same]:
         name = f"{model_of(cell)}, batch {cell.batch_size}: {series_of(cell).way.name}"
         total = sum(each.seconds for each in cell.operators)
         ordered = sorted(cell.operators, key=lambda each: -each.seconds)
@@ -83,7 +84,7 @@ def operators(record: Record) -> Figure:
         ]
         chart = bars(groups, SECONDS, title="seconds of all calls in a step", rows_title="operator")
         if chart:
-            panels.append(Panel(name, chart))
+            panels.append(Panel(name, chart, begins_row=cell is networks[model_of(cell)][0]))
     return Figure(
         "operators",
         "Operators of a training step: forward against backward",
