@@ -405,8 +405,8 @@ void ArenaCore::give_way(int64_t outside_bytes) {
     // Each page that goes has to be cleared again in the next step. Held pages may be gone for good, so that no more of
     // them go than must; of those that are merely touched some more, because libraries that run meanwhile take more
     // than torch counts. Whole huge pages, that the next small allocation need not ask again.
-    const int64_t needless = lacking * (stats_.held_bytes > 0 ? 1 : kGiveWayTimes);
-    const int64_t left = std::max<int64_t>(0, stats_.resident_bytes - needless);
+    const int64_t going = lacking * (stats_.held_bytes > 0 ? 1 : kGiveWayTimes);
+    const int64_t left = std::max<int64_t>(0, stats_.resident_bytes - going);
     discard_pages(left / kHugePageBytes * kHugePageBytes);
     ++stats_.yields;
   }

@@ -147,6 +147,24 @@ def test_garbage_is_no_reason_to_refuse(cache: Path, sizes: tuple[int, int]) -> 
     assert "scarce" not in {decision.action for decision in step.controller.decisions}
 
 
+def test_garbage_is_not_counted_with_a_step_that_is_known(cache: Path, sizes: tuple[int, int]) -> None:
+    _, kept = sizes
+    budget = odt.Budget(4 * kept, of="training")
+    step = make_step(make_net(), budget, cache)
+    train(step, 1)
+    again = make_step(make_net(), budget, cache)
+    gc.collect()
+    gc.disable()
+    try:
+        cycle: list[Any] = [torch.ones(2 * kept // 4)]
+        cycle.append(cycle)
+        del cycle
+        train(again, 1)
+    finally:
+        gc.enable()
+    assert again.plan.peak_bytes < step.plan.peak_bytes + kept
+
+
 def test_a_share_of_what_is_available(cache: Path) -> None:
     model = make_net()
     plain = copy.deepcopy(model)

@@ -138,12 +138,19 @@ def test_what_holding_costs_is_noted(cache: Path) -> None:
 
 def test_of_what_holding_cost_the_last_counts_most() -> None:
     holding = Holding()
-    holding.add(100 * MIB, 1.0)
-    assert holding.seconds_per_byte * MIB == pytest.approx(0.01)
-    holding.add(100 * MIB, 4.0)
-    assert holding.seconds_per_byte * MIB == pytest.approx(0.03)
+    holding.add(100 * MIB, 0.1)
+    assert holding.seconds_per_byte * MIB == pytest.approx(0.001)
+    holding.add(100 * MIB, 0.4)
+    assert holding.seconds_per_byte * MIB == pytest.approx(0.003)
     holding.add(2 * MIB, 0.0)
-    assert holding.seconds_per_byte * MIB == pytest.approx(0.03), "what was given back a moment ago is cheap"
+    holding.add(0, 0.0)
+    assert holding.seconds_per_byte * MIB == pytest.approx(0.003), "what was given back a moment ago is cheap"
+
+
+def test_who_was_kept_from_running_says_nothing_of_what_holding_costs() -> None:
+    holding = Holding()
+    holding.add(100 * MIB, 60.0)
+    assert holding.seconds_per_byte * 100 * MIB < 1
 
 
 def test_a_pause_gives_back_what_is_held(cache: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,8 @@ from torch_odt import memory
 from torch_odt.capture.rewrite import inexact_rewrites
 from torch_odt.execute import pressure
 from torch_odt.runtime import Decision, Reading
+from torch_odt.runtime.budget import Allotment
+from torch_odt.runtime.growth import Need
 
 MIB = 1 << 20
 NEVER = 1 << 60
@@ -57,6 +60,10 @@ class Falling(Scripted):
         if len(self.held) > self._falls_at:
             self.growth = [self._low]
         return super().lacking_bytes(level_bytes, need_bytes)
+
+    def before_step(self, level_bytes: int, need: Need | None) -> Allotment:
+        # When it grows is not what is looked at here.
+        return super().before_step(level_bytes, need and replace(need, seconds_per_byte=0.0))
 
     def _note(self, decision: Decision) -> None:
         if decision.action in ("evict", "keep"):

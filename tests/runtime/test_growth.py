@@ -62,15 +62,26 @@ def test_what_takes_long_to_hold_waits_until_it_was_missed() -> None:
     assert Watched(replace(held, seconds_per_byte=0.009)).first(200) == (11, 200), "beside what the plan takes"
 
 
-@given(slowdown=st.floats(1.03, 4.0), plan_seconds=st.floats(0.0, 5.0), wanted=st.integers(110, 1000))
+@given(
+    slowdown=st.floats(1.03, 4.0),
+    plan_seconds=st.floats(0.0, 5.0),
+    seconds_per_byte=st.floats(0.0, 0.05),
+    wanted=st.integers(110, 1000),
+)
 def test_it_never_costs_more_than_twice_what_the_future_would_have(
-    slowdown: float, plan_seconds: float, wanted: int
+    slowdown: float, plan_seconds: float, seconds_per_byte: float, wanted: int
 ) -> None:
-    looks, grown = Watched(need(slowdown, plan_seconds)).first(wanted, 1000)
+    change_seconds = plan_seconds + seconds_per_byte * min(wanted - 95, 95)
+    looks, grown = Watched(replace(need(slowdown, plan_seconds), seconds_per_byte=seconds_per_byte)).first(wanted, 1000)
     share = need(slowdown).lost_share(100, wanted)
     lost_before_the_last_look = share * (looks - 2)
-    assert grown == wanted or lost_before_the_last_look <= plan_seconds
-    assert looks <= 6 or lost_before_the_last_look <= plan_seconds
+    assert grown == wanted or lost_before_the_last_look <= change_seconds
+    assert looks <= 6 or lost_before_the_last_look <= change_seconds
+
+
+def test_what_nobody_will_use_is_not_waited_for() -> None:
+    much = Watched(Need(LEVEL + 95, 1.25, 0.5, seconds_per_byte=0.005)).first(10**9)
+    assert much == (6, 10**9)
 
 
 def test_a_plan_that_exists_is_taken_as_soon_as_it_fits_for_long_enough() -> None:

@@ -98,7 +98,7 @@ def _plan(
     Args:
         candidates, pages: what makes plans that do not page, and such that may.
         held_bytes: of gradients that exist already.
-        collects: look for garbage in any case, not only where there is too little.
+        collects: look for garbage where more was spent than is usual, not only where there is too little.
 
     Raises:
         InfeasibleBudget: neither fits; it names the smaller of the budgets that would be accepted.
@@ -134,9 +134,11 @@ def _plan_inside(
         return _take_stock(request, budget, candidates, held_bytes, collects=collects)
 
     def stock_for(candidate: Candidate | None) -> Allowance:
-        # What garbage takes is no reason to refuse, but to look for it takes as long as a step.
+        # What garbage takes is no reason to refuse, nor is it the step's; but to look for it takes as long as one.
         allowance = take_stock(collects=False)
-        return allowance if candidate is not None and allowance.admits(candidate) else take_stock()
+        is_usual = allowance.spent_bytes <= allowance.usual_spent_bytes + allowance.planning_bytes
+        fits = candidate is not None and allowance.admits(candidate)
+        return allowance if fits and (is_usual or not collects) else take_stock()
 
     candidate = _load(request, candidates, take_stock(collects=False))
     if candidate is None:

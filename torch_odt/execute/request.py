@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 _PIECE_BYTES = 8 << 20
 # What is less has often been given back a moment ago.
 _TELLING_BYTES = 16 << 20
+# Twice what was seen of the slowest; what takes longer was kept from running, and says nothing of the next time.
+_MOST_SECONDS_PER_BYTE = 6e-9
 # Of what holding cost before, beside what it costs now.
 _PAST_WEIGHT = 0.5
 
@@ -66,7 +68,7 @@ class Holding:
         if nbytes < _TELLING_BYTES:
             return
         self._nbytes = _PAST_WEIGHT * self._nbytes + nbytes
-        self._seconds = _PAST_WEIGHT * self._seconds + seconds
+        self._seconds = _PAST_WEIGHT * self._seconds + min(seconds, nbytes * _MOST_SECONDS_PER_BYTE)
 
     @property
     def seconds_per_byte(self) -> float:
@@ -165,15 +167,16 @@ class StepRequest:
         if self.arena is None:
             return 0
         self.arena.release(nbytes)
-        before_bytes, began = self.held_bytes, time.perf_counter()
+        before_bytes, seconds = self.held_bytes, 0.0
         while (lacking := nbytes - self.held_bytes) > 0:
             room = room_bytes()
             piece = min(lacking, max(_PIECE_BYTES, room // 8))
             if room < piece:
                 break
+            began = time.perf_counter()
             self.arena.hold(self.held_bytes + piece)
-        if self.held_bytes > before_bytes:
-            self.holding.add(self.held_bytes - before_bytes, time.perf_counter() - began)
+            seconds += time.perf_counter() - began
+        self.holding.add(self.held_bytes - before_bytes, seconds)
         return max(0, lacking)
 
     def keep_held(self, less_bytes: int = 0) -> None:

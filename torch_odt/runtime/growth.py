@@ -111,11 +111,13 @@ class Growth:
         # What ran last may have been a larger one, which gave back while it did.
         taken_bytes = min(need.total_bytes, current_bytes)
         made = best_known(known, taken_bytes + 1, lasting)
-        plan_seconds, more_bytes = (
-            (need.plan_seconds, lasting - taken_bytes) if made is None else (0.0, known[made] - taken_bytes)
-        )
-        repaid = self._lost_seconds >= plan_seconds + need.seconds_per_byte * more_bytes
-        return (lasting if made is None else made) if repaid else None
+        if made is not None:
+            change_seconds = need.seconds_per_byte * (known[made] - taken_bytes)
+            return made if self._lost_seconds >= change_seconds else None
+        # What a new plan will use of all that there is nobody knows, but twice the bytes win most of what can be won.
+        more_bytes = min(lasting - taken_bytes, taken_bytes - level_bytes)
+        change_seconds = need.plan_seconds + need.seconds_per_byte * more_bytes
+        return lasting if self._lost_seconds >= change_seconds else None
 
     def seconds(self, now: float) -> float:
         """For how long more has been allowed."""
