@@ -20,7 +20,8 @@ The oracle is a step within the fixed budget that is left in each stretch of the
 group, and is timed once it has been planned and run. How fast a machine is changes within minutes, so both take turns:
 where the script changes, trainer and balloon wait, no time passes for them, and steps of the oracle for the stretch
 that has just ended are measured. Exits with 1 where torch_odt is ended once, a loss is not
-that of an undisturbed run, or the median of the ratios of its runs is above 1.15.
+that of an undisturbed run, the balloon had less than 90 % of what it was to hold, or the median of the ratios of its
+runs is above 1.15.
 """
 
 from __future__ import annotations
@@ -45,6 +46,8 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 from control_group import ControlGroup
+
+from torch_odt.capture.machine import machine_name
 
 WORKER = Path(__file__).with_name("balloon_worker.py")
 WAYS = ("torch_odt", "static", "plain", "accelerate")
@@ -287,6 +290,10 @@ def report(options: argparse.Namespace, script: Script, runs: dict[str, list[Run
     if options.out is not None:
         options.out.mkdir(parents=True, exist_ok=True)
         found = {
+            "options": {name: value for name, value in vars(options).items() if name not in ("data_dir", "out")},
+            "data": "random" if options.data_dir is None else "Fashion-MNIST",
+            "machine": machine_name(),
+            "page_reporting_order": page_reporting_order(),
             "left_bytes": script.left_bytes,
             "runs": {
                 way: [asdict(run) | {"fate": run.fate, "ratio": run.ratio} for run in made]
@@ -295,6 +302,12 @@ def report(options: argparse.Namespace, script: Script, runs: dict[str, list[Run
         }
         (options.out / "balloon.json").write_text(json.dumps(found, indent=1) + "\n")
     return 0 if is_kept else 1
+
+
+def page_reporting_order() -> int | None:
+    """What of its free pages a virtual machine hands on to its host: blocks of 2^order pages; None where it cannot."""
+    path = Path("/sys/module/page_reporting/parameters/page_reporting_order")
+    return int(path.read_text()) if path.exists() else None
 
 
 def print_row(way: str, run: Run) -> None:

@@ -296,7 +296,8 @@ class Checkpointer:
         if before not in (None, now):
             warnings.warn(
                 f"the checkpoint was written with {before} threads of torch, and there are {now} now: the last bits "
-                f"will differ from those of a run that was not stopped. torch.set_num_threads({before}) keeps them",
+                f"will differ from those of a run that was not stopped. torch.set_num_threads({before}) keeps them, or "
+                f"--threads {before} of torch-odt train",
                 OdtWarning,
                 stacklevel=3,
             )
