@@ -249,18 +249,23 @@ def test_another_process_goes_on_with_what_one_has_learned(worker: str) -> None:
 def test_an_interrupt_ends_the_cells_process(tmp_path: Path, worker: str) -> None:
     os.mkfifo(tmp_path / "held")
     opened: list[IO[bytes]] = []
+    ended = threading.Event()
 
     def interrupt() -> None:
         while not (tmp_path / "pid").exists():
             time.sleep(0.01)
         # Opened as soon as the child has opened its end.
         opened.append((tmp_path / "held").open("rb"))
-        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+        # Python looks for signals before it waits, not while: one that comes between the two is noticed with the next.
+        while not ended.is_set():
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+            ended.wait(10)
 
     thread = threading.Thread(target=interrupt)
     thread.start()
     with pytest.raises(KeyboardInterrupt):
         in_process(worker)(make_job("slow"))
+    ended.set()
     thread.join()
     with pytest.raises(ProcessLookupError):
         os.kill(int((tmp_path / "pid").read_text()), 0)
