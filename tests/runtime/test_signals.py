@@ -115,3 +115,30 @@ def test_who_puts_its_handler_back_too_late_loses_no_signal(kind: type[SignalGat
                 signal.raise_signal(signal.SIGINT)
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.parametrize("make", [SignalGate, SignalWatch])
+def test_a_handler_that_raises_as_soon_as_it_is_back(
+    make: type[SignalGate] | type[SignalWatch], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stop(*_: Any) -> None:
+        raise Stop
+
+    set_handler = signal.signal
+
+    def set_and_raise(number: int, handler: Any) -> Any:
+        before = set_handler(number, handler)
+        if handler is stop:
+            signal.raise_signal(number)
+        return before
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        with monkeypatch.context() as patch, pytest.raises(Stop):
+            patch.setattr(signal, "signal", set_and_raise)
+            with make():
+                pass
+        assert signal.getsignal(signal.SIGTERM) is stop
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler, "Ctrl-C still ends the program"
+    finally:
+        signal.signal(signal.SIGTERM, before)

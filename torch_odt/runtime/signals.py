@@ -48,11 +48,13 @@ class SignalGate:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-        self._restore_handlers()
-        self._is_over = True
-        while self._kept:
-            number = self._kept.pop(0)
-            self._handlers[number](number, inspect.currentframe())
+        try:
+            self._restore_handlers()
+        finally:
+            self._is_over = True
+            while self._kept:
+                number = self._kept.pop(0)
+                self._handlers[number](number, inspect.currentframe())
 
     def open(self) -> None:
         """Let handlers run, those of kept signals at once."""
@@ -122,7 +124,17 @@ class SignalWatch:
 
 
 def _put_back(handlers: dict[int, Callable[[int, FrameType | None], Any]], own: object) -> None:
-    """Those that were there before, but where others have been set meanwhile."""
-    for number, handler in handlers.items():
-        if signal.getsignal(number) == own:
-            signal.signal(number, handler)
+    """Those that were there before, but where others have been set meanwhile.
+
+    One that is back may raise at once: the others are put back all the same.
+    """
+    left = list(handlers.items())
+    try:
+        while left:
+            number, handler = left[0]
+            if signal.getsignal(number) == own:
+                signal.signal(number, handler)
+            del left[0]
+    finally:
+        if left:
+            _put_back(dict(left), own)
