@@ -7,6 +7,8 @@ import gc
 import json
 import warnings
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -129,20 +131,27 @@ def test_less_than_the_smallest_plan_is_a_warning(
     assert actions == ["begin", "shrink", "scarce"]
 
 
+@contextmanager
+def garbage_of(nbytes: int) -> Iterator[None]:
+    """Inside, the process holds so much in a cycle that nobody has looked for yet."""
+    gc.collect()
+    gc.disable()
+    try:
+        cycle: list[Any] = [torch.ones(nbytes // 4)]
+        cycle.append(cycle)
+        del cycle
+        yield
+    finally:
+        gc.enable()
+
+
 def test_garbage_is_no_reason_to_refuse(cache: Path, sizes: tuple[int, int]) -> None:
     smallest, kept = sizes
     step = make_step(make_net(), Scripted(int(1.3 * kept), int(1.2 * smallest)), cache)
     first, second = make_batches(2)
     step(*first)
-    gc.collect()
-    gc.disable()
-    try:
-        cycle: list[Any] = [torch.ones(2 * kept // 4)]
-        cycle.append(cycle)
-        del cycle
+    with garbage_of(2 * kept):
         step(*second)
-    finally:
-        gc.enable()
     assert step.controller is not None
     assert "scarce" not in {decision.action for decision in step.controller.decisions}
 
@@ -153,15 +162,8 @@ def test_garbage_is_not_counted_with_a_step_that_is_known(cache: Path, sizes: tu
     step = make_step(make_net(), budget, cache)
     train(step, 1)
     again = make_step(make_net(), budget, cache)
-    gc.collect()
-    gc.disable()
-    try:
-        cycle: list[Any] = [torch.ones(2 * kept // 4)]
-        cycle.append(cycle)
-        del cycle
+    with garbage_of(2 * kept):
         train(again, 1)
-    finally:
-        gc.enable()
     assert again.plan.peak_bytes < step.plan.peak_bytes + kept
 
 
