@@ -83,5 +83,7 @@ def test_who_takes_what_is_free_ends_no_training(group: ControlGroup) -> None:
                 group.limit(group.unreclaimable_bytes() + 100 * MIB)
         actions = trainer()["actions"]
     assert losses == plainly(make_net(), steps)
-    assert {"begin", "shrink", "grow"} <= set(actions)
+    # Which of them it is depends on whether a step runs when the neighbour takes, and on what the smallest plan takes.
+    gives_back = {"shrink", "evict", "overtaken", "scarce"}
+    assert {"begin", "grow"} <= set(actions) and gives_back & set(actions)
     assert plans[2 * STEPS_AT_EACH - 1] < 0.8 * plans[0] < plans[3 * STEPS_AT_EACH - 1]
