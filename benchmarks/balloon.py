@@ -155,7 +155,8 @@ class Bench:
         high = int(MOST * (self.level_bytes + plain.end["growth_bytes"])) - self.level_bytes
         chance = random.Random(self.options.seed)
         places = sorted(chance.sample(range(5, self.options.steps - 4), self.options.changes))
-        left = {0: high} | {place: chance.randint(low, high) for place in places}
+        # By shares: the same script wherever the bounds lie.
+        left = {0: high} | {place: low + int(chance.random() * (high - low)) for place in places}
         print(
             f"left is {low / MIB:.0f} to {high / MIB:.0f} MiB above a level of {self.level_bytes / MIB:.0f}", flush=True
         )

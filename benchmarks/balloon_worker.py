@@ -25,13 +25,16 @@ from typing import Any
 
 MIB = 1 << 20
 CHUNK_BYTES = 4 * MIB
+MOST_CHUNKS = 4096
 RESERVE_BYTES = 32 * MIB
 # What the balloon leaves of the group; the trainer is to leave more, or it would not notice that more is wanted: some
 # MiB of what it holds are not its plan's.
 SPARE_BYTES = 12 * MIB
 # The balloon takes a chunk so often while there is one, and looks so often for what is given back; its pages are
-# made by the kernel. It is to take memory, not the time of a trainer that has both processors otherwise.
+# huge ones and made by the kernel. It is to take memory, not the time of a trainer that has both processors otherwise.
 TAKING_SECONDS, LOOKING_SECONDS = 0.005, 0.05
+# Linux's MADV_POPULATE_WRITE, which Python's mmap has no name for.
+POPULATE_WRITE = 23
 MEASURED_STEPS, SETTLING_STEPS = 7, 2
 Step = Callable[[Any, Any], float]
 
@@ -55,11 +58,34 @@ def main() -> None:
         train(options)
 
 
+class Held:
+    """Memory that is taken and given back in chunks."""
+
+    def __init__(self) -> None:
+        self._room = mmap.mmap(-1, MOST_CHUNKS * CHUNK_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self._room.madvise(mmap.MADV_HUGEPAGE)
+        # Chunks begin where huge pages do.
+        self._first = -ctypes.addressof(ctypes.c_char.from_buffer(self._room)) % CHUNK_BYTES
+        self._count = 0
+
+    @property
+    def nbytes(self) -> int:
+        return self._count * CHUNK_BYTES
+
+    def take(self) -> None:
+        self._room.madvise(POPULATE_WRITE, self._first + self.nbytes, CHUNK_BYTES)
+        self._count += 1
+
+    def give_back(self) -> None:
+        self._count -= 1
+        self._room.madvise(mmap.MADV_DONTNEED, self._first + self.nbytes, CHUNK_BYTES)
+
+
 def hold(group: Path) -> None:
     """The balloon."""
     from torch_odt.memory._control_group import control_groups
 
-    held: list[mmap.mmap] = []
+    held = Held()
     target = 0
     wanted_byte_seconds = held_byte_seconds = 0.0
     now = time.perf_counter()
@@ -69,7 +95,7 @@ def hold(group: Path) -> None:
         is_told = bool(select.select([sys.stdin], [], [], pause)[0])
         before, now = now, time.perf_counter()
         wanted_byte_seconds += target * (now - before)
-        held_byte_seconds += len(held) * CHUNK_BYTES * (now - before)
+        held_byte_seconds += held.nbytes * (now - before)
         if is_told:
             line = sys.stdin.readline()
             if line == "wait\n":
@@ -80,16 +106,16 @@ def hold(group: Path) -> None:
             if not line or line == "end\n":
                 return
             target = int(line)
-        while len(held) * CHUNK_BYTES > target:
-            held.pop().close()
-        if (len(held) + 1) * CHUNK_BYTES > target:
+        while held.nbytes > target:
+            held.give_back()
+        if held.nbytes + CHUNK_BYTES > target:
             pause = None
             continue
         (level,) = [level for found in control_groups() for level in found.levels if level.folder == group]
         pause = LOOKING_SECONDS
         if (level.headroom_bytes or 0) > SPARE_BYTES + CHUNK_BYTES:
             pause = TAKING_SECONDS
-            held.append(mmap.mmap(-1, CHUNK_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | mmap.MAP_POPULATE))
+            held.take()
 
 
 def train(options: argparse.Namespace) -> None:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torch_odt.runtime.growth import Growth, Need, best_known
+from torch_odt.runtime.growth import Growth, Known, Need, best_known
 
 LEVEL = 1000
 AFTER_SECONDS = 5.0
@@ -17,9 +17,10 @@ AFTER_SECONDS = 5.0
 class Watched:
     """Growth above 100 bytes, looked at once a second."""
 
-    def __init__(self, need: Need | None, known: dict[int, int] | None = None) -> None:
+    def __init__(self, need: Need | None, known: dict[int, int | Known] | None = None) -> None:
         self.growth = Growth(AFTER_SECONDS)
-        self.need, self.known = need, known or {}
+        self.need = need
+        self.known = {key: plan if isinstance(plan, Known) else Known(plan) for key, plan in (known or {}).items()}
         self.now = 0.0
 
     def look(self, wanted: int) -> int | None:
@@ -91,6 +92,43 @@ def test_a_plan_that_exists_is_taken_as_soon_as_it_fits_for_long_enough() -> Non
     assert Watched(need(1.1, plan_seconds=1e6), known).first(120) == (100, None)
 
 
+def test_a_small_plan_that_pays_does_not_wait_for_a_large_one() -> None:
+    known = {LEVEL + 500: LEVEL + 480, LEVEL + 150: LEVEL + 140}
+    # A fifth is lost; half of that would not be with 140 bytes, nearly all of it with 480.
+    held = Need(LEVEL + 95, 1.25, seconds_per_byte=0.01)
+    assert Watched(held, known).first(490) == (6, 150)
+
+
+def measured(slowdown: float, taken: int, at: float = 0.0) -> Known:
+    return Known(LEVEL + taken, slowdown, at)
+
+
+def test_what_was_measured_comes_before_what_was_predicted() -> None:
+    need = Need(LEVEL + 95, 1.25, seconds_per_byte=0.002, step_seconds=1.0, measured_slowdown=1.1)
+    # 0.2 s to hold 100 bytes: a second's prediction is 0.15, measured are 0.018, and nothing, and more.
+    assert Watched(need, {LEVEL + 200: Known(LEVEL + 195)}).first(200) == (6, 200)
+    assert Watched(need, {LEVEL + 200: measured(1.08, 195)}).first(200) == (12, 200)
+    assert Watched(need, {LEVEL + 200: measured(1.2, 195)}).first(200) == (100, None)
+    assert Watched(need, {LEVEL + 200: measured(0.5, 195)}).first(200) == (6, 200)
+
+
+def test_what_was_measured_long_ago_says_nothing() -> None:
+    need = Need(LEVEL + 95, 1.25, seconds_per_byte=0.002, step_seconds=1.0, measured_slowdown=1.1)
+    looks, grown = Watched(need, {LEVEL + 200: measured(1.2, 195)}).first(200, 200)
+    assert grown == 200 and 120 < looks < 125
+
+
+def test_no_new_plan_is_faster_than_one_for_more() -> None:
+    need = Need(LEVEL + 95, 1.25, plan_seconds=0.5, step_seconds=1.0, measured_slowdown=1.1)
+    assert Watched(need).first(200) == (6, 200)
+    assert Watched(need, {LEVEL + 400: measured(1.1, 390)}).first(200) == (100, None)
+    assert Watched(need, {LEVEL + 150: measured(1.1, 140)}).first(200) == (6, 200), "but than one for less"
+
+
+def test_what_passes_between_two_steps_is_not_lost() -> None:
+    assert Watched(Need(LEVEL + 95, 1.25, plan_seconds=1.4, step_seconds=0.5)).first(200) == (20, 200)
+
+
 def test_a_dip_is_forgotten_when_it_is_long_ago() -> None:
     watched = Watched(need(None, plan_seconds=3.0))
     assert [watched.look(wanted) for wanted in (400, 110, 400, 400)] == [None] * 4
@@ -112,7 +150,7 @@ def test_without_a_plan_it_only_waits() -> None:
 
 
 def test_of_plans_that_exist_the_largest_that_fits_is_the_best() -> None:
-    known = {10: 8, 20: 9, 30: 25}
+    known = {10: Known(8), 20: Known(9), 30: Known(25)}
     assert best_known(known, 9, 24) == 20
     assert best_known(known, 1, 30) == 30
     assert best_known(known, 10, 24) is None

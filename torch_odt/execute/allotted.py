@@ -161,10 +161,12 @@ def _need_of(request: StepRequest, current: Prepared | None) -> Need | None:
     plan = current.plan
     # What a whole batch, or one that nothing is paged of, would take is not known.
     is_known = plan.captured and not (plan.micro_batch or current.pages)
-    slowdown = plan.slowdown if is_known else None
+    step_seconds = current.measured_seconds
     return Need(
         request.level_bytes + plan.peak_bytes,
-        slowdown,
+        plan.slowdown if is_known else None,
         plan.planning_seconds or 0.0,
         request.holding.seconds_per_byte,
+        step_seconds,
+        step_seconds / plan.eager_seconds if is_known and step_seconds and plan.eager_seconds else None,
     )

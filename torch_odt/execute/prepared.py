@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -32,6 +34,11 @@ if TYPE_CHECKING:
     from torch_odt.execute.retries import Lowered
     from torch_odt.execute.uncaptured import UncapturedStep
 
+# The least of so many steps is what a step takes where nothing disturbs it, once there are ...
+_LAST_STEPS = 16
+# ... so many: the first ones find their memory untouched.
+_LEAST_STEPS = 4
+
 
 @dataclass
 class Prepared:
@@ -48,6 +55,7 @@ class Prepared:
         is_foreign: the graphs were not traced here.
         outside_limit_bytes: the torch-counted bytes at which the idle arena must give way to other allocations.
         pressure: asks while the step runs whether it may still hold what was planned; None where that is fixed.
+        last_seconds: that its last steps took, forward and backward.
     """
 
     plan: Plan
@@ -64,6 +72,12 @@ class Prepared:
     is_foreign: bool = False
     outside_limit_bytes: int = 0
     pressure: Pressure | None = None
+    last_seconds: deque[float] = field(default_factory=lambda: deque(maxlen=_LAST_STEPS))
+
+    @property
+    def measured_seconds(self) -> float | None:
+        """What a step takes; None where too few have been made."""
+        return min(self.last_seconds) if len(self.last_seconds) >= _LEAST_STEPS else None
 
     def enter(self, request: StepRequest, lowered: Lowered | None) -> None:
         """Before a step, where the one before may have been made with less: what both share is set for this one."""
@@ -99,6 +113,7 @@ class Prepared:
         tensors = {name: p.detach() for name, p in parameters.items()} | dict(buffers)
         if self.updates is not None:
             tensors |= self.updates.state(self.program.parts[self.program.sizes[0]].graph)
+        began = time.perf_counter()
         try:
             with contextlib.nullcontext() if self.pressure is None else self.pressure:
                 self.program.run(
@@ -114,6 +129,7 @@ class Prepared:
             if not self.is_foreign:
                 raise
             raise PlanError(f"the plan contradicts itself: {error!r}") from error
+        self.last_seconds.append(time.perf_counter() - began)
         assert receiver.loss is not None
         results = [self._join(position, pieces) for position, pieces in sorted(receiver.results.items())]
         return receiver.loss, None if self.results is None else self.results.rebuild_results(results)

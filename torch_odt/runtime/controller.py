@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 from torch_odt.errors import OdtWarning, require_number
 from torch_odt.runtime.budget import Allotment, Budget
-from torch_odt.runtime.growth import Growth, Need, best_known
+from torch_odt.runtime.growth import Growth, Known, Need, best_known
 from torch_odt.runtime.monitor import Reading, read_system
 from torch_odt.runtime.policies import AnyPolicy, Policy, policy_of
 
@@ -137,8 +137,8 @@ class Controller:
         self._ceiling_bytes: float = math.inf
         self._ceiling_until = 0.0
         self._smallest_bytes, self._smallest_until = 0, 0.0
-        # What plans take, by what they were made for, and what the one was made for that runs.
-        self._known: dict[int, int] = {}
+        # The plans that have run, by what they were made for, and what the one was made for that runs.
+        self._known: dict[int, Known] = {}
         self._running = 0
         self._is_scarce = False
         self._has_told_of_log = False
@@ -190,7 +190,7 @@ class Controller:
         """
         current = self.current
         if need is not None:
-            self._known[self._running] = need.total_bytes
+            self._known[self._running] = Known(need.total_bytes, need.measured_slowdown, self._clock())
         reading = self._read()
         allowed = self._allowed(reading, level_bytes)
         self._is_scarce = self._is_scarce and allowed < current.total_bytes
