@@ -70,6 +70,12 @@ def test_damaged_archive(packed_fashion_mnist: Path) -> None:
         load_data("fashion-mnist", data_dir=packed_fashion_mnist)
 
 
+@pytest.mark.parametrize("name", ["cifar10", "fashion-mnist"])
+def test_a_folder_that_is_not_there(name: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=f"absent: there is no such folder; --download makes it and fetches {name}"):
+        load_data(name, data_dir=tmp_path / "absent")
+
+
 def test_absent_cifar10(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="--download fetches it"):
         load_data("cifar10", data_dir=tmp_path)

@@ -48,6 +48,14 @@ def test_progress_outside_a_terminal_ends_with_a_line(capsys: pytest.CaptureFixt
     assert capsys.readouterr().err.splitlines()[-1] == "epoch 1 3/3, loss 1"
 
 
+def test_progress_counts_what_was_done_before(capsys: pytest.CaptureFixture[str]) -> None:
+    with Progress("epoch 2", 5, done=4) as progress:
+        progress.advance("loss 1")
+    with Progress("epoch 3", 5, done=5):
+        pass
+    assert capsys.readouterr().err == "epoch 2 5/5, loss 1\n"
+
+
 def test_quiet_progress_says_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     with Progress("epoch 1", 1, quiet=True) as progress:
         progress.advance("loss 1")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -12,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from terminals import Terminal
 
 from torch_odt.commands import background
@@ -63,6 +66,33 @@ def test_a_paused_run_ends_when_it_is_asked_to(net: Path, tmp_path: Path) -> Non
     assert process.returncode == 128 + signal.SIGTERM, errors
     assert paused_at >= 3 and last_step() == paused_at + 1
     assert f"Stopped after {paused_at + 1} steps" in errors
+
+
+@pytest.mark.slow
+def test_the_whole_line_goes_on_where_it_was_ended(net: Path, tmp_path: Path) -> None:
+    environment = os.environ | {"PYTHONPATH": ":".join(sys.path)}
+    few = ("--data", "digits", "--image-size", "16", "--batch-size", "50", "--budget", "auto", "--epochs", "2")
+    beside = ("--background", "--nice", "0", "--threads", "1", "--checkpoint-every", "1")
+
+    def line(name: str) -> list[str]:
+        words = ("--checkpoint-dir", str(tmp_path / name), "--resume", "--save", str(tmp_path / f"{name}.safetensors"))
+        return [sys.executable, "-m", "torch_odt", "train", "--model", f"{net}:make", *few, *beside, *words]
+
+    whole = subprocess.run([*line("whole"), "--json"], env=environment, capture_output=True, text=True)
+    assert whole.returncode == 0, whole.stderr
+    assert json.loads(whole.stdout)["decisions"][0]["action"] == "begin", "the budget follows what is available"
+    with subprocess.Popen(line("ended"), env=environment, stdout=-1, stderr=-1, text=True) as process:
+        deadline = time.monotonic() + 240
+        while not [*(tmp_path / "ended").glob("step-*")] and process.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.02)
+        process.send_signal(signal.SIGTERM)
+        _, errors = process.communicate(timeout=60)
+    assert process.returncode == 128 + signal.SIGTERM and "--resume goes on" in errors, errors
+    resumed = subprocess.run(line("ended"), env=environment, capture_output=True, text=True)
+    assert resumed.returncode == 0 and "Resumed after" in resumed.stdout, resumed.stderr
+    assert re.search(r"epoch 2 30/30, .*memory .* of .*, plan .*, .* a step", resumed.stderr), resumed.stderr
+    weights = [load_file(tmp_path / f"{name}.safetensors") for name in ("whole", "ended")]
+    assert all(torch.equal(tensor, weights[1][name]) for name, tensor in weights[0].items())
 
 
 def test_options_arrive_and_every_step_is_told_of(

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import psutil
@@ -108,5 +109,6 @@ def test_five_thousand_steps_hold_what_a_thousand_do(
         counts.append(held())
     tensors, process, files, threads = zip(*counts, strict=True)
     assert max(tensors) == tensors[0]
-    assert min(later - earlier for earlier, later in pairwise(process)) <= NOISE_BYTES, process
+    # What malloc keeps varies up and down; what leaks grows every time.
+    assert median(later - earlier for earlier, later in pairwise(process)) <= NOISE_BYTES, process
     assert max(files) == files[0] and max(threads) == threads[0]

@@ -19,7 +19,10 @@ RESERVE = "64MiB"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options that belong to it."""
     parser.add_argument(
-        "--adaptive", action="store_true", help="follow what is available while training runs; --budget is the most"
+        "--adaptive",
+        action="store_true",
+        help="follow what is available while training runs; --budget is the most (--background does so where none is "
+        "given)",
     )
     parser.add_argument(
         "--reserve", metavar="BYTES", help=f"with --adaptive: what stays free for others (default: {RESERVE})"
@@ -30,7 +33,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def check(arguments: argparse.Namespace) -> None:
-    """Raises UserError for an option that means nothing without --adaptive."""
+    """Raises UserError for an option that means nothing without --adaptive.
+
+    Who trains in the background and names no bytes gives way in memory as well.
+    """
+    arguments.adaptive |= arguments.background and arguments.budget == "auto"
     for name in ("reserve", "decisions"):
         if getattr(arguments, name) is not None and not arguments.adaptive:
             raise UserError(f"--{name} belongs to --adaptive, which is not given")

@@ -72,9 +72,9 @@ def load_data(
     if name == "digits":
         return load_digits(size)
     if name == "fashion-mnist":
-        return _fashion_mnist(_needs_dir(name, data_dir), size, download, cache_dir)
+        return _fashion_mnist(_needs_dir(name, data_dir, download), size, download, cache_dir)
     if name == "cifar10":
-        return _cifar10(_needs_dir(name, data_dir), size, download)
+        return _cifar10(_needs_dir(name, data_dir, download), size, download)
     folder = Path(name).expanduser()
     if not folder.is_dir():
         raise UserError(f"--data {name}: neither a folder nor one of {', '.join(NAMES)}")
@@ -218,7 +218,10 @@ def _open_both(dataset: Callable[..., Any], root: Path, download: bool, transfor
     return train, validation
 
 
-def _needs_dir(name: str, data_dir: Path | None) -> Path:
+def _needs_dir(name: str, data_dir: Path | None, download: bool) -> Path:
     if data_dir is None:
         raise UserError(f"--data {name} needs --data-dir, the folder where the data set lies (or goes with --download)")
-    return data_dir.expanduser()
+    folder = data_dir.expanduser()
+    if not (download or folder.is_dir()):
+        raise UserError(f"--data-dir {data_dir}: there is no such folder; --download makes it and fetches {name}")
+    return folder

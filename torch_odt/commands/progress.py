@@ -18,13 +18,14 @@ class Progress:
     Args:
         label: what is being done.
         total: how many steps there are.
+        done: how many of them have been done before.
         quiet: show nothing.
     """
 
-    def __init__(self, label: str, total: int, *, quiet: bool = False) -> None:
+    def __init__(self, label: str, total: int, *, done: int = 0, quiet: bool = False) -> None:
         self._label = label
         self._total = total
-        self._done = 0
+        self._done = done
         self._status = ""
         self._in_terminal = sys.stderr.isatty() and not quiet
         self._quiet = quiet
@@ -32,7 +33,7 @@ class Progress:
         self._bar: tqdm[None] | None = None
         if self._in_terminal:
             self._bar = tqdm(
-                total=total, desc=label, bar_format=BAR_FORMAT, file=sys.stderr, dynamic_ncols=True, leave=True
+                total=total, initial=done, desc=label, bar_format=BAR_FORMAT, file=sys.stderr, dynamic_ncols=True
             )
 
     def __enter__(self) -> Progress:
@@ -43,7 +44,7 @@ class Progress:
     ) -> None:
         if self._bar is not None:
             self._bar.close()
-        elif self._done and kind is None:
+        elif self._status and kind is None:
             self._print_line()
 
     def advance(self, status: str) -> None:

@@ -218,6 +218,7 @@ def _train(
             record=record,
             memory_text=lambda: live.live_text(step, gauge, record, limit_bytes=limit, above_bytes=above),
             label=f"epoch {position.epoch}",
+            done=position.batches,
             quiet=arguments.json,
             announce=None if len(record.losses) else lambda: f"\n{step.plan}\n",
             before_step=None if beside is None else beside.before_step,

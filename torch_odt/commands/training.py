@@ -97,6 +97,7 @@ def run_steps(
     record: Record,
     memory_text: Callable[[], str],
     label: str,
+    done: int = 0,
     quiet: bool = False,
     announce: Callable[[], str] | None = None,
     before_step: Callable[[], None] | None = None,
@@ -106,12 +107,13 @@ def run_steps(
 
     Args:
         memory_text: says how the memory stands.
+        done: steps that were made before, as far as the progress display goes.
         announce: what to say after the first step.
         before_step: called before each step.
         step_done: called after each step.
     """
     smooth_loss = smooth_accuracy = None
-    with Progress(label, steps, quiet=quiet) as progress:
+    with Progress(label, done + steps, done=done, quiet=quiet) as progress:
         for images, labels in islice(batches, steps):
             if before_step is not None:
                 before_step()

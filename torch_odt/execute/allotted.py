@@ -139,7 +139,7 @@ def _in_the_fewest(
         allowed = Allotment(controller.decisions[-1].allowed_bytes)
         warnings.warn(
             f"{allowed} are allowed, and the smallest plan takes {controller.current}: that one is followed until more "
-            "is allowed",
+            "is allowed. A smaller batch takes less",
             OdtWarning,
             stacklevel=stacklevel,
         )

@@ -19,7 +19,7 @@ from torch_odt.capture import accumulate, pack_dropout_masks  # noqa: F401  (the
 from torch_odt.capture.accumulate import ACCUMULATING
 from torch_odt.capture.draws import Draw
 from torch_odt.capture.graph import Op, Ref, TrainingGraph
-from torch_odt.capture.machine import settings_name
+from torch_odt.capture.machine import machine_name, settings_name
 from torch_odt.capture.separation import Separation, ancestors
 from torch_odt.capture.step_data import with_results
 from torch_odt.capture.trace import TracedStep
@@ -293,7 +293,8 @@ def _described(plan: Plan, program: StoredProgram, lines: Sequence[PlanLine], al
     """The plan as it is followed here."""
     notes = list(plan.notes)
     if program.settings != settings_name():
-        notes.append(f"planned elsewhere: {program.machine}; {program.settings}")
+        where = "" if program.machine == machine_name() else f"on {program.machine}; "
+        notes.append(f"planned with other settings: {where}{program.settings}")
     return replace(
         plan,
         lines=tuple(line for line in lines if line.nbytes),
