@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import itertools
 import math
+import warnings
 from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import nn
 
+import torch_odt as odt
 from tests.capture.profiles import captured, fast, graph_of, needs_recorder, wide
 from torch_odt import memory
 from torch_odt.capture import profile as profile_module
 from torch_odt.capture.graph import Ref
 from torch_odt.capture.machine import cache_bytes
 from torch_odt.capture.profile import profile
+from torch_odt.errors import OdtWarning
 
 # What lies outside of the arena: results of a few bytes, and the pieces that inputs are filled from.
 _SCALARS_BYTES = 2 << 20
@@ -122,3 +127,18 @@ def test_no_call_passes_the_limit(share: float) -> None:
     costs = fast(graph, limit_bytes=lambda: limit)
     assert 0 < memory.stats().peak_bytes - level <= limit + _SCALARS_BYTES
     assert (costs.too_large > 0) == (share < 1.0)
+
+
+@needs_recorder
+def test_what_a_cap_refuses_is_estimated_even_if_it_makes_nothing() -> None:
+    """As the update of a large weight in its place."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(2000, 2000), nn.ReLU(inplace=True), nn.Linear(2000, 4))
+    batch = torch.randn(4, 2000), torch.zeros(4, dtype=torch.long)
+    expected = F.cross_entropy(model(batch[0]), batch[1]).detach()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    step = odt.TrainStep(model, F.cross_entropy, optimizer, budget="8GiB", cache=False)
+    allocated = memory.stats().allocated_bytes or 0
+    with memory.cap(allocated + (40 << 20)), warnings.catch_warnings():
+        warnings.simplefilter("ignore", OdtWarning)
+        assert torch.allclose(step(*batch), expected)

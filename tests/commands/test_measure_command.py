@@ -126,6 +126,7 @@ def test_an_interrupted_run_goes_on(measure: tuple[str, ...], tmp_path: Path) ->
         (("--model", "reduced_resnet", "--model", "{net}:flat"), "give its samples' shape as --sample"),
         (("--model", "{net}:autoencoder", "--batch-sizes", "2,4"), "brings a batch of its own, of 4"),
         (("--limit", "much"), "--limit"),
+        (("--out", "/"), "--out /: this is a folder; give a file in it"),
         (("--out", "nowhere/run.jsonl"), "there is no folder nowhere"),
         (("--compare", "a.jsonl", "b.jsonl"), "a.jsonl: No such file"),
         (("--batch-sizes", "0"), "not a whole number above 0"),
@@ -157,8 +158,9 @@ def test_an_interrupt_says_how_to_go_on(
 
     monkeypatch.setattr(Run, "go", interrupted)
     out = tmp_path / "run.jsonl"
-    outcome = terminal(*measure, "--out", out)
-    assert outcome.code == 130 and f"the same command with --out {out} goes on from here" in outcome.out
+    for words in ((), ("--json",)):
+        outcome = terminal(*measure, "--out", out, *words)
+        assert outcome.code == 130 and f"the same command with --out {out} goes on from here" in outcome.err
 
 
 def test_progress_names_experiment_and_threads() -> None:

@@ -99,6 +99,15 @@ def test_a_search_goes_on_behind_a_batch_that_there_is_no_memory_for(
     assert found.outcome == "ok" and found.results["largest_batch"] == 5
 
 
+def test_where_no_batch_fits_it_is_said_what_the_smallest_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(largest_batch_module, "_try_plain", lambda samples, limit_bytes: Tried(7 << 20, False))
+    cell = replace(CELL, experiment="largest batch")
+    job = Job(cell, How(budget_bytes=4 << 20))
+    found = largest_batch_module.largest_batch(job, cell, lambda samples: samples)  # type: ignore[arg-type, return-value]
+    assert found.results["largest_batch"] == 0
+    assert "4.0 MiB are too little for 2 samples, which take 7.0 MiB or more" in found.notes
+
+
 def test_a_long_run_traces_what_there_is(tmp_path: Path) -> None:
     write(tmp_path, {"sys/class/thermal/thermal_zone0/type": "cpu", "sys/class/thermal/thermal_zone0/temp": 41_000})
     job = Job(CELL, How(run_seconds=0.2, warmup_steps=1))

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from sample_records import sample_cells, sample_machine, sample_record, write_sample
 
+from torch_odt.errors import OdtWarning
 from torch_odt.measure.record import Cell, Record, append_line
 
 
@@ -44,7 +45,8 @@ def test_of_two_cells_that_are_the_same_the_later_one_counts(tmp_path: Path) -> 
 def test_a_line_that_was_cut_off_is_left_out_and_written_over(tmp_path: Path) -> None:
     path = write_sample(tmp_path / "run.jsonl")
     path.write_text(path.read_text()[:-20])
-    assert len(Record.read(path).cells) == len(sample_cells()) - 1
+    with pytest.warns(OdtWarning, match="its last line was cut off"):
+        assert len(Record.read(path).cells) == len(sample_cells()) - 1
     append_line(path, sample_cells()[-1])
     assert len(Record.read(path).cells) == len(sample_cells())
 
@@ -64,6 +66,13 @@ def test_what_is_no_record_is_refused(tmp_path: Path, text: str, words: str) -> 
     path = tmp_path / "other.jsonl"
     path.write_text(text)
     with pytest.raises(ValueError, match=words):
+        Record.read(path)
+
+
+def test_what_is_no_text_is_refused_by_name(tmp_path: Path) -> None:
+    path = tmp_path / "other.jsonl"
+    path.write_bytes(b"\xaf\xfe")
+    with pytest.raises(ValueError, match=r"other\.jsonl is no record of measurements"):
         Record.read(path)
 
 

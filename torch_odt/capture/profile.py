@@ -362,7 +362,7 @@ class _Bench:
 
 def _beyond(cost: OpCost, nbytes: int) -> OpCost:
     """The same cost for a call that needs more than so many bytes at once."""
-    scratch = 1 + max(-1, *cost.block_bytes)
+    scratch = 1 + max(cost.block_bytes, default=-1)
     return replace(cost, events=((scratch, nbytes), (scratch, -nbytes), *cost.events))
 
 

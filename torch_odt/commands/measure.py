@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 import signal
+import sys
 import tempfile
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -100,6 +101,8 @@ def run(arguments: argparse.Namespace) -> int:
         ("--chrome-trace", arguments.chrome_trace),
     ):
         options.check_folder(option, path)
+        if path is not None and path.is_dir():
+            raise UserError(f"{option} {path}: this is a folder; give a file in it")
     if arguments.tensorboard is not None:
         from torch_odt.integrations.tensorboard import require_tensorboard
 
@@ -145,8 +148,9 @@ def _measured(arguments: argparse.Namespace) -> Record:
         try:
             return going.go(done=lambda cell: progress.advance(_status(cell, going.seconds_left)))
         except KeyboardInterrupt:
-            if arguments.out is not None and not arguments.json:
-                progress.say(f"Interrupted: the same command with --out {out} goes on from here")
+            if arguments.out is not None:
+                # With --json, standard output is for the document alone.
+                print(f"Interrupted: the same command with --out {out} goes on from here", file=sys.stderr)
             raise
 
 

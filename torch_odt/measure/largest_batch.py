@@ -15,10 +15,12 @@ from torch_odt.measure.memory import levels, memory_window
 from torch_odt.measure.record import Cell
 from torch_odt.measure.steps import PlainStep, Work
 from torch_odt.measure.window import Window
+from torch_odt.memory._units import format_bytes
 
 _STEPS = 2
 _MOST_TRIES = 12
-_MOST_SAMPLES = 1024
+# BatchNorm refuses a single value for each channel, so that training begins at two samples.
+_LEAST_SAMPLES, _MOST_SAMPLES = 2, 1024
 
 
 @dataclass(frozen=True)
@@ -50,12 +52,14 @@ def largest_batch(job: Job, cell: Cell, work_of: Callable[[int], Work]) -> Cell:
             memory.trim()
         return tried[samples]
 
-    # BatchNorm refuses a single value for each channel, so that training begins at two samples.
-    samples = search(fits, limit_bytes=limit, least=2, is_over=lambda: time.monotonic() >= end)
+    samples = search(fits, limit_bytes=limit, least=_LEAST_SAMPLES, is_over=lambda: time.monotonic() >= end)
     results: dict[str, int | float] = {"largest_batch": samples, "tries": len(tried)}
     if samples:
         results["needed_bytes"] = tried[samples].needed_bytes
     notes = [f"no more than {_MOST_SAMPLES} samples were tried"] if samples == _MOST_SAMPLES else []
+    if not samples:
+        needed = format_bytes(tried[_LEAST_SAMPLES].needed_bytes)
+        notes.append(f"{format_bytes(limit)} are too little for {_LEAST_SAMPLES} samples, which take {needed} or more")
     if time.monotonic() >= end:
         notes.append(f"the search was ended after {job.how.search_seconds:.0f} s: a larger batch may fit")
     return replace(cell, limit_bytes=limit, results=results, notes=notes)

@@ -8,11 +8,14 @@ machine, and of two cells that are the same the later one counts.
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from statistics import median
 from typing import Any, Literal
+
+from torch_odt.errors import OdtWarning
 
 VERSION = 1
 Number = int | float
@@ -333,13 +336,16 @@ class Record:
     def read(cls, path: Path) -> Record:
         """What a file holds.
 
-        A last line that was cut off, as when the machine lost power, is left out.
+        A last line that was cut off, as when the machine lost power, is left out, with a warning.
 
         Raises:
             ValueError: the file is no record, or of a later version.
             OSError: it cannot be read.
         """
-        lines = path.read_text(encoding="utf-8").splitlines()
+        try:
+            lines = path.read_text(encoding="utf-8").splitlines()
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{path} is no record of measurements: {error}") from None
         return cls.of_lines([data for data in _parsed(lines, path)], str(path))
 
     @classmethod
@@ -389,6 +395,7 @@ def _parsed(lines: Sequence[str], path: Path) -> list[dict[str, Any]]:
             data = json.loads(line)
         except ValueError:
             if number == len(lines) - 1 and parsed:
+                warnings.warn(f"{path}: its last line was cut off, and is left out", OdtWarning, stacklevel=4)
                 break
             raise ValueError(f"{path}, line {number + 1}: this is no JSON") from None
         if not isinstance(data, dict):
