@@ -45,6 +45,8 @@ const report = {
   overlapping,
   smallest: Math.min(...all(".value, .tick, .title, .group, .mark, td, li").map((each) => size(each))),
   unpainted: painted.filter((each) => each.fill === "none" && each.stroke === "none").length,
+  narrowest: Math.min(...all("td:first-child").map((each) => each.clientWidth)),
+  cut: all("table").filter((each) => each.parentElement.scrollWidth < each.offsetWidth).length,
   background: view.getComputedStyle(inside.body).backgroundColor,
 };
 """
@@ -67,6 +69,7 @@ def test_it_fits_in_light_and_dark(tmp_path: Path, texts: dict[str, str], name: 
     assert report["page"] == report["window"] == width
     assert report["outside"] == [] and report["overlapping"] == []
     assert report["smallest"] >= 11 and report["unpainted"] == 0
+    assert report["narrowest"] > 120 and report["cut"] == 0
     assert len(report["charts"]) > 20
     assert all(150 < chart[0] < width and chart[1] > 30 for chart in report["charts"])
     levels = [int(level) for level in re.findall(r"\d+", report["background"])]

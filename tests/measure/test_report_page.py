@@ -236,7 +236,9 @@ def test_a_long_run_names_the_sensors_it_lacked() -> None:
     machine = replace(sample_machine(), absent={"thermal highest_celsius": "no sensor"})
     section = drawn("long-run", Record(machine, [replace(cell, traces=steps)]))
     assert section.count("<svg ") == 1
-    assert {"No temperature was read: no sensor.", "No frequency was read."} == set(Page(section).texts_in("li")[1:])
+    assert {"No temperature was read: no sensor.", "No frequency was read."} == set(Page(section).texts_in("li")[2:])
+    # One way alone is named, too.
+    assert legend_of(section) == [steps[0].label, "solid: plain PyTorch"]
 
 
 def test_long_runs_of_both_engines_share_their_charts() -> None:
@@ -297,7 +299,20 @@ def test_marks_give_way_to_each_other() -> None:
         return re.findall(r'<span class="mark ([^"]*)"[^>]*>(.*?)</span>', chart)
 
     assert marks(1, 50, 100) == [("behind", "1"), ("before", "50"), ("before", "100")]
-    assert marks(1, 50, 51, 52, 100) == [("behind", "1"), ("before", "50"), ("behind", "51"), ("before", "100")]
+    crowded = marks(1, 50, 51, 52, 100)
+    sides = [("behind", "1"), ("before", "50"), ("behind", "51"), ("before", "52"), ("before", "100")]
+    assert crowded == sides
+
+
+def test_no_dot_goes_without_its_mark() -> None:
+    """However many lie on each other: marks then stand above each other."""
+    names = [f"{i}0%" for i in range(1, 9)]
+    line = Line("l", "line0", [5.0] * 8 + [9.0], [7.0 + 0.01 * i for i in range(8)] + [20.0], marks=[*names, ""])
+    chart = lines([line], x=Side("x", COUNT), y=Side("y", COUNT, includes_zero=True), description="")
+    found = re.findall(r'<span class="mark (\w+)" style="left:[\d.]+%;bottom:([\d.]+)%">(.*?)</span>', chart)
+    assert sorted(name for _, _, name in found) == names
+    places = {(side, float(bottom)) for side, bottom, _ in found}
+    assert len(places) == 8 and all(0 < bottom < 100 for _, bottom in places)
 
 
 def test_two_optimizers_of_a_network_stand_beside_each_other() -> None:
@@ -331,10 +346,24 @@ def test_lines_of_several_ways_are_dashed_differently() -> None:
     cells += [replace(cell, budget="30%") for cell in cells if cell.engine == "torch_odt" and cell.threads == 1]
     cells += [replace(cells[0], engine="executorch", threads=threads) for threads in (1, 4)]
     section = drawn("threads", Record(sample_machine(), cells))
-    assert legend_of(section) == ["batch 1", "batch 16", "dashed: torch_odt (50%)", "long-dashed: torch_odt (30%)",
-                                  "dotted: ExecuTorch"]  # fmt: skip
+    assert legend_of(section) == ["batch 1", "batch 16", "solid: plain PyTorch", "dashed: torch_odt (50%)",
+                                  "long-dashed: torch_odt (30%)", "dotted: ExecuTorch"]  # fmt: skip
     strokes = re.findall(r'<path class="line (line\d[^"]*)"', section)
     assert sorted(strokes) == ["line0", "line0 dashed", "line0 dotted", "line1", "line1 dashed", "line1 long-dashed"]
+
+
+def test_a_figure_of_one_number_of_threads_says_which() -> None:
+    step = next(cell for cell in sample_cells() if cell.model == "lenet" and cell.mode == "training")
+    other = replace(step, model="other", threads=1)
+    hint = "{}; the others are in the figure of threads and in the table of every cell."
+    both = [replace(step, threads=threads, batch_size=batch) for threads in (1, 2) for batch in (1, 4)]
+    for key in ("step-times", "sample-times", "peak-memory", "busy-processors"):
+        assert hint.format("With 2 threads") in drawn(key, Record(sample_machine(), [*both, other]))
+        assert "the figure of threads" not in drawn(key, Record(sample_machine(), [*both[:2], other]))
+    more = [replace(other, threads=4), *(replace(other, batch_size=batch) for batch in (2, 3))]
+    mixed = drawn("step-times", Record(sample_machine(), [*both, *more]))
+    named = "With 1 thread (other, 3x224x224), 2 threads (lenet, 3x224x224)"
+    assert hint.format(named) in mixed
 
 
 def test_stated_watts_are_not_called_measured() -> None:

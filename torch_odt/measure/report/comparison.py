@@ -12,6 +12,7 @@ from torch_odt.commands.table import ABSENT, render
 from torch_odt.measure.record import Cell, Machine, Record
 from torch_odt.measure.report.bars import Bar, Group, bars
 from torch_odt.measure.report.figure import Figure, Panel, figure_section
+from torch_odt.measure.report.names import for_people, renamed, short_names
 from torch_odt.measure.report.page import machine_facts, style
 from torch_odt.measure.report.selection import cell_name, details_of, is_least, model_of, ratio, threads_text
 from torch_odt.measure.report.units import BYTES, JOULES, SECONDS, Unit, unit_of
@@ -63,14 +64,15 @@ class Comparison:
 
     def __str__(self) -> str:
         first, second = self.names
+        shown = self._for_people()
         blocks = [f"{second} against {first}; ratios are {second} / {first}"]
         if not self.pairs:
             blocks = [f"{first} and {second} have no cell in common: there is nothing to compare"]
-        for measure in _measures(self.pairs):
-            rows = [_texts(pair, measure) for pair in self.pairs if _says(pair, measure)]
+        for measure in _measures(shown.pairs):
+            rows = [_texts(pair, measure) for pair in shown.pairs if _says(pair, measure)]
             if rows:
                 blocks.append(render(rows, [measure.title, first, second, ""]))
-        for name, cells in zip(self.names, (self.only_first, self.only_second), strict=True):
+        for name, cells, _ in shown._unpaired():
             if cells:
                 blocks.append("\n".join([f"Only in {name}", *(f"  {cell_name(cell)}" for cell in cells)]))
         return "\n\n".join(blocks)
@@ -122,14 +124,29 @@ class Comparison:
     def page(self, *, title: str = "") -> str:
         """The comparison as the text of an HTML page."""
         first, second = self.names
+        shown = self._for_people()
         machines = "".join(
             section(escape(name), facts(list(machine_facts(machine))))
             for name, machine in zip(self.names, self.machines, strict=True)
         )
-        figures = [_figure(self, measure) for measure in _measures(self.pairs)]
-        figures += [_only(name, cells, key) for name, cells, key in self._unpaired()]
+        figures = [_figure(shown, measure) for measure in _measures(shown.pairs)]
+        figures += [_only(name, cells, key) for name, cells, key in shown._unpaired()]
         content = machines + "".join(map(figure_section, figures))
         return document(title or f"{second} against {first}", content, subtitle="What training costs", style=style())
+
+    def _for_people(self) -> Comparison:
+        """The same with short names of networks, which `to_dict` has as they were given."""
+        first, second = [pair.first for pair in self.pairs], [pair.second for pair in self.pairs]
+        firsts, seconds = (
+            short_names(cell.model for cell in cells)
+            for cells in ([*first, *self.only_first], [*second, *self.only_second])
+        )
+        return replace(
+            self,
+            pairs=list(map(Pair, renamed(first, firsts), renamed(second, seconds))),
+            only_first=renamed(self.only_first, firsts),
+            only_second=renamed(self.only_second, seconds),
+        )
 
     def _unpaired(self) -> Iterator[tuple[str, Sequence[Cell], str]]:
         yield self.names[0], self.only_first, "only-first"
@@ -140,8 +157,8 @@ def compare(first: Record, second: Record, *, names: tuple[str, str] | None = No
     """Set two records against each other, cell by cell.
 
     Choose it for two devices, or for two versions on one device. Cells are the same if all that identifies them is
-    (`Cell.key`). Of cells that only one record has, those that used all cores of their machine are compared, too, since
-    machines differ in how many they have.
+    (`Cell.key`), but that a network's file may lie in another folder. Of cells that only one record has, those that
+    used all cores of their machine are compared, too, since machines differ in how many they have.
 
     Args:
         first: what is compared with.
@@ -163,20 +180,14 @@ def compare(first: Record, second: Record, *, names: tuple[str, str] | None = No
     if names is None:
         called = (first.machine.name, second.machine.name)
         names = ("A", "B") if called[0] == called[1] or not all(called) else called
-    theirs = {cell.key: cell for cell in second.cells}
-    matched = {cell.key: theirs[cell.key] for cell in first.cells if cell.key in theirs}
-    used = {cell.key for cell in matched.values()}
-    spare = {
-        _without_threads(cell): cell
-        for cell in second.cells
-        if cell.key not in used and cell.threads == second.machine.cores
-    }
-    for cell in first.cells:
-        if cell.key in matched or cell.threads != first.machine.cores:
-            continue
-        if (other := spare.pop(_without_threads(cell), None)) is not None:
-            matched[cell.key] = other
-    used = {cell.key for cell in matched.values()}
+    matched: dict[str, Cell] = {}
+    used: set[str] = set()
+    for mine, theirs in zip(_by_keys(first), _by_keys(second), strict=True):
+        for key, cell in mine.items():
+            other = theirs.get(key)
+            if other is not None and cell.key not in matched and other.key not in used:
+                matched[cell.key] = other
+                used.add(other.key)
     return Comparison(
         names,
         (first.machine, second.machine),
@@ -335,6 +346,18 @@ def _only(name: str, cells: Sequence[Cell], key: str) -> Figure:
     rows = [(cell_name(cell), series_of(cell).name, cell.outcome) for cell in cells]
     missing = () if rows else ("Nothing: the other record has all of its configurations.",)
     return Figure(key, f"Only in {name}", header=("what was measured", "series", "outcome"), rows=rows, missing=missing)
+
+
+def _by_keys(record: Record) -> list[dict[str, Cell]]:
+    """Its cells by what has to be the same: most of it first, so that the closest ones are compared."""
+    both = list(zip(record.cells, for_people(record).cells, strict=True))
+    on_all_cores = [(cell, named) for cell, named in both if cell.threads == record.machine.cores]
+    return [
+        {cell.key: cell for cell, _ in both},
+        {named.key: cell for cell, named in both},
+        {_without_threads(cell): cell for cell, _ in on_all_cores},
+        {_without_threads(named): cell for cell, named in on_all_cores},
+    ]
 
 
 def _without_threads(cell: Cell) -> str:

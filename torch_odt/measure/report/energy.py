@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from torch_odt.measure.record import ENERGY, Cell, Record
 from torch_odt.measure.report.figure import Figure
-from torch_odt.measure.report.selection import usual_steps, why_absent
+from torch_odt.measure.report.selection import threads_hint, usual_steps, why_absent
 from torch_odt.measure.report.side_by_side import Measure, side_by_side
 from torch_odt.measure.report.units import JOULES
 
@@ -53,7 +53,12 @@ def _figure(record: Record, measure: Measure, *, key: str, title: str) -> Figure
     named = "; ".join(_SOURCES.get(source, source) for source in sources)
     hint = f"Above what the machine draws while nothing runs. Source: {named}." if named else ""
     return side_by_side(
-        cells, measure, key=key, title=title, hint=hint, why_absent=lambda cell: why_no_energy(record, cell)
+        cells,
+        measure,
+        key=key,
+        title=title,
+        hint=hint + threads_hint(record, cells),
+        why_absent=lambda cell: why_no_energy(record, cell),
     )
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torch_odt.measure.record import Cell, Record
 from torch_odt.measure.report.figure import Figure, Panel
 from torch_odt.measure.report.lines import Line, Side, lines
-from torch_odt.measure.report.selection import grouped, model_of, usual_steps
+from torch_odt.measure.report.selection import grouped, model_of, threads_hint, usual_steps
 from torch_odt.measure.report.units import BYTES, SECONDS
 from torch_odt.measure.report.ways import way_of
 
@@ -43,7 +43,8 @@ def frontier(record: Record) -> Figure:
     return Figure(
         "frontier",
         "The frontier: bytes against seconds of a training step, measured and predicted",
-        "Further to the left is less memory, further down is faster; a dot of torch_odt for each budget.",
+        "Further to the left is less memory, further down is faster; a dot of torch_odt for each budget."
+        + threads_hint(record, cells),
         panels,
         [*legend, ("torch_odt, predicted", _PREDICTED if is_joined else _PREDICTED_DOT)] if panels else (),
         ("step", "series", "bytes", "seconds", "predicted bytes", "predicted seconds"),

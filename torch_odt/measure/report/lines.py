@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
+from itertools import product
 
 from torch_odt.measure.report.units import Unit
 from torch_odt.pages import svg
@@ -13,8 +14,10 @@ _ROOM = 0.06
 # A label at the very edge would stand out of the chart.
 _LAST_LABEL = 0.95
 _MOST_UPWARDS, _MOST_ACROSS = 5, 4
-# What a mark takes of a chart, about.
-_MARK_WIDTH, _MARK_HEIGHT = 0.2, 0.1
+# What a mark takes of a chart, about, and how far it stands from its point.
+_MARK_WIDTH, _MARK_HEIGHT, _MARK_GAP = 0.2, 0.1, 0.02
+# A little more than a mark's height, which sums of floats may miss.
+_NEXT_MARK, _LOWEST_MARK = 1.001 * _MARK_HEIGHT, 0.06
 
 
 @dataclass(frozen=True)
@@ -103,14 +106,29 @@ def _dot(line: Line, x: Side, y: Side, across: svg.Axis, upwards: svg.Axis, poin
 
 
 def _marks(drawn: Sequence[Line], across: svg.Axis, upwards: svg.Axis) -> Iterator[str]:
-    """On the left of its point, or on the right where another mark or the axis is in the way; else nowhere."""
+    """On the left of its point, or on the right where another mark or the axis is in the way; else above or below.
+
+    From the lowest point upwards, so that marks of points that lie on each other are mostly in the points' order.
+    """
+    points = [
+        (upwards.share(y), across.share(x), text)
+        for line in drawn
+        for x, y, text in zip(line.xs, line.ys, line.marks, strict=False)
+        if text
+    ]
     taken: list[tuple[float, float]] = []
-    for line in drawn:
-        for x, y, text in zip(line.xs, line.ys, line.marks, strict=False):
-            point, bottom = across.share(x), upwards.share(y)
-            for style, left in (("before", point - _MARK_WIDTH), ("behind", point)):
-                is_free = all(abs(left - a) >= _MARK_WIDTH or abs(bottom - b) >= _MARK_HEIGHT for a, b in taken)
-                if text and is_free and 0 <= left <= 1 - _MARK_WIDTH:
-                    taken.append((left, bottom))
-                    yield svg.label(text, f"mark {style}", left=across.percent(x), bottom=upwards.percent(y))
-                    break
+    for height, point, text in sorted(points, key=lambda each: each[0]):
+        sides = [("before", point - _MARK_GAP - _MARK_WIDTH), ("behind", point + _MARK_GAP)]
+        inside = [(style, left) for style, left in sides if 0 <= left <= 1 - _MARK_WIDTH]
+        for bottom, (style, left) in product(_heights(height, [bottom for _, bottom in taken]), inside):
+            if all(abs(left - a) >= _MARK_WIDTH or abs(bottom - b) >= _MARK_HEIGHT for a, b in taken):
+                taken.append((left, bottom))
+                yield svg.label(text, f"mark {style}", left=f"{100 * point:.2f}%", bottom=f"{100 * bottom:.2f}%")
+                break
+
+
+def _heights(height: float, taken: Sequence[float]) -> list[float]:
+    """Where a mark may stand: at its point's height, else right above or below another mark, the nearest first."""
+    places = [bottom + step for bottom in set(taken) for step in (_NEXT_MARK, -_NEXT_MARK)]
+    inside = [place for place in places if _LOWEST_MARK <= place <= 1 - _LOWEST_MARK]
+    return [height, *sorted(inside, key=lambda place: (abs(place - height), place))]

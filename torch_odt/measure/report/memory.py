@@ -17,6 +17,7 @@ from torch_odt.measure.report.selection import (
     ratio,
     refusals,
     sides_of,
+    threads_hint,
     usual_steps,
 )
 from torch_odt.measure.report.side_by_side import Measure, side_by_side
@@ -53,24 +54,26 @@ def in_order(names: Iterable[str]) -> list[str]:
 
 def peak_memory(record: Record) -> Figure:
     """What the process takes above its level before the step was made (Cai et al., Figure 5)."""
+    cells = usual_steps(record)
     return side_by_side(
-        usual_steps(record),
+        cells,
         Measure(lambda cell: cell.training_bytes, BYTES, "bytes above the level before the step was made"),
         key="peak-memory",
         title="Peak memory of the process: training against inference, torch_odt against plain PyTorch",
-        hint="What steps take on top of a process that holds the model and a batch.",
+        hint="What steps take on top of a process that holds the model and a batch." + threads_hint(record, cells),
         why_absent=lambda cell: ["the process's memory was not read"],
     )
 
 
 def device_memory(record: Record) -> Figure:
     """What tensors take of the memory of a graphics card, weights and batch included."""
+    cells = usual_steps(record, lambda cell: cell.device != "cpu" and cell.engine == "torch")
     figure = side_by_side(
-        usual_steps(record, lambda cell: cell.device != "cpu" and cell.engine == "torch"),
+        cells,
         Measure(lambda cell: cell.device_bytes, BYTES, "bytes of the device's memory"),
         key="device-memory",
         title="Peak memory of another device: training against inference",
-        hint="What torch allocates there, weights and batch included.",
+        hint="What torch allocates there, weights and batch included." + threads_hint(record, cells),
         why_absent=lambda cell: ["the device's memory was not counted"],
     )
     return figure if figure.rows else replace(figure, missing=("No step was made on another device than the CPU.",))
@@ -105,7 +108,7 @@ def memory_by_category(record: Record) -> Figure:
         "memory-categories",
         "What the peak is made of: training against inference, by category",
         "Tensors of a step, weights included, at the moment when they take most. "
-        "× inf.: times plain PyTorch's inference of the same batch.",
+        "× inf.: times plain PyTorch's inference of the same batch." + threads_hint(record, cells),
         panels,
         [(category_name(name), category_style(name)) for name in names] if panels else (),
         ("network", "batch", "series", *names, "together", "times inference"),

@@ -11,7 +11,7 @@ from torch_odt.measure.record import CATEGORIES, Cell, Record, Trace
 from torch_odt.measure.report.areas import Band, Overlay, areas
 from torch_odt.measure.report.figure import Figure, Panel
 from torch_odt.measure.report.memory import category_name, category_style, in_order
-from torch_odt.measure.report.selection import grouped, largest_batches, model_of, usual_steps
+from torch_odt.measure.report.selection import grouped, largest_batches, model_of, threads_hint, usual_steps
 from torch_odt.measure.report.units import BYTES, SECONDS
 from torch_odt.measure.report.ways import series_of
 
@@ -39,7 +39,8 @@ def memory_over_time(record: Record) -> Figure:
         "memory-over-time",
         "Memory over a training step: by category as measured, against the plan's prediction",
         "Of the largest batch that was traced. What the plan predicts and what the process holds is above the level "
-        "before the step: weights and batch are added. The prediction's seconds are stretched to the step's.",
+        "before the step: weights and batch are added. The prediction's seconds are stretched to the step's."
+        + threads_hint(record, cells),
         panels,
         [*((category_name(name), category_style(name)) for name in names), *laid_over] if panels else (),
         ("step", "at", *CATEGORIES, "together", "process", "predicted"),

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torch_odt.measure.record import Cell, OperatorTime, Record
 from torch_odt.measure.report.bars import Bar, Group, bars
 from torch_odt.measure.report.figure import Figure, Panel
-from torch_odt.measure.report.selection import grouped, largest_batches, model_of, ratio, usual_steps
+from torch_odt.measure.report.selection import grouped, largest_batches, model_of, ratio, threads_hint, usual_steps
 from torch_odt.measure.report.units import SECONDS, SHARE
 from torch_odt.measure.report.ways import series_of
 
@@ -43,7 +43,7 @@ def phases(record: Record) -> Figure:
         "phases",
         "Forward against backward: where the seconds of a step go",
         "Of the largest batch whose operators were counted, and of the largest network of each kind of layer. Steps "
-        "whose operators are counted take longer than others.",
+        "whose operators are counted take longer than others." + threads_hint(record, cells),
         panels,
         [(_NAMES.get(name, name), style) for name, style in _PHASES.items()] if panels else (),
         (
@@ -88,7 +88,8 @@ def operators(record: Record) -> Figure:
     return Figure(
         "operators",
         "Operators of a training step: forward against backward",
-        f"The {_MOST} that take longest, and their share of the step. What is computed again counts as backward.",
+        f"The {_MOST} that take longest, and their share of the step. What is computed again counts as backward."
+        + threads_hint(record, cells),
         panels,
         [(_NAMES.get(name, name), style) for name, style in _DIRECTIONS.items()] if panels else (),
         ("step", "operator", "direction", "calls", "together", "share"),

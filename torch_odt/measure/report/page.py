@@ -15,6 +15,7 @@ from torch_odt.measure.report.layers import layers
 from torch_odt.measure.report.long_run import long_run
 from torch_odt.measure.report.memory import device_memory, largest_batch, memory_by_category, peak_memory
 from torch_odt.measure.report.memory_over_time import memory_over_time
+from torch_odt.measure.report.names import for_people
 from torch_odt.measure.report.neighbours import neighbours
 from torch_odt.measure.report.operators import operators, phases
 from torch_odt.measure.report.selection import absences
@@ -73,8 +74,8 @@ def page(record: Record, *, title: str = "") -> str:
         >>> page(Record(Machine(name="a board", processor="Cortex-A72"), []))[:15]
         '<!DOCTYPE html>'
     """
-    machine = record.machine
-    figures = [figure(record) for figure in _FIGURES]
+    machine, named = record.machine, for_people(record)
+    figures = [figure(named) for figure in _FIGURES]
     parts = [
         facts(list(machine_facts(machine))),
         *(figure_section(figure) for figure in figures if not figure.is_empty),

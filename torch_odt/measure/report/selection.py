@@ -42,6 +42,19 @@ def usual_steps(record: Record, where: Callable[[Cell], bool] = lambda cell: Tru
     return cells
 
 
+def threads_hint(record: Record, cells: Sequence[Cell]) -> str:
+    """How many threads steps had that are shown, where a record has others of their networks, too; to end a hint."""
+    counts = {model: {cell.threads for cell in each} for model, each in grouped(steps_of(record), model_of).items()}
+    by_threads = grouped((cell for cell in cells if len(counts.get(model_of(cell), ())) > 1), lambda cell: cell.threads)
+    if not by_threads:
+        return ""
+    named = [
+        threads_text(count) + (f" ({', '.join(dict.fromkeys(map(model_of, each)))})" if len(by_threads) > 1 else "")
+        for count, each in sorted(by_threads.items())
+    ]
+    return f" With {', '.join(named)}; the others are in the figure of threads and in the table of every cell."
+
+
 def usual(values: Sequence[Value]) -> Value:
     """The most frequent one, of equally frequent ones the highest."""
     counts = Counter(values)

@@ -7,6 +7,7 @@ from statistics import median
 
 from torch_odt.commands.table import ABSENT, bytes_text, render, seconds_text
 from torch_odt.measure.record import Cell, Number, Record
+from torch_odt.measure.report.names import for_people
 from torch_odt.measure.report.selection import (
     absences,
     grouped,
@@ -52,7 +53,7 @@ def table(record: Record) -> str:
     """
     machine = record.machine
     cores = f", {machine.cores} cores" if machine.cores else ""
-    return "\n\n".join([f"{machine.name}: {machine.processor}{cores}", *_blocks(record)])
+    return "\n\n".join([f"{machine.name}: {machine.processor}{cores}", *_blocks(for_people(record))])
 
 
 def _blocks(record: Record) -> Iterator[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch_odt.measure.record import Cell, Record
 from torch_odt.measure.report.figure import Figure, Panel
 from torch_odt.measure.report.lines import Line, Side, lines
-from torch_odt.measure.report.selection import grouped, model_of, ratio, sides_of, usual_steps
+from torch_odt.measure.report.selection import grouped, model_of, ratio, sides_of, threads_hint, usual_steps
 from torch_odt.measure.report.side_by_side import Measure, side_by_side
 from torch_odt.measure.report.units import COUNT, SECONDS
 from torch_odt.measure.report.ways import legend_of, series_of, styles_of
@@ -20,7 +20,8 @@ def step_times(record: Record) -> Figure:
         key="step-times",
         title="Time of a step: training against inference, torch_odt against plain PyTorch",
         hint="Medians; shorter is better. × inf.: times the same batch's inference; × plain: times plain PyTorch's."
-        + _flops_hint(cells),
+        + _flops_hint(cells)
+        + threads_hint(record, cells),
         why_absent=lambda cell: ["no step was timed"],
     )
 
@@ -73,7 +74,7 @@ def sample_times(record: Record) -> Figure:
     return Figure(
         "sample-times",
         "Time per sample: small batches against large ones",
-        "Where a line falls, a larger batch makes each sample cheaper.",
+        "Where a line falls, a larger batch makes each sample cheaper." + threads_hint(record, cells),
         panels,
         legend_of(styles, cells) if panels else (),
         ("network", "series", "batch", "seconds per sample"),
@@ -85,12 +86,13 @@ def sample_times(record: Record) -> Figure:
 
 def busy_processors(record: Record) -> Figure:
     """How many cores are busy in a step (Cai et al., Figure 2)."""
+    cells = usual_steps(record)
     return side_by_side(
-        usual_steps(record),
+        cells,
         Measure(_busy_cores, COUNT, "busy cores, of any program"),
         key="busy-processors",
         title="Busy processors: training against inference",
-        hint=f"The mean over the steps, all {record.machine.cores or ''} cores added up.",
+        hint=f"The mean over the steps, all {record.machine.cores or ''} cores added up." + threads_hint(record, cells),
         why_absent=lambda cell: [_reason(cell) or "the load of cores was not read"],
     )
 

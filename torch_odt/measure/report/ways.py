@@ -100,8 +100,8 @@ def strokes_of(ways: Iterable[Way]) -> dict[Way, str]:
 
 
 def stroke_legend(strokes: Mapping[Way, str]) -> list[tuple[str, str]]:
-    """A legend of the strokes, but for that of the solid one."""
-    return [(f"{stroke}: {way.name}", stroke) for way, stroke in strokes.items() if stroke]
+    """A legend of the strokes; the first way's lines, of no class of their own, are solid."""
+    return [(f"{stroke or 'solid'}: {way.name}", stroke or "solid") for way, stroke in strokes.items()]
 
 
 def _plain_first(ways: Iterable[Way]) -> list[Way]:
