@@ -43,7 +43,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what = parser.add_argument_group("what is measured")
     what.add_argument("--suite", choices=SUITE_NAMES, default="ubiquitous", help="(default: ubiquitous, of Cai et al.)")
     what.add_argument("--quick", action="store_true", help="fewer and smaller cells: some minutes on two cores")
-    what.add_argument("--model", action="append", default=[], metavar="NAME", help=f"{options.MODEL_HELP}; repeatable")
+    what.add_argument(
+        "--model",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help=f"{options.MODEL_HELP}; repeatable; in the place of the suite's networks, beside whose sweeps it stands",
+    )
     what.add_argument("--sample", type=options.shape, default=(), metavar="SHAPE", help="of one sample: 3x224x224")
     what.add_argument("--batch-sizes", type=_numbers, default=(), metavar="LIST", help="such as 1,4,16")
     what.add_argument("--threads", type=_numbers, default=(), metavar="LIST", help="such as 1,2,4")
