@@ -1,8 +1,10 @@
-"""Budgets that are refused at first, or for good."""
+"""How often steps are made, and budgets that are refused at first, or for good."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -112,3 +114,16 @@ def test_a_budget_that_fits_is_planned_once(monkeypatch: pytest.MonkeyPatch) -> 
     planner = Planner(estimated=100, measured=90)
     _, processes = measured(planner, monkeypatch, smallest_tries=3)
     assert (planner.made, processes) == ([100], 1)
+
+
+@pytest.mark.parametrize(("how", "least", "most"), [
+    (How(repetitions=3, least_seconds=0.0), 3, 3),
+    (How(repetitions=3, least_seconds=0.1), 4, 10),
+    (How(repetitions=50, least_seconds=0.1, most_seconds=0.05), 1, 5),
+])  # fmt: skip
+def test_short_steps_are_repeated_for_a_while(how: How, least: int, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cell_module, "make_step", lambda job, work: (lambda: time.sleep(0.01), None))
+    monkeypatch.setattr(cell_module, "_looked_into", lambda job, cell, *others: cell)
+    work = Work(nn.Linear(4, 2), F.cross_entropy, None, ())  # type: ignore[arg-type]
+    cell = measure_cell(Job(replace(CELL, experiment="step"), replace(how, idle_seconds=0.0)), lambda samples: work)
+    assert least <= len(cell.step_seconds) == cell.window_steps <= most

@@ -66,7 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what.add_argument("--fit", metavar="BYTES", help="into which the largest batch is to fit (default: 512MiB)")
     what.add_argument("--optimizer", choices=NAMES, default="sgd", help="(default: sgd)")
     how = parser.add_argument_group("how it is measured")
-    how.add_argument("--repetitions", type=options.positive_int, help=f"of a step (default: {REPETITIONS})")
+    how.add_argument("--repetitions", type=options.positive_int, help=f"of a step, at least (default: {REPETITIONS})")
     how.add_argument(
         "--idle-seconds", type=options.positive_float, metavar="SECONDS",
         help="that meters measure while nothing runs, before steps (default: 5); a battery takes a minute or more",

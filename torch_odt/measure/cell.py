@@ -19,7 +19,7 @@ from torch_odt.measure.ending import is_out_of_memory
 from torch_odt.measure.energy import StatedPower
 from torch_odt.measure.executorch_step import ExecuTorchStep, NotTrainable
 from torch_odt.measure.flops import count_flops
-from torch_odt.measure.job import Job
+from torch_odt.measure.job import How, Job
 from torch_odt.measure.largest_batch import largest_batch
 from torch_odt.measure.layers import layer_memory
 from torch_odt.measure.long_run import long_run
@@ -125,11 +125,11 @@ def _measure_steps(job: Job, cell: Cell, work: Work) -> Cell:
             step()
     seconds: list[float] = []
     with Window(_meters(job)) as window, memory_window() as during:
-        end = time.perf_counter() + how.most_seconds
-        while len(seconds) < how.repetitions and (not seconds or time.perf_counter() < end):
-            begin = time.perf_counter()
+        began = now = time.perf_counter()
+        while not seconds or (now - began < how.most_seconds and _is_worth_one_more(how, len(seconds), now - began)):
             step()
-            seconds.append(time.perf_counter() - begin)
+            seconds.append(time.perf_counter() - now)
+            now = time.perf_counter()
     base_bytes, first_peak_bytes = levels(before)
     _, peak_bytes = levels(during)
     if isinstance(step, ExecuTorchStep):
@@ -150,6 +150,11 @@ def _measure_steps(job: Job, cell: Cell, work: Work) -> Cell:
     )
     measured = _looked_into(job, measured, work, step, planned)
     return replace(measured, notes=[*notes, *measured.notes])
+
+
+def _is_worth_one_more(how: How, steps: int, passed_seconds: float) -> bool:
+    """A handful of short steps may all lie in a moment in which the system had not yet spread the threads."""
+    return steps < how.repetitions or passed_seconds < how.least_seconds
 
 
 def _first_step(job: Job, work: Work) -> tuple[Step, odt.TrainStep | None, float]:

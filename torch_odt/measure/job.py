@@ -20,6 +20,7 @@ class How:
     Attributes:
         warmup_steps: before anything counts; the first one is reported apart.
         repetitions: of a step, one after the other.
+        least_seconds: for which they are repeated where so many take less.
         most_seconds: after which no other repetition begins.
         idle_seconds: during which the meters measure while nothing runs.
         run_seconds: of a long run, or beside a neighbour.
@@ -43,6 +44,7 @@ class How:
 
     warmup_steps: int = 2
     repetitions: int = 5
+    least_seconds: float = 0.3
     most_seconds: float = 20.0
     idle_seconds: float = 0.3
     run_seconds: float = 10.0
