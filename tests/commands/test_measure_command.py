@@ -49,7 +49,7 @@ def test_cells_of_both_engines_and_all_reports(
     plain, planned = record.cells
     assert (plain.engine, planned.engine) == ("torch", "torch_odt")
     for cell in record.cells:
-        assert cell.outcome == "ok" and len(cell.step_seconds) == 2 == cell.window_steps
+        assert cell.outcome == "ok" and len(cell.step_seconds) == cell.window_steps >= 2
         assert cell.parameters == 3 * 8 * 9 + 8 + 16 + 80 + 10
         assert cell.whole_peak_bytes is not None and cell.peak_bytes is not None and cell.base_bytes is not None
         assert cell.whole_peak_bytes >= cell.peak_bytes

@@ -51,7 +51,7 @@ def test_losses_are_those_of_plain_pytorch(momentum: float) -> None:
 def test_a_cell_is_measured_and_one_that_cannot_be_says_why() -> None:
     job = Job(CELL, How(repetitions=2, idle_seconds=0.05))
     cell = measure_cell(job, lambda _: make_work())
-    assert cell.outcome == "ok" and len(cell.step_seconds) == 2 and (cell.peak_bytes or 0) > 0
+    assert cell.outcome == "ok" and len(cell.step_seconds) >= 2 and (cell.peak_bytes or 0) > 0
     assert any("portable operators" in note for note in cell.notes)
     assert any("program loaded" in note for note in cell.notes)
     refused = measure_cell(job, lambda _: make_work(torch.optim.Adam))
