@@ -181,21 +181,46 @@ def _key(seed: int) -> Tensor:
     return _mixed((seed & LOW_WORD) ^ _mixed((seed >> 32 & LOW_WORD) ^ upper))
 
 
-def draws(count: int, width: int, seed: int) -> Tensor:
-    """What stochastic rounding draws for the elements of a result: numbers from 0 up to but without 1.
+def _hashes(numbers: Tensor, seed: int) -> Tensor:
+    return _mixed((numbers * GOLDEN + _key(seed)) & LOW_WORD)
+
+
+def byte_draws(count: int, width: int, seed: int) -> Tensor:
+    """What stochastic rounding of activations and gradients draws: a whole number below 256 for each element.
 
     Args:
         count: of elements, in rows one after another.
-        width: of a row: the channels of a group at one pixel, or a row of a weight. Two columns that are 16 apart share
-            a hash.
+        width: of a row: the channels of a group at one pixel, or a row of a weight. Four columns share a hash: of 64,
+            two neighbours and those 32 further on.
         seed: of the call.
     """
     index = torch.arange(count)
     column = index % max(width, 1)
+    place = index - column + column // 64 * 16 + column % 16 // 4 * 4 + column // 16 % 2 * 2 + column % 4 // 2
+    return _hashes(place, seed) >> (column % 2 * 16 + column // 32 % 2 * 8) & 0xFF
+
+
+def half_draws(count: int, width: int, seed: int) -> Tensor:
+    """What stochastic rounding of weights draws, finer: numbers from 0 up to but without 1, of 16 bits.
+
+    Args:
+        count, width, seed: as for `byte_draws`; two columns that are 16 apart share a hash.
+    """
+    index = torch.arange(count)
+    column = index % max(width, 1)
     place = index - column + column // 32 * 16 + column % 16
-    bits = _mixed((place * GOLDEN + _key(seed)) & LOW_WORD)
+    bits = _hashes(place, seed)
     half = torch.where(column % 32 >= 16, bits >> 16, bits & 0xFFFF)
     return half.float() * 2.0**-16
+
+
+def by_chance(values: Tensor, drawn: Tensor) -> Tensor:
+    """Values, float32, as whole numbers: of the nearest 256ths, up or down by what `byte_draws` drew.
+
+    So few bits leave no bias where what they cannot tell apart is rounded to the nearest first (Fitzgibbon and Felix,
+    arXiv 2504.20634).
+    """
+    return ((values * 256).round() + drawn).div(256).floor()
 
 
 def shift_of(name: str, scale: Tensor) -> int:
@@ -233,8 +258,8 @@ def rounded(
         values: float32.
         scale: as it was given.
         rounding: one of the three.
-        seed, width: for stochastic rounding, see `draws`.
-        before: what the values are taken from, if anything.
+        seed, width: for stochastic rounding, see `byte_draws`.
+        before: what the values are taken from, if anything: weights, see `half_draws`.
     """
     if rounding == PSEUDO_STOCHASTIC:
         steps = shifted(sums, shift_of(name, scale))
@@ -245,7 +270,9 @@ def rounded(
         return values.round().long()
     if rounding != STOCHASTIC:
         raise RuntimeError(f"{name}: rounding must be 0 (nearest), 1 (stochastic) or 2 (pseudo-stochastic)")
-    return (values + draws(values.numel(), width, seed).view(values.shape)).floor().long()
+    if before is not None:
+        return (values + half_draws(values.numel(), width, seed).view(values.shape)).floor().long()
+    return by_chance(values, byte_draws(values.numel(), width, seed).view(values.shape)).long()
 
 
 def largest_of(values: Tensor) -> Tensor:

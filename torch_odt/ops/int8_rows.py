@@ -122,7 +122,7 @@ def _steps(largest: Tensor) -> Tensor:
 
 
 def _rounded(rows: Tensor, factors: Tensor, draws: Tensor) -> Tensor:
-    whole = (rows * factors.clamp(max=_FLOAT32.max)).add_(draws).floor_()
+    whole = plain.by_chance(rows * factors.clamp(max=_FLOAT32.max), draws)
     return whole.clamp_(-MOST, MOST).to(torch.int8)
 
 
@@ -144,7 +144,7 @@ def _quantize_plain(
     largest = rows.abs().amax(0) if len(rows) else rows.new_zeros(channels)
     if not bool(largest.isfinite().all()):
         raise RuntimeError("int8_layer: a gradient is not finite: the loss has diverged, or it overflows")
-    draws = plain.draws(rows.numel(), channels, _seed_of(largest)).view(rows.shape)
+    draws = plain.byte_draws(rows.numel(), channels, _seed_of(largest)).view(rows.shape)
     steps, input_step = _steps(largest), torch.ones(1)
     of_input = of_weight = torch.empty(0, dtype=torch.int8)
     if weight_scale is not None:
@@ -191,7 +191,7 @@ def _store_plain(weight: Tensor, steps: Tensor, rounding: Tensor, saturated: Ten
     ordered = plain.by_pixels(steps) if weight.dim() == 4 else steps
     width = weight[0].numel() if len(weight) else 0
     seed, updates = rounding.tolist()
-    draws = plain.draws(weight.numel(), width, (seed * SEED_FACTOR + updates) % (1 << 64)).view(ordered.shape)
+    draws = plain.half_draws(weight.numel(), width, (seed * SEED_FACTOR + updates) % (1 << 64)).view(ordered.shape)
     whole = (ordered + draws).floor_()
     rounded = whole.clamp(-MOST, MOST)
     weight.copy_(rounded.permute(0, 3, 1, 2) if weight.dim() == 4 else rounded)

@@ -1,6 +1,9 @@
 // What stochastic rounding draws: a number for each element of a result, from the seed and the element's place alone. A
-// place is where its row begins (the channels of a group at one pixel, or a row of a weight) and its column there: each
-// hash of 32 bits serves two columns that are 16 apart.
+// place is where its row begins (the channels of a group at one pixel, or a row of a weight) and its column there.
+//
+// Weights in int8 are rounded by 16 bits, half a hash each, because an update of a hundredth of a step has to count.
+// Activations and gradients are rounded by 8 bits, a quarter of a hash each: to the nearest 256th of a step first, so that
+// so few bits leave no bias (Fitzgibbon and Felix, arXiv 2504.20634), and then up or down.
 #pragma once
 
 #include <cstdint>
@@ -31,8 +34,14 @@ TORCH_ODT_INLINE uint32_t key_of(uint64_t seed, uint32_t high) {
   return mixed(static_cast<uint32_t>(seed) ^ mixed(static_cast<uint32_t>(seed >> 32) ^ mixed(high + kGolden)));
 }
 
-// Of a column: which hash is its own, counted from the row's place on, and whether its upper half is.
-TORCH_ODT_INLINE int64_t hash_of(int64_t column) {
+// The hashes of a row are those of numbers from its place on.
+template <typename Bits>
+TORCH_ODT_INLINE Bits hash(Bits number, uint32_t key) {
+  return mixed(number * kGolden + key);
+}
+
+// Of 16 bits: which hash a column's is in, counted from the row's place on, and whether it is the upper half.
+TORCH_ODT_INLINE int64_t half_hash_of(int64_t column) {
   return column / 32 * 16 + column % 16;
 }
 
@@ -40,8 +49,28 @@ TORCH_ODT_INLINE bool takes_upper_half(int64_t column) {
   return column % 32 >= 16;
 }
 
-// The hash itself is mixed((place + hash_of(column)) * kGolden + key). A draw is one of its halves, as a fraction.
-inline constexpr float kDrawUnit = 0x1p-16F;
+// A draw of 16 bits is a fraction.
+inline constexpr float kHalfUnit = 0x1p-16F;
+
+// Of 8 bits: the hashes of 64 columns, and where in which of them a column's byte is. The order is what comes out when
+// vectors of 16 columns are narrowed to 16 bits, two and two.
+inline constexpr int64_t kByteColumns = 64;
+inline constexpr int64_t kByteHashes = 16;
+
+TORCH_ODT_INLINE int64_t byte_hash_of(int64_t column) {
+  return column / kByteColumns * kByteHashes + column % 16 / 4 * 4 + column / 16 % 2 * 2 + column % 4 / 2;
+}
+
+TORCH_ODT_INLINE int byte_shift_of(int64_t column) {
+  return static_cast<int>(column % 2 * 16 + column / 32 % 2 * 8);
+}
+
+// A draw of 8 bits is a number of 256ths.
+inline constexpr float kByteSteps = 256;
+
+TORCH_ODT_INLINE uint32_t byte_draw(uint32_t key, int64_t place, int64_t column) {
+  return hash(static_cast<uint32_t>(place + byte_hash_of(column)), key) >> byte_shift_of(column) & 0xffU;
+}
 
 // The keys of a block's rows, one after another.
 struct Keys {

@@ -40,7 +40,8 @@ struct Kept {
   using L = Lanes<kBytes>;
 
   typename L::Ints largest = {}; // as bits: without a sign they are ordered as their numbers are
-  Draws<kBytes> draws;
+  ByteDraws<kBytes> draws;
+  HalfDraws<kBytes> weight_draws;
 };
 
 // A block, with what belongs to its columns.
@@ -196,7 +197,10 @@ struct ToInt8 {
       return L::nearest(values);
     }
     const int64_t column = state.block.first_column + at.column;
-    return L::floor_of(values + kept.draws.at(at.key, at.index, column, at.column < 16));
+    if constexpr (kUpdate) {
+      return L::floor_of(values + kept.weight_draws.at(at.key, at.index, column, at.column < 16));
+    }
+    return L::by_chance(values, kept.draws.at(at.key, at.index, column));
   }
 
   template <typename Narrow>
@@ -266,10 +270,10 @@ template <typename Sum>
 float finish(const Finish& how, const Block<Sum>& block) {
 #if defined(__x86_64__) && defined(__GNUC__)
   if constexpr (std::is_same_v<Sum, int32_t>) {
-    if (isa() >= Isa::avx512 && has_finish_avx512(how)) {
+    if (isa() >= Isa::avx512 && has_finish_avx512(how, block)) {
       return finish_avx512(how, block);
     }
-    if (isa() >= Isa::avx2 && has_finish_avx2(how)) {
+    if (isa() >= Isa::avx2 && has_finish_avx2(how, block)) {
       return finish_avx2(how, block);
     }
   }

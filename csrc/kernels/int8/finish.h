@@ -61,15 +61,13 @@ struct alignas(64) Columns {
   Columns(const Finish& how, const Block<Sum>& block) {
     const auto columns = static_cast<unsigned long>(block.columns);
     const unsigned long padded = (columns + 15) / 16 * 16;
-    if (how.multipliers == nullptr || (how.per_channel && how.channels_are_rows)) {
-      __builtin_memset(multipliers, 0, padded * sizeof(float));
-    } else if (how.per_channel) {
-      __builtin_memset(multipliers, 0, padded * sizeof(float));
-      __builtin_memcpy(multipliers, how.multipliers + block.first_channel, columns * sizeof(float));
-    } else {
-      for (unsigned long i = 0; i < padded; ++i) {
+    __builtin_memset(multipliers, 0, padded * sizeof(float));
+    if (how.multipliers != nullptr && !how.per_channel) {
+      for (unsigned long i = 0; i < columns; ++i) {
         multipliers[i] = *how.multipliers;
       }
+    } else if (how.multipliers != nullptr && !how.channels_are_rows) {
+      __builtin_memcpy(multipliers, how.multipliers + block.first_channel, columns * sizeof(float));
     }
     __builtin_memset(terms, 0, padded * sizeof(int32_t));
     if (block.column_terms != nullptr) {

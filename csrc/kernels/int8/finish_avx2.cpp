@@ -13,7 +13,7 @@ namespace torch_odt::kernels::int8 {
 namespace {
 
 constexpr int64_t kLanes = 8;
-constexpr int64_t kHalf = 16; // columns whose draws are the same halves of hashes
+constexpr int64_t kHalf = 16;
 constexpr int64_t kWhole = 32; // columns whose bytes are one vector
 
 // What all rows share, in registers.
@@ -33,7 +33,7 @@ TORCH_ODT_TARGET_INLINE __m256i hashes(const Constants& all, uint32_t first) {
   return _mm256_xor_si256(bits, _mm256_srli_epi32(bits, 16));
 }
 
-// The draws of 16 columns as 16-bit numbers: `first` is what their hashes begin with.
+// The hashes of 64 columns.
 struct Draws {
   __m256i bits[2];
 
@@ -41,22 +41,16 @@ struct Draws {
     to.bits[0] = hashes(all, first);
     to.bits[1] = hashes(all, first + static_cast<uint32_t>(kLanes) * kGolden);
   }
-  TORCH_ODT_TARGET_INLINE __m256i of(const Draws& draws, int part, bool upper) {
+  // Those of 8 columns from `column` of the row on, the first or second ones of 16.
+  TORCH_ODT_TARGET_INLINE __m256i of(const Draws& draws, int part, int64_t column) {
     const __m256i bits = draws.bits[part];
-    return upper ? _mm256_srli_epi32(bits, 16) : _mm256_and_si256(bits, _mm256_set1_epi32(0xffff));
+    const __m256i pairs =
+        column / kHalf % 2 == 0 ? _mm256_shuffle_epi32(bits, 0x50) : _mm256_shuffle_epi32(bits, 0xfa);
+    const __m256i lane = _mm256_setr_epi32(0, 16, 0, 16, 0, 16, 0, 16);
+    const __m256i shifts = _mm256_add_epi32(lane, _mm256_set1_epi32(byte_shift_of(column)));
+    return _mm256_and_si256(_mm256_srlv_epi32(pairs, shifts), _mm256_set1_epi32(0xff));
   }
 };
-
-template <Rounding kRounding>
-TORCH_ODT_TARGET_INLINE __m256i rounded(__m256 values, __m256i draws) {
-  if constexpr (kRounding == Rounding::nearest) {
-    return _mm256_cvtps_epi32(values);
-  } else {
-    // The product is exact: as a fused multiply-add it has the bits of a multiplication and an addition.
-    const __m256 raised = _mm256_fmadd_ps(_mm256_cvtepi32_ps(draws), _mm256_set1_ps(kDrawUnit), values);
-    return _mm256_cvttps_epi32(_mm256_floor_ps(raised));
-  }
-}
 
 TORCH_ODT_TARGET_INLINE __m256 larger(__m256 largest, __m256 values) {
   const __m256 sign = _mm256_set1_ps(-0.0F);
@@ -76,37 +70,46 @@ TORCH_ODT_TARGET_INLINE __m256i inside(int64_t count) {
   return _mm256_cmpgt_epi32(_mm256_set1_epi32(static_cast<int32_t>(count)), lanes);
 }
 
+// Whole numbers: of 256ths where rounding is stochastic.
+template <Rounding kRounding>
+TORCH_ODT_TARGET_INLINE __m256i nearest(__m256 values) {
+  if constexpr (kRounding == Rounding::stochastic) {
+    values = _mm256_mul_ps(values, _mm256_set1_ps(kByteSteps));
+  }
+  return _mm256_cvtps_epi32(values);
+}
+
 // Large values as others that int8 is clamped to as well: what int32 does not hold becomes its lowest number.
 TORCH_ODT_TARGET_INLINE __m256 limited(__m256 values) {
   values = _mm256_min_ps(values, _mm256_set1_ps(4194304.0F));
   return _mm256_max_ps(values, _mm256_set1_ps(-4194304.0F));
 }
 
-// 32 columns in the full range, whose values int32 holds: nothing but int8's own ends limits them.
+// 32 columns in the full range, the first or second ones of 64: nothing but int8's own ends limits them.
 template <Rounding kRounding>
 TORCH_ODT_TARGET_INLINE void whole_to_int8(
-    const int32_t* sums,
-    const Columns& columns,
-    const Constants& all,
-    int64_t column,
-    uint32_t first,
-    int8_t* to,
-    __m256& largest) {
-  Draws draws{};
-  if constexpr (kRounding == Rounding::stochastic) {
-    Draws::draw(draws, all, first);
-  }
-  __m256i whole[4];
-#pragma GCC unroll 4
-  for (int part = 0; part < 4; ++part) {
-    const __m256 values = scaled(sums, columns, _mm256_setzero_si256(), column + part * kLanes);
-    largest = larger(largest, values);
-    whole[part] = rounded<kRounding>(values, Draws::of(draws, part % 2, part >= 2));
+    const int32_t* sums, const Columns& columns, const Draws& draws, int64_t column, bool second, int8_t* to, __m256& largest) {
+  __m256i words[2];
+#pragma GCC unroll 2
+  for (int part = 0; part < 2; ++part) {
+    __m256i whole[2];
+#pragma GCC unroll 2
+    for (int half = 0; half < 2; ++half) {
+      const __m256 values = scaled(sums, columns, _mm256_setzero_si256(), column + half * kHalf + part * kLanes);
+      largest = larger(largest, values);
+      whole[half] = nearest<kRounding>(_mm256_min_ps(values, _mm256_set1_ps(4194304.0F)));
+    }
+    words[part] = _mm256_packs_epi32(whole[0], whole[1]);
+    if constexpr (kRounding == Rounding::stochastic) {
+      const __m256i bits = draws.bits[part];
+      const __m256i drawn =
+          second ? _mm256_srli_epi16(bits, 8) : _mm256_and_si256(bits, _mm256_set1_epi16(0xff));
+      words[part] = _mm256_srai_epi16(_mm256_adds_epi16(words[part], drawn), 8);
+    }
   }
   // Packing works on lanes of 16 bytes: four columns of each vector in turn.
-  const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
-  const __m256i bytes =
-      _mm256_packs_epi16(_mm256_packs_epi32(whole[0], whole[1]), _mm256_packs_epi32(whole[2], whole[3]));
+  const __m256i order = _mm256_setr_epi32(0, 4, 2, 6, 1, 5, 3, 7);
+  const __m256i bytes = _mm256_packs_epi16(words[0], words[1]);
   _mm256_storeu_si256((__m256i*)to, _mm256_permutevar8x32_epi32(bytes, order));
 }
 
@@ -118,10 +121,10 @@ TORCH_ODT_TARGET_INLINE void half_to_int8(
     const Columns& columns,
     const Constants& all,
     __m256i row_term,
+    int64_t first_column,
     int64_t column,
     int64_t count,
     const Draws& draws,
-    bool upper,
     int64_t index,
     __m256& largest) {
   __m256i between[2];
@@ -131,7 +134,11 @@ TORCH_ODT_TARGET_INLINE void half_to_int8(
     __m256 values = scaled(sums, columns, row_term, column + part * kLanes);
     values = _mm256_and_ps(values, _mm256_castsi256_ps(inside(count - part * kLanes)));
     largest = larger(largest, values);
-    const __m256i nearby = rounded<kRounding>(limited(values), Draws::of(draws, part, upper));
+    __m256i nearby = nearest<kRounding>(limited(values));
+    if constexpr (kRounding == Rounding::stochastic) {
+      const __m256i drawn = Draws::of(draws, part, first_column + column);
+      nearby = _mm256_srai_epi32(_mm256_add_epi32(nearby, drawn), 8);
+    }
     const __m256i whole = _mm256_add_epi32(nearby, all.zero_point);
     between[part] = _mm256_min_epi32(_mm256_max_epi32(whole, all.low), all.high);
     const __m256i same = _mm256_cmpeq_epi32(whole, between[part]);
@@ -161,17 +168,9 @@ TORCH_ODT_TARGET_INLINE float largest_of(__m256 values) {
   return largest;
 }
 
-// Whether nothing but int8's own ends limits what is written, and no sum times its multiplier is more than int32 holds.
-TORCH_ODT_TARGET_INLINE bool has_full_range(const Finish& how, const Block<int32_t>& block, const Columns& columns) {
-  if (how.zero_point != 0 || how.low != -128 || how.high != 127 || how.mask != nullptr || block.row_terms != nullptr) {
-    return false;
-  }
-  int fractions = 0xff;
-  for (int64_t column = 0; column < block.columns; column += kLanes) {
-    const __m256 magnitude = _mm256_andnot_ps(_mm256_set1_ps(-0.0F), _mm256_load_ps(columns.multipliers + column));
-    fractions &= _mm256_movemask_ps(_mm256_cmp_ps(magnitude, _mm256_set1_ps(1), _CMP_LT_OQ));
-  }
-  return fractions == 0xff;
+// Whether nothing but int8's own ends limits what is written.
+bool has_full_range(const Finish& how, const Block<int32_t>& block) {
+  return how.zero_point == 0 && how.low == -128 && how.high == 127 && how.mask == nullptr && block.row_terms == nullptr;
 }
 
 template <Rounding kRounding>
@@ -185,28 +184,30 @@ TORCH_ODT_TARGET float to_int8(const Finish& how, const Block<int32_t>& block) {
       _mm256_mullo_epi32(lanes, _mm256_set1_epi32(static_cast<int32_t>(kGolden)))};
   Keys keys(how.seed);
   __m256 largest = _mm256_setzero_ps();
-  const bool in_wholes = block.first_column % kWhole == 0 && has_full_range(how, block, columns);
+  const bool in_wholes = block.first_column % kWhole == 0 && has_full_range(how, block);
   for (int64_t row = 0; row < block.rows; ++row) {
-    const int64_t place = block.places[row];
-    const uint32_t key = keys.at(place - block.first_column);
+    const int64_t place = block.places[row] - block.first_column;
+    const uint32_t key = keys.at(place);
     const int32_t* const sums = block.sums + row * block.stride;
-    const auto first_of = [&](int64_t column) {
-      return static_cast<uint32_t>(place - block.first_column + hash_of(column)) * kGolden + key;
-    };
-    int64_t column = 0;
-    for (; in_wholes && column + kWhole <= block.columns; column += kWhole) {
-      auto* const to = static_cast<int8_t*>(how.output) + place + column;
-      whole_to_int8<kRounding>(sums, columns, all, column, first_of(block.first_column + column), to, largest);
-    }
     const __m256i row_term = _mm256_set1_epi32(block.row_terms == nullptr ? 0 : block.row_terms[row]);
     Draws draws{};
-    for (const int64_t first = column; column < block.columns; column += kHalf) {
-      const bool upper = takes_upper_half(block.first_column + column);
-      if (kRounding == Rounding::stochastic && (!upper || column == first)) {
-        Draws::draw(draws, all, first_of(block.first_column + column));
+    int64_t drawn = -1; // of which 64 columns
+    for (int64_t column = 0; column < block.columns;) {
+      const int64_t in_row = block.first_column + column;
+      const int64_t left = block.columns - column;
+      if (kRounding == Rounding::stochastic && in_row / kByteColumns != drawn) {
+        drawn = in_row / kByteColumns;
+        Draws::draw(draws, all, static_cast<uint32_t>(place + drawn * kByteHashes) * kGolden + key);
+      }
+      if (in_wholes && left >= kWhole) {
+        auto* const to = static_cast<int8_t*>(how.output) + place + in_row;
+        whole_to_int8<kRounding>(sums, columns, draws, column, in_row / kWhole % 2 != 0, to, largest);
+        column += kWhole;
+        continue;
       }
       half_to_int8<kRounding>(
-          how, sums, columns, all, row_term, column, block.columns - column, draws, upper, place + column, largest);
+          how, sums, columns, all, row_term, block.first_column, column, left, draws, place + in_row, largest);
+      column += kHalf;
     }
   }
   return largest_of(largest);
@@ -243,10 +244,11 @@ TORCH_ODT_TARGET float to_floats(const Finish& how, const Block<int32_t>& block)
 
 } // namespace
 
-bool has_finish_avx2(const Finish& how) {
+bool has_finish_avx2(const Finish& how, const Block<int32_t>& block) {
   const bool by_columns = !(how.per_channel && how.channels_are_rows);
+  const bool in_order = how.rounding != Rounding::stochastic || block.first_column % kHalf == 0;
   return how.result == Result::floats ||
-      (how.result == Result::int8 && how.rounding != Rounding::pseudo_stochastic && by_columns);
+      (how.result == Result::int8 && how.rounding != Rounding::pseudo_stochastic && by_columns && in_order);
 }
 
 float finish_avx2(const Finish& how, const Block<int32_t>& block) {

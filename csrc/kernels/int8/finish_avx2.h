@@ -5,8 +5,8 @@
 
 namespace torch_odt::kernels::int8 {
 
-// Whether this file has what is asked for.
-bool has_finish_avx2(const Finish& how);
+// Whether this file has what is asked for, for blocks like this one.
+bool has_finish_avx2(const Finish& how, const Block<int32_t>& block);
 
 float finish_avx2(const Finish& how, const Block<int32_t>& block);
 

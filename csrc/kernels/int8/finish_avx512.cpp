@@ -5,15 +5,16 @@
 #include "draws.h"
 #include "intrinsics_x86.h"
 
-#define TORCH_ODT_TARGET [[gnu::target("avx512f,avx512bw,avx512vl,avx512dq")]]
-#define TORCH_ODT_TARGET_INLINE [[gnu::target("avx512f,avx512bw,avx512vl,avx512dq"), gnu::always_inline]] static inline
+#define TORCH_ODT_SETS "avx512f,avx512bw,avx512vl,avx512dq"
+#define TORCH_ODT_TARGET [[gnu::target(TORCH_ODT_SETS)]]
+#define TORCH_ODT_TARGET_INLINE [[gnu::target(TORCH_ODT_SETS), gnu::always_inline]] static inline
 
 namespace torch_odt::kernels::int8 {
 
 namespace {
 
 constexpr int64_t kLanes = 16;
-constexpr int64_t kWhole = 64; // columns whose bytes are one vector
+constexpr int64_t kWhole = kByteColumns; // columns whose bytes are one vector, and whose draws are one vector's
 
 // What all rows share, in registers.
 struct Constants {
@@ -29,17 +30,9 @@ struct Constants {
   __m512i lower;
 };
 
-// Large values as others that int8 is clamped to as well. What int32 does not hold becomes its lowest number, which needs
-// care above zero, and below it where a zero point would wrap it around.
-template <bool kFullRange>
-TORCH_ODT_TARGET_INLINE __m512 limited(__m512 values) {
-  values = _mm512_min_ps(values, _mm512_set1_ps(4194304.0F));
-  return kFullRange ? values : _mm512_max_ps(values, _mm512_set1_ps(-4194304.0F));
-}
-
 // Of numbers side by side from `first` on, each times kGolden.
-TORCH_ODT_TARGET_INLINE __m512i hashes(const Constants& all, uint32_t first) {
-  __m512i bits = _mm512_add_epi32(all.draw_steps, _mm512_set1_epi32(static_cast<int32_t>(first)));
+TORCH_ODT_TARGET_INLINE __m512i hashes(__m512i draw_steps, uint32_t first) {
+  __m512i bits = _mm512_add_epi32(draw_steps, _mm512_set1_epi32(static_cast<int32_t>(first)));
   bits = _mm512_xor_si512(bits, _mm512_srli_epi32(bits, 16));
   bits = _mm512_mullo_epi32(bits, _mm512_set1_epi32(static_cast<int32_t>(kFirstFactor)));
   bits = _mm512_xor_si512(bits, _mm512_srli_epi32(bits, 15));
@@ -47,16 +40,20 @@ TORCH_ODT_TARGET_INLINE __m512i hashes(const Constants& all, uint32_t first) {
   return _mm512_xor_si512(bits, _mm512_srli_epi32(bits, 16));
 }
 
-// `draws` are 16-bit numbers.
-template <Rounding kRounding>
-TORCH_ODT_TARGET_INLINE __m512i rounded(__m512 values, __m512i draws) {
-  if constexpr (kRounding == Rounding::nearest) {
-    return _mm512_cvt_roundps_epi32(values, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-  } else {
-    // The product is exact: as a fused multiply-add it has the bits of a multiplication and an addition.
-    const __m512 raised = _mm512_fmadd_ps(_mm512_cvtepi32_ps(draws), _mm512_set1_ps(kDrawUnit), values);
-    return _mm512_cvt_roundps_epi32(raised, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
-  }
+// The nearest whole numbers; what int32 does not hold keeps its sign, and is clamped later on. kHeld: int32 holds all.
+template <bool kHeld = false>
+TORCH_ODT_TARGET_INLINE __m512i nearest(__m512 values) {
+  const __m512 held = kHeld ? values : _mm512_min_ps(values, _mm512_set1_ps(1073741824.0F));
+  return _mm512_cvt_roundps_epi32(held, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+}
+
+// Of the bytes that 64 columns draw those of 16 that begin with `column`, as numbers.
+TORCH_ODT_TARGET_INLINE __m512i draws_of(__m512i bits, int64_t column) {
+  const __m512i pairs = column / kLanes % 2 == 0 ? _mm512_shuffle_epi32(bits, (_MM_PERM_ENUM)0x50)
+                                                 : _mm512_shuffle_epi32(bits, (_MM_PERM_ENUM)0xfa);
+  const __m512i lane = _mm512_setr_epi32(0, 16, 0, 16, 0, 16, 0, 16, 0, 16, 0, 16, 0, 16, 0, 16);
+  const __m512i shifts = _mm512_add_epi32(lane, _mm512_set1_epi32(byte_shift_of(column)));
+  return _mm512_and_si512(_mm512_srlv_epi32(pairs, shifts), _mm512_set1_epi32(0xff));
 }
 
 // NITI's rounding, as in lanes.h.
@@ -71,118 +68,9 @@ TORCH_ODT_TARGET_INLINE __m512i shifted(__m512i sum, const Constants& all) {
   return _mm512_mask_sub_epi32(raised, _mm512_movepi32_mask(sum), _mm512_setzero_si512(), raised);
 }
 
-// What changes from one place to the next.
-struct Place {
-  const int32_t* sums;
-  int64_t column;
-  int64_t index; // in the output
-  __m512i row_term;
-};
-
-// kFullRange: there is neither a zero point nor a clamp above what int8 holds, nor a mask, nor terms of rows.
-template <Rounding kRounding, bool kFullRange, bool kAll>
-TORCH_ODT_TARGET_INLINE void lanes_to_int8(
-    const Finish& how,
-    const Columns& columns,
-    const Constants& all,
-    const Place& at,
-    __m512i draws,
-    int64_t lanes,
-    __m512& largest) {
-  const auto inside = static_cast<__mmask16>(kAll ? 0xffff : (1U << lanes) - 1);
-  __m512i sum = _mm512_add_epi32(_mm512_loadu_si512(at.sums + at.column), _mm512_load_si512(columns.terms + at.column));
-  if constexpr (!kFullRange) {
-    sum = _mm512_add_epi32(sum, at.row_term);
-  }
-  const __m512 multiplier = _mm512_load_ps(columns.multipliers + at.column);
-  const __m512 values = _mm512_maskz_mul_ps(inside, _mm512_cvtepi32_ps(sum), multiplier);
-  largest = _mm512_range_ps(largest, values, 0xb);
-  auto* const output = static_cast<int8_t*>(how.output) + at.index;
-  __m512i nearby;
-  if constexpr (kRounding == Rounding::pseudo_stochastic) {
-    nearby = shifted(sum, all);
-    if constexpr (!kFullRange) {
-      // So that the zero point wraps nothing around.
-      nearby = _mm512_min_epi32(_mm512_max_epi32(nearby, _mm512_set1_epi32(-(1 << 22))), _mm512_set1_epi32(1 << 22));
-    }
-  } else {
-    nearby = rounded<kRounding>(limited<kFullRange>(values), draws);
-  }
-  const __m512i whole = kFullRange ? nearby : _mm512_add_epi32(nearby, all.zero_point);
-  const __m512i between = kFullRange ? whole : _mm512_min_epi32(_mm512_max_epi32(whole, all.low), all.high);
-  const __m128i bytes = _mm512_cvtsepi32_epi8(between);
-  if constexpr (kAll) {
-    _mm_storeu_si128((__m128i*)output, bytes);
-  } else {
-    _mm_mask_storeu_epi8(output, inside, bytes);
-  }
-  if (!kFullRange && how.mask != nullptr) {
-    const __mmask16 kept = _mm512_mask_cmpeq_epi32_mask(inside, whole, between);
-    if (kAll && at.index % 8 == 0) {
-      __builtin_memcpy(how.mask + at.index / 8, &kept, sizeof(kept));
-    } else {
-      note_bits(how.mask, at.index, lanes, kept);
-    }
-  }
-}
-
-TORCH_ODT_TARGET_INLINE __m512i lower_half(__m512i bits) {
-  return _mm512_and_si512(bits, _mm512_set1_epi32(0xffff));
-}
-
-TORCH_ODT_TARGET_INLINE __m512i upper_half(__m512i bits) {
-  return _mm512_srli_epi32(bits, 16);
-}
-
-// 64 columns in the full range, whose values int32 holds: nothing but int8's own ends limits them. `first` is what their
-// hashes begin with.
-template <Rounding kRounding>
-TORCH_ODT_TARGET_INLINE void whole_to_int8(
-    const int32_t* sums,
-    const Columns& columns,
-    const Constants& all,
-    int64_t column,
-    uint32_t first,
-    int8_t* to,
-    __m512& largest) {
-  __m512i whole[4];
-#pragma GCC unroll 2
-  for (int pair = 0; pair < 2; ++pair) {
-    __m512i bits = _mm512_setzero_si512();
-    if constexpr (kRounding == Rounding::stochastic) {
-      bits = hashes(all, first + static_cast<uint32_t>(pair * kLanes) * kGolden);
-    }
-#pragma GCC unroll 2
-    for (int half = 0; half < 2; ++half) {
-      const int64_t at = column + (2 * pair + half) * kLanes;
-      const __m512i sum = _mm512_add_epi32(_mm512_loadu_si512(sums + at), _mm512_load_si512(columns.terms + at));
-      const __m512 values = _mm512_mul_ps(_mm512_cvtepi32_ps(sum), _mm512_load_ps(columns.multipliers + at));
-      largest = _mm512_range_ps(largest, values, 0xb);
-      whole[2 * pair + half] = rounded<kRounding>(values, half == 0 ? lower_half(bits) : upper_half(bits));
-    }
-  }
-  // Packing works on lanes of 16 bytes: four columns of each vector in turn.
-  const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
-  const __m512i bytes =
-      _mm512_packs_epi16(_mm512_packs_epi32(whole[0], whole[1]), _mm512_packs_epi32(whole[2], whole[3]));
-  _mm512_storeu_si512(to, _mm512_permutexvar_epi32(order, bytes));
-}
-
-// Whether no sum times its multiplier is more than int32 holds.
-TORCH_ODT_TARGET_INLINE bool are_fractions(const Columns& columns, int64_t count) {
-  __mmask16 result = 0xffff;
-  for (int64_t column = 0; column < count; column += kLanes) {
-    const __m512 magnitude = _mm512_abs_ps(_mm512_load_ps(columns.multipliers + column));
-    result &= _mm512_cmp_ps_mask(magnitude, _mm512_set1_ps(1), _CMP_LT_OQ);
-  }
-  return result == 0xffff;
-}
-
-template <Rounding kRounding, bool kFullRange>
-TORCH_ODT_TARGET_INLINE float to_int8(const Finish& how, const Block<int32_t>& block) {
-  const Columns columns(how, block);
+TORCH_ODT_TARGET_INLINE Constants constants_of(const Finish& how) {
   const __m512i lane = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-  const Constants all = {
+  return {
       _mm512_set1_epi32(how.low),
       _mm512_set1_epi32(how.high),
       _mm512_set1_epi32(how.zero_point),
@@ -192,45 +80,272 @@ TORCH_ODT_TARGET_INLINE float to_int8(const Finish& how, const Block<int32_t>& b
       _mm_cvtsi64_si128(how.shift - 2 * (how.shift / 2)),
       _mm512_set1_epi32((1 << how.shift) - 1),
       _mm512_set1_epi32((1 << how.shift / 2) - 1)};
+}
+
+// What changes from one place to the next.
+struct Place {
+  const int32_t* sums;
+  int64_t column;
+  int64_t index; // in the output
+  __m512i row_term;
+};
+
+// The values of 16 columns or fewer, and their sums.
+struct Values {
+  __m512i sums;
+  __m512 scaled;
+};
+
+// Sums lie in whole vectors, and behind the last column multipliers are zero.
+TORCH_ODT_TARGET_INLINE Values values_at(
+    const Columns& columns, const int32_t* sums, int64_t column, __m512i row_term) {
+  const __m512i terms = _mm512_load_si512(columns.terms + column);
+  const __m512i all = _mm512_add_epi32(_mm512_add_epi32(_mm512_loadu_si512(sums + column), terms), row_term);
+  return {all, _mm512_mul_ps(_mm512_cvtepi32_ps(all), _mm512_load_ps(columns.multipliers + column))};
+}
+
+// Any way to int8, for 16 columns or fewer; `draws` are those of stochastic rounding.
+template <Rounding kRounding>
+TORCH_ODT_TARGET_INLINE void lanes_to_int8(
+    const Finish& how,
+    const Columns& columns,
+    const Constants& all,
+    const Place& at,
+    __m512i draws,
+    int64_t lanes,
+    __m512& largest) {
+  const auto inside = static_cast<__mmask16>((1U << lanes) - 1);
+  const Values values = values_at(columns, at.sums, at.column, at.row_term);
+  largest = _mm512_range_ps(largest, values.scaled, 0xb);
+  __m512i nearby;
+  if constexpr (kRounding == Rounding::pseudo_stochastic) {
+    nearby = shifted(values.sums, all);
+  } else if constexpr (kRounding == Rounding::stochastic) {
+    const __m512i steps = nearest(_mm512_mul_ps(values.scaled, _mm512_set1_ps(kByteSteps)));
+    nearby = _mm512_srai_epi32(_mm512_add_epi32(steps, draws), 8);
+  } else {
+    nearby = nearest(values.scaled);
+  }
+  // So that the zero point wraps nothing around.
+  nearby = _mm512_min_epi32(_mm512_max_epi32(nearby, _mm512_set1_epi32(-(1 << 22))), _mm512_set1_epi32(1 << 22));
+  const __m512i whole = _mm512_add_epi32(nearby, all.zero_point);
+  const __m512i between = _mm512_min_epi32(_mm512_max_epi32(whole, all.low), all.high);
+  _mm_mask_storeu_epi8(static_cast<int8_t*>(how.output) + at.index, inside, _mm512_cvtsepi32_epi8(between));
+  if (how.mask != nullptr) {
+    note_bits(how.mask, at.index, lanes, _mm512_mask_cmpeq_epi32_mask(inside, whole, between));
+  }
+}
+
+template <Rounding kRounding>
+TORCH_ODT_TARGET float to_int8(const Finish& how, const Block<int32_t>& block) {
+  const Columns columns(how, block);
+  const Constants all = constants_of(how);
   Keys keys(how.seed);
   __m512 largest = _mm512_setzero_ps();
-  const int64_t whole = block.columns / kLanes * kLanes;
-  constexpr bool kInWholes = kFullRange && kRounding != Rounding::pseudo_stochastic;
-  const bool in_wholes = kInWholes && block.first_column % 32 == 0 && are_fractions(columns, block.columns);
-  const int64_t wholes_end = in_wholes ? block.columns / kWhole * kWhole : 0;
   for (int64_t row = 0; row < block.rows; ++row) {
-    const int64_t index = block.places[row];
-    const uint32_t key = keys.at(index - block.first_column);
+    const int64_t place = block.places[row] - block.first_column;
+    const uint32_t key = keys.at(place);
     const __m512i row_term = _mm512_set1_epi32(block.row_terms == nullptr ? 0 : block.row_terms[row]);
-    Place at{block.sums + row * block.stride, 0, index, row_term};
-    if constexpr (kInWholes) {
-      uint32_t first = static_cast<uint32_t>(index - block.first_column + hash_of(block.first_column)) * kGolden + key;
-      for (; at.column < wholes_end; at.column += kWhole, at.index += kWhole, first += kWhole / 2 * kGolden) {
-        auto* const to = static_cast<int8_t*>(how.output) + at.index;
-        whole_to_int8<kRounding>(at.sums, columns, all, at.column, first, to, largest);
+    for (int64_t column = 0; column < block.columns; column += kLanes) {
+      const int64_t in_row = block.first_column + column;
+      __m512i draws = _mm512_setzero_si512();
+      if constexpr (kRounding == Rounding::stochastic) {
+        const auto first = static_cast<uint32_t>(place + in_row / kByteColumns * kByteHashes);
+        draws = draws_of(hashes(all.draw_steps, first * kGolden + key), in_row);
       }
-    }
-    __m512i bits = _mm512_setzero_si512();
-    const auto draw = [&]() __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq"), always_inline)) {
-      const int64_t column = block.first_column + at.column;
-      const bool upper = takes_upper_half(column);
-      if (!upper || at.column == wholes_end) {
-        const auto first = static_cast<uint32_t>(at.index - column + hash_of(column));
-        bits = hashes(all, first * kGolden + key);
-      }
-      return upper ? upper_half(bits) : lower_half(bits);
-    };
-    constexpr bool kDraws = kRounding == Rounding::stochastic;
-    for (; at.column < whole; at.column += kLanes, at.index += kLanes) {
-      const __m512i draws = kDraws ? draw() : bits;
-      lanes_to_int8<kRounding, kFullRange, true>(how, columns, all, at, draws, kLanes, largest);
-    }
-    if (at.column < block.columns) {
-      const __m512i draws = kDraws ? draw() : bits;
-      lanes_to_int8<kRounding, kFullRange, false>(how, columns, all, at, draws, block.columns - at.column, largest);
+      const int64_t left = block.columns - column;
+      lanes_to_int8<kRounding>(
+          how,
+          columns,
+          all,
+          {block.sums + row * block.stride, column, place + in_row, row_term},
+          draws,
+          left < kLanes ? left : kLanes,
+          largest);
     }
   }
   return _mm512_reduce_max_ps(_mm512_abs_ps(largest));
+}
+
+// What becomes of whole numbers. Of 64 columns, these are two vectors of 16 bits: four columns of each quarter in turn.
+struct Limits {
+  __m512i zero_point;
+  __m512i low;
+  __m512i high;
+};
+
+// Vectors of 16 bits as bytes in the order of columns.
+TORCH_ODT_TARGET_INLINE __m512i bytes_of(__m512i lower, __m512i upper) {
+  const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+  return _mm512_permutexvar_epi32(order, _mm512_packs_epi16(lower, upper));
+}
+
+TORCH_ODT_TARGET_INLINE void note_mask(uint8_t* mask, int64_t index, __mmask64 kept, __mmask64 inside) {
+  if (index % 8 == 0 && inside == ~__mmask64{0}) {
+    __builtin_memcpy(mask + index / 8, &kept, sizeof(kept));
+    return;
+  }
+  for (int64_t half = 0; half < 64; half += 32) {
+    const auto columns = static_cast<uint32_t>(inside >> half);
+    if (columns != 0) {
+      const int first = __builtin_ctz(columns);
+      const int count = 32 - __builtin_clz(columns) - first;
+      note_bits(mask, index + half + first, count, static_cast<uint32_t>(kept >> half & columns) >> first);
+    }
+  }
+}
+
+// What does not change from one 64 columns to the next, so that no store makes it be read again.
+struct Wholes {
+  const int32_t* sums;
+  int64_t stride;
+  int64_t rows;
+  int64_t columns;
+  const int64_t* places;
+  int64_t first_column;
+  int8_t* output;
+  uint8_t* mask;
+  Limits limits;
+};
+
+// Some of 64 columns that share their draws: those of `inside`, which are in the first `kParts` sixteens, or in any but
+// the first `skipped`. Multipliers are 256 times as
+// large where rounding is stochastic. kPlain: nothing but int8's own ends limits what is written, and there is no mask.
+template <Rounding kRounding, bool kPlain, bool kHeld, bool kAll, int kParts>
+TORCH_ODT_TARGET_INLINE void whole_to_int8(
+    const Wholes& of,
+    const Columns& columns,
+    const int32_t* sums,
+    int64_t column,
+    int64_t index,
+    __m512i bits,
+    int skipped,
+    __mmask64 inside,
+    __m512& largest) {
+  __m512i whole[2] = {_mm512_setzero_si512(), _mm512_setzero_si512()};
+  __m512i kept[2] = {_mm512_setzero_si512(), _mm512_setzero_si512()};
+#pragma GCC unroll 2
+  for (int pair = 0; 2 * pair < kParts; ++pair) {
+    __m512i words[2] = {_mm512_setzero_si512(), _mm512_setzero_si512()};
+#pragma GCC unroll 2
+    for (int half = 0; half < 2; ++half) {
+      const int part = 2 * pair + half;
+      if (part < kParts && (kAll || part >= skipped)) {
+        const __m512 values = values_at(columns, sums, column + part * kLanes, _mm512_setzero_si512()).scaled;
+        largest = _mm512_range_ps(largest, values, 0xb);
+        words[half] = nearest<kHeld>(values);
+      }
+    }
+    whole[pair] = _mm512_packs_epi32(words[0], words[1]);
+    if constexpr (kRounding == Rounding::stochastic) {
+      const __m512i draws =
+          pair == 0 ? _mm512_and_si512(bits, _mm512_set1_epi16(0xff)) : _mm512_srli_epi16(bits, 8);
+      whole[pair] = _mm512_srai_epi16(_mm512_adds_epi16(whole[pair], draws), 8);
+    }
+    if constexpr (!kPlain) {
+      const __m512i moved = _mm512_adds_epi16(whole[pair], of.limits.zero_point);
+      whole[pair] = _mm512_min_epi16(_mm512_max_epi16(moved, of.limits.low), of.limits.high);
+      kept[pair] = _mm512_movm_epi16(_mm512_cmpeq_epi16_mask(moved, whole[pair]));
+    }
+  }
+  if constexpr (kAll) {
+    _mm512_storeu_si512(of.output + index, bytes_of(whole[0], whole[1]));
+  } else {
+    _mm512_mask_storeu_epi8(of.output + index, inside, bytes_of(whole[0], whole[1]));
+  }
+  if (!kPlain && of.mask != nullptr) {
+    note_mask(of.mask, index, _mm512_movepi8_mask(bytes_of(kept[0], kept[1])), inside);
+  }
+}
+
+template <Rounding kRounding, bool kPlain, bool kHeld>
+TORCH_ODT_TARGET_INLINE float rows_to_int8(const Finish& how, const Block<int32_t>& block, const Columns& columns) {
+  const __m512i draw_steps = constants_of(how).draw_steps;
+  const Wholes of = {
+      block.sums,
+      block.stride,
+      block.rows,
+      block.columns,
+      block.places,
+      block.first_column,
+      static_cast<int8_t*>(how.output),
+      how.mask,
+      {_mm512_set1_epi16(static_cast<int16_t>(how.zero_point)),
+       _mm512_set1_epi16(static_cast<int16_t>(how.low)),
+       _mm512_set1_epi16(static_cast<int16_t>(how.high))}};
+  Keys keys(how.seed);
+  const auto draw = [&](int64_t row, int64_t column) __attribute__((target(TORCH_ODT_SETS), always_inline)) {
+    if constexpr (kRounding != Rounding::stochastic) {
+      return _mm512_setzero_si512();
+    }
+    const int64_t place = of.places[row] - of.first_column;
+    const auto number = static_cast<uint32_t>(place + (of.first_column + column) / kByteColumns * kByteHashes);
+    return hashes(draw_steps, number * kGolden + keys.at(place));
+  };
+  __m512 largest = _mm512_setzero_ps();
+  // Columns that share draws may begin before the block's first one.
+  const int64_t begin = kRounding == Rounding::stochastic ? -(of.first_column % kWhole) : 0;
+  int64_t row = 0;
+  int64_t column = begin;
+  __m512i bits = of.rows > 0 ? draw(0, begin) : _mm512_setzero_si512();
+  while (row < of.rows) {
+    const bool ends = column + kWhole >= of.columns;
+    const int64_t next_row = ends ? row + 1 : row;
+    const int64_t next_column = ends ? begin : column + kWhole;
+    // Long chains, which take place beside the rest.
+    const __m512i next_bits = draw(next_row < of.rows ? next_row : row, next_column);
+    const int32_t* const sums = of.sums + row * of.stride;
+    const int64_t index = of.places[row] + column;
+    const int64_t left = of.columns - column;
+    const auto some = [&]<bool kAll, int kParts>(__mmask64 inside) __attribute__((target(TORCH_ODT_SETS), always_inline)) {
+      const int skipped = column < 0 ? static_cast<int>(-column / kLanes) : 0;
+      whole_to_int8<kRounding, kPlain, kHeld, kAll, kParts>(
+          of, columns, sums, column, index, bits, skipped, inside >> skipped * kLanes << skipped * kLanes, largest);
+    };
+    const __mmask64 inside = left < kWhole ? (__mmask64{1} << left) - 1 : ~__mmask64{0};
+    if (left > 3 * kLanes) {
+      left >= kWhole && column >= 0 ? some.template operator()<true, 4>(inside) : some.template operator()<false, 4>(inside);
+    } else if (left > 2 * kLanes) {
+      some.template operator()<false, 3>(inside);
+    } else if (left > kLanes) {
+      some.template operator()<false, 2>(inside);
+    } else {
+      some.template operator()<false, 1>(inside);
+    }
+    row = next_row;
+    column = next_column;
+    bits = next_bits;
+  }
+  constexpr float kUnit = kRounding == Rounding::stochastic ? 1 / kByteSteps : 1;
+  return _mm512_reduce_max_ps(_mm512_abs_ps(largest)) * kUnit;
+}
+
+// Whether the magnitude of each multiplier that is not zero is between these two.
+TORCH_ODT_TARGET_INLINE bool are_between(const Columns& columns, int64_t count, float low, float high) {
+  __mmask16 result = 0xffff;
+  for (int64_t column = 0; column < count; column += kLanes) {
+    const __m512 magnitude = _mm512_abs_ps(_mm512_load_ps(columns.multipliers + column));
+    const __mmask16 none = _mm512_cmp_ps_mask(magnitude, _mm512_setzero_ps(), _CMP_EQ_OQ);
+    const __mmask16 above = _mm512_cmp_ps_mask(magnitude, _mm512_set1_ps(low), _CMP_GE_OQ);
+    result &= none | (above & _mm512_cmp_ps_mask(magnitude, _mm512_set1_ps(high), _CMP_LT_OQ));
+  }
+  return result == 0xffff;
+}
+
+template <Rounding kRounding, bool kPlain>
+TORCH_ODT_TARGET float wholes_to_int8(const Finish& how, const Block<int32_t>& block, Columns& columns) {
+  if constexpr (kRounding == Rounding::stochastic) {
+    for (int64_t column = 0; column < block.columns; column += kLanes) {
+      float* const at = columns.multipliers + column;
+      _mm512_store_ps(at, _mm512_mul_ps(_mm512_load_ps(at), _mm512_set1_ps(kByteSteps)));
+    }
+  }
+  return are_between(columns, block.columns, 0, 1) ? rows_to_int8<kRounding, kPlain, true>(how, block, columns)
+                                                   : rows_to_int8<kRounding, kPlain, false>(how, block, columns);
+}
+
+bool is_plain(const Finish& how) {
+  return how.zero_point == 0 && how.low == -128 && how.high == 127 && how.mask == nullptr;
 }
 
 // What does not change from one column of a row to the next.
@@ -282,31 +397,31 @@ TORCH_ODT_TARGET float to_floats(const Finish& how, const Block<int32_t>& block)
   return how.per_channel && how.channels_are_rows ? rows_to_floats<true>(how, block) : rows_to_floats<false>(how, block);
 }
 
-bool has_full_range(const Finish& how, const Block<int32_t>& block) {
-  return how.zero_point == 0 && how.low == -128 && how.high == 127 && how.mask == nullptr && block.row_terms == nullptr;
-}
-
 TORCH_ODT_TARGET float to_int8_nearest(const Finish& how, const Block<int32_t>& block) {
-  return has_full_range(how, block) ? to_int8<Rounding::nearest, true>(how, block)
-                                    : to_int8<Rounding::nearest, false>(how, block);
+  if (block.row_terms != nullptr) {
+    return to_int8<Rounding::nearest>(how, block);
+  }
+  Columns columns(how, block);
+  return is_plain(how) ? wholes_to_int8<Rounding::nearest, true>(how, block, columns)
+                       : wholes_to_int8<Rounding::nearest, false>(how, block, columns);
 }
 
 TORCH_ODT_TARGET float to_int8_stochastic(const Finish& how, const Block<int32_t>& block) {
-  return has_full_range(how, block) ? to_int8<Rounding::stochastic, true>(how, block)
-                                    : to_int8<Rounding::stochastic, false>(how, block);
-}
-
-TORCH_ODT_TARGET float to_int8_shifted(const Finish& how, const Block<int32_t>& block) {
-  return has_full_range(how, block) ? to_int8<Rounding::pseudo_stochastic, true>(how, block)
-                                    : to_int8<Rounding::pseudo_stochastic, false>(how, block);
+  Columns columns(how, block);
+  // 16 bits hold no more than int8 and its 256ths: what is moved or told apart beyond that needs 32. And 256 times as much
+  // must neither overflow nor have bits that it lacks.
+  const bool narrow =
+      is_plain(how) && block.row_terms == nullptr && are_between(columns, block.columns, 0x1p-100F, 0x1p60F);
+  return narrow ? wholes_to_int8<Rounding::stochastic, true>(how, block, columns)
+                : to_int8<Rounding::stochastic>(how, block);
 }
 
 } // namespace
 
-bool has_finish_avx512(const Finish& how) {
+bool has_finish_avx512(const Finish& how, const Block<int32_t>& block) {
   const bool by_columns = !(how.per_channel && how.channels_are_rows);
-  return how.result == Result::floats ||
-      (how.result == Result::int8 && by_columns);
+  const bool in_order = how.rounding != Rounding::stochastic || block.first_column % kLanes == 0;
+  return how.result == Result::floats || (how.result == Result::int8 && by_columns && in_order);
 }
 
 float finish_avx512(const Finish& how, const Block<int32_t>& block) {
@@ -321,7 +436,7 @@ float finish_avx512(const Finish& how, const Block<int32_t>& block) {
     case Rounding::pseudo_stochastic:
       break;
   }
-  return to_int8_shifted(how, block);
+  return to_int8<Rounding::pseudo_stochastic>(how, block);
 }
 
 } // namespace torch_odt::kernels::int8

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 
+#include "shuffle.h"
 #include "table.h"
 
 namespace torch_odt::kernels::int8 {
@@ -11,12 +12,6 @@ namespace torch_odt::kernels::int8 {
 // a file includes is its own: everything here is inlined.
 typedef int8_t Bytes16 __attribute__((vector_size(16)));
 typedef int16_t Words8 __attribute__((vector_size(16)));
-
-#if defined(__clang__)
-#define TORCH_ODT_SHUFFLE(Vector, a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
-#else
-#define TORCH_ODT_SHUFFLE(Vector, a, b, ...) __builtin_shuffle(a, b, Vector{__VA_ARGS__})
-#endif
 
 TORCH_ODT_INLINE Bytes16 zip_low(Bytes16 a, Bytes16 b) {
   return TORCH_ODT_SHUFFLE(Bytes16, a, b, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);

@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "draws.h"
+#include "shuffle.h"
 
 namespace torch_odt::kernels::int8 {
 
@@ -84,6 +85,11 @@ struct Lanes {
     return near > value ? near - 1.0F : near;
   }
 
+  // Up or down to a whole number by draws of 8 bits.
+  TORCH_ODT_INLINE static Floats by_chance(Floats value, Floats draws) {
+    return floor_of((nearest(value * kByteSteps) + draws) * (1 / kByteSteps));
+  }
+
   TORCH_ODT_INLINE static Bits hashes(uint32_t key, int64_t first) {
     const Bits steps = (Bits)numbers() * kGolden;
     return mixed(steps + (static_cast<uint32_t>(first) * kGolden + key));
@@ -123,9 +129,9 @@ TORCH_ODT_INLINE void store_lanes(const Vector& values, int64_t lanes, T* to) {
   }
 }
 
-// What is drawn for a row's columns, which come one after another, the lower halves' 16 before the upper halves'.
+// What is drawn for a row's columns by 16 bits; they come one after another, the lower halves' 16 before the upper halves'.
 template <int kBytes>
-struct Draws {
+struct HalfDraws {
   using L = Lanes<kBytes>;
 
   typename L::Bits hashes[16 / L::kCount] = {};
@@ -136,10 +142,67 @@ struct Draws {
     const bool upper = takes_upper_half(column);
     typename L::Bits& bits = hashes[column % 16 / L::kCount];
     if (!upper || begins) {
-      bits = L::hashes(key, index - column + hash_of(column));
+      bits = L::hashes(key, index - column + half_hash_of(column));
     }
     const typename L::Bits half = upper ? bits >> 16 : bits & 0xffffU;
-    return __builtin_convertvector((typename L::Ints)half, typename L::Floats) * kDrawUnit;
+    return __builtin_convertvector((typename L::Ints)half, typename L::Floats) * kHalfUnit;
+  }
+};
+
+// What is drawn by 8 bits, with the hashes of the 64 columns that were asked for last.
+template <int kBytes>
+struct ByteDraws {
+  using L = Lanes<kBytes>;
+  using Bits = typename L::Bits;
+
+  Bits hashes[kByteHashes / L::kCount] = {};
+  int64_t first = -1; // which number they are of
+
+  // Whole numbers below 256, for lanes from `column` of the row on, which is `index` of the result.
+  TORCH_ODT_INLINE typename L::Floats at(uint32_t key, int64_t index, int64_t column) {
+    const int64_t place = index - column;
+    Bits draws;
+    if (column % L::kCount != 0) {
+      for (int i = 0; i < L::kCount; ++i) {
+        draws[i] = byte_draw(key, place, column + i);
+      }
+    } else {
+      const int64_t wanted = place + column / kByteColumns * kByteHashes;
+      if (wanted != first) {
+        first = wanted;
+        for (int64_t i = 0; i < kByteHashes / L::kCount; ++i) {
+          hashes[i] = L::hashes(key, first + i * L::kCount);
+        }
+      }
+      const Bits bits = hashes[column % 16 / L::kCount];
+      draws = (column / 16 % 2 == 0 ? lower_pairs(bits) : upper_pairs(bits)) >> shifts(column) & 0xffU;
+    }
+    return __builtin_convertvector((typename L::Ints)draws, typename L::Floats);
+  }
+
+ private:
+  TORCH_ODT_INLINE static Bits shifts(int64_t column) {
+    return ((Bits)L::numbers() & 1U) * 16U + static_cast<uint32_t>(column / 32 % 2 * 8);
+  }
+
+  // Of each four hashes the first two, each twice; or the last two.
+  TORCH_ODT_INLINE static Bits lower_pairs(Bits bits) {
+    if constexpr (L::kCount == 4) {
+      return TORCH_ODT_SHUFFLE(Bits, bits, bits, 0, 0, 1, 1);
+    } else if constexpr (L::kCount == 8) {
+      return TORCH_ODT_SHUFFLE(Bits, bits, bits, 0, 0, 1, 1, 4, 4, 5, 5);
+    } else {
+      return TORCH_ODT_SHUFFLE(Bits, bits, bits, 0, 0, 1, 1, 4, 4, 5, 5, 8, 8, 9, 9, 12, 12, 13, 13);
+    }
+  }
+  TORCH_ODT_INLINE static Bits upper_pairs(Bits bits) {
+    if constexpr (L::kCount == 4) {
+      return TORCH_ODT_SHUFFLE(Bits, bits, bits, 2, 2, 3, 3);
+    } else if constexpr (L::kCount == 8) {
+      return TORCH_ODT_SHUFFLE(Bits, bits, bits, 2, 2, 3, 3, 6, 6, 7, 7);
+    } else {
+      return TORCH_ODT_SHUFFLE(Bits, bits, bits, 2, 2, 3, 3, 6, 6, 7, 7, 10, 10, 11, 11, 14, 14, 15, 15);
+    }
   }
 };
 

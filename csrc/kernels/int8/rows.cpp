@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cstring>
+#include <type_traits>
 
 #include "lanes.h"
 #include "memory.h"
@@ -135,11 +136,13 @@ struct Round {
     template <bool kAll>
     TORCH_ODT_INLINE static void
     store(const RoundedRows& to, Floats values, Floats drawn, int64_t index, int64_t column, int64_t lanes, Ints& clamped) {
+      // Not exact for numbers beyond 2^22, where everything is clamped.
+      Floats whole;
       if constexpr (kScaled) {
-        values = L::product(values, L::template load<Floats>(to.factors + column));
+        whole = L::by_chance(L::product(values, L::template load<Floats>(to.factors + column)), drawn);
+      } else {
+        whole = L::floor_of(values + drawn);
       }
-      // Not exact beyond 2^22, where everything is clamped.
-      const Floats whole = L::floor_of(values + drawn);
       const Floats inside = L::between(whole, Floats{} - 127.0F, Floats{} + 127.0F);
       clamped -= whole != inside;
       store_lanes(L::narrowed(__builtin_convertvector(inside, Ints)), kAll ? L::kCount : lanes, to.output + index);
@@ -150,17 +153,22 @@ struct Round {
       const Elements<kBytes> from(part.rows);
       constexpr int64_t kCount = L::kCount;
       Keys keys(part.seed);
+      std::conditional_t<kScaled, ByteDraws<kBytes>, HalfDraws<kBytes>> draws;
       Ints clamped = {};
       Ints ignored = {};
       const int64_t columns = part.rows.columns;
       for (int64_t row = part.begin; row < part.end; ++row) {
         const int64_t begins = row * columns;
         const uint32_t key = keys.at(begins);
-        Draws<kBytes> draws;
         const auto some = [&]<bool kAll>(int64_t column, int64_t lanes) __attribute__((always_inline)) {
           const int64_t index = begins + column;
           const Floats values = from.template at<kAll, kMasked>(index, lanes);
-          const Floats drawn = draws.at(key, index, column, column < 16);
+          Floats drawn;
+          if constexpr (kScaled) {
+            drawn = draws.at(key, index, column);
+          } else {
+            drawn = draws.at(key, index, column, column < 16);
+          }
           store<kAll>(part.first, values, drawn, index, column, lanes, clamped);
           if constexpr (kTwo) {
             store<kAll>(part.second, values, drawn, index, column, lanes, ignored);

@@ -26,10 +26,11 @@ void scan(const Rows& rows, const Threads& threads, float* largest, float* sums,
 
 inline constexpr int64_t kPaddedColumns = 16;
 
-// What becomes of rows: each element times the factor of its column, up or down by chance, clamped to -127 and 127.
+// What becomes of rows: gradients times the factor of their column, or weights as they are, up or down by chance, clamped
+// to -127 and 127. Weights draw 16 bits and gradients 8, see draws.h.
 struct RoundedRows {
   int8_t* output;
-  // Finite, with readable numbers behind the last up to a multiple of kPaddedColumns; null multiplies by nothing.
+  // Finite, with readable numbers behind the last up to a multiple of kPaddedColumns; null for weights.
   const float* factors = nullptr;
 };
 

@@ -23,6 +23,11 @@ TORCH_ODT_TARGET_INLINE __m512i hashes(__m512i steps, uint32_t first) {
   return _mm512_xor_si512(bits, _mm512_srli_epi32(bits, 16));
 }
 
+TORCH_ODT_TARGET_INLINE __m512i golden_steps() {
+  const __m512i lane = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+  return _mm512_mullo_epi32(lane, _mm512_set1_epi32(static_cast<int32_t>(kGolden)));
+}
+
 // The bits of 16 elements; bits behind the last byte are 0.
 TORCH_ODT_TARGET_INLINE uint32_t bits_at(const uint8_t* mask, int64_t bytes, int64_t index) {
   const int64_t byte = index / 8;
@@ -37,77 +42,117 @@ TORCH_ODT_TARGET_INLINE uint32_t bits_at(const uint8_t* mask, int64_t bytes, int
   return found >> (index % 8);
 }
 
-// Returns how many were clamped; counts only where kCounts. What int32 does not hold becomes its lowest number, which
-// needs care above zero.
-template <bool kCounts>
-TORCH_ODT_TARGET_INLINE int store(__m512 values, __m512 drawn, int8_t* to, __mmask16 inside) {
+template <bool kMasked>
+TORCH_ODT_TARGET_INLINE __m512 values_at(const Rows& rows, int64_t mask_bytes, int64_t index, __mmask16 inside) {
+  auto read = inside;
+  if constexpr (kMasked) {
+    read = static_cast<__mmask16>(inside & bits_at(rows.mask, mask_bytes, index));
+  }
+  return _mm512_maskz_loadu_ps(read, rows.values + index);
+}
+
+// Weights. Returns how many were clamped. What int32 does not hold becomes its lowest number, which needs care above zero.
+TORCH_ODT_TARGET_INLINE int store_weights(__m512 values, __m512i draws, int8_t* to, __mmask16 inside) {
   // The draw is a product that is exact: with a fused multiply-add the sum has the same bits.
-  __m512 raised = _mm512_fmadd_ps(drawn, _mm512_set1_ps(kDrawUnit), values);
+  __m512 raised = _mm512_fmadd_ps(_mm512_cvtepi32_ps(draws), _mm512_set1_ps(kHalfUnit), values);
   raised = _mm512_min_ps(raised, _mm512_set1_ps(4194304.0F));
   const __m512i whole = _mm512_cvt_roundps_epi32(raised, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
   const __m512i kept = _mm512_max_epi32(whole, _mm512_set1_epi32(-127));
   _mm_mask_storeu_epi8(to, inside, _mm512_cvtsepi32_epi8(kept));
-  if constexpr (!kCounts) {
-    return 0;
-  }
   const __m512i between = _mm512_min_epi32(kept, _mm512_set1_epi32(127));
   return __builtin_popcount(_mm512_mask_cmpneq_epi32_mask(inside, whole, between));
 }
 
-template <bool kMasked, bool kScaled, bool kTwo>
-TORCH_ODT_TARGET_INLINE void round_part(RowsPart& part) {
+template <bool kMasked>
+TORCH_ODT_TARGET void round_weights(RowsPart& part) {
   const Rows rows = part.rows;
-  const RoundedRows first = part.first;
-  const RoundedRows second = part.second;
   const int64_t mask_bytes = (rows.count * rows.columns + 7) / 8;
-  const __m512i lane = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-  const __m512i steps = _mm512_mullo_epi32(lane, _mm512_set1_epi32(static_cast<int32_t>(kGolden)));
-  const __m512i low_half = _mm512_set1_epi32(0xffff);
+  const __m512i steps = golden_steps();
   Keys keys(part.seed);
-  int64_t clamped = 0;
   for (int64_t row = part.begin; row < part.end; ++row) {
     const int64_t begins = row * rows.columns;
     const uint32_t key = keys.at(begins);
-    const auto some = [&](int64_t column, __m512i draws)
-        __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq"), always_inline)) {
-      const int64_t index = begins + column;
+    __m512i bits = _mm512_setzero_si512();
+    for (int64_t column = 0; column < rows.columns; column += kLanes) {
+      const bool upper = takes_upper_half(column);
+      if (!upper) {
+        bits = hashes(steps, static_cast<uint32_t>(begins + half_hash_of(column)) * kGolden + key);
+      }
+      const __m512i draws = upper ? _mm512_srli_epi32(bits, 16) : _mm512_and_si512(bits, _mm512_set1_epi32(0xffff));
       const int64_t left = rows.columns - column;
       const auto inside = static_cast<__mmask16>(left >= kLanes ? 0xffff : (1U << left) - 1);
-      auto read = inside;
-      if constexpr (kMasked) {
-        read = static_cast<__mmask16>(inside & bits_at(rows.mask, mask_bytes, index));
-      }
-      const __m512 values = _mm512_maskz_loadu_ps(read, rows.values + index);
-      const __m512 drawn = _mm512_cvtepi32_ps(draws);
-      if constexpr (!kScaled) {
-        clamped += store<true>(values, drawn, first.output + index, inside);
-      } else {
-        store<false>(_mm512_mul_ps(values, _mm512_loadu_ps(first.factors + column)), drawn, first.output + index, inside);
-      }
-      if constexpr (kTwo) {
-        store<false>(_mm512_mul_ps(values, _mm512_loadu_ps(second.factors + column)), drawn, second.output + index, inside);
-      }
-    };
-    for (int64_t column = 0; column < rows.columns; column += 2 * kLanes) {
-      const auto place = static_cast<uint32_t>(begins + hash_of(column));
-      const __m512i bits = hashes(steps, place * kGolden + key);
-      some(column, _mm512_and_si512(bits, low_half));
-      if (column + kLanes < rows.columns) {
-        some(column + kLanes, _mm512_srli_epi32(bits, 16));
+      const __m512 values = values_at<kMasked>(rows, mask_bytes, begins + column, inside);
+      part.clamped += store_weights(values, draws, part.first.output + begins + column, inside);
+    }
+  }
+}
+
+// Gradients of 64 columns that share their draws.
+struct Whole {
+  __m512 values[4];
+  __mmask64 inside;
+
+  template <bool kMasked>
+  TORCH_ODT_TARGET_INLINE Whole read(const Rows& rows, int64_t mask_bytes, int64_t index, int64_t left) {
+    Whole result;
+    result.inside = left < kByteColumns ? (__mmask64{1} << left) - 1 : ~__mmask64{0};
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; ++i) {
+      const auto some = static_cast<__mmask16>(result.inside >> (i * kLanes));
+      result.values[i] = values_at<kMasked>(rows, mask_bytes, index + i * kLanes, some);
+    }
+    return result;
+  }
+
+  TORCH_ODT_TARGET_INLINE void store(const Whole& whole, __m512i bits, const RoundedRows& to, int64_t column, int64_t index) {
+    __m512i steps[4];
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; ++i) {
+      const auto some = static_cast<__mmask16>(whole.inside >> (i * kLanes));
+      const __m512 factors = _mm512_maskz_loadu_ps(some, to.factors + column + i * kLanes);
+      const __m512 scaled = _mm512_mul_ps(_mm512_mul_ps(whole.values[i], factors), _mm512_set1_ps(kByteSteps));
+      // What int32 does not hold becomes its lowest number.
+      const __m512 held = _mm512_min_ps(scaled, _mm512_set1_ps(1073741824.0F));
+      steps[i] = _mm512_cvt_roundps_epi32(held, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    }
+    const __m512i lower = _mm512_and_si512(bits, _mm512_set1_epi16(0xff));
+    const __m512i upper = _mm512_srli_epi16(bits, 8);
+    const __m512i least = _mm512_set1_epi16(-127);
+    const __m512i first = _mm512_adds_epi16(_mm512_packs_epi32(steps[0], steps[1]), lower);
+    const __m512i second = _mm512_adds_epi16(_mm512_packs_epi32(steps[2], steps[3]), upper);
+    const __m512i bytes = _mm512_packs_epi16(
+        _mm512_max_epi16(_mm512_srai_epi16(first, 8), least), _mm512_max_epi16(_mm512_srai_epi16(second, 8), least));
+    const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+    _mm512_mask_storeu_epi8(to.output + index, whole.inside, _mm512_permutexvar_epi32(order, bytes));
+  }
+};
+
+template <bool kMasked>
+TORCH_ODT_TARGET void round_gradients(const RowsPart& part) {
+  const Rows rows = part.rows;
+  const int64_t mask_bytes = (rows.count * rows.columns + 7) / 8;
+  const __m512i steps = golden_steps();
+  Keys keys(part.seed);
+  for (int64_t row = part.begin; row < part.end; ++row) {
+    const int64_t begins = row * rows.columns;
+    const uint32_t key = keys.at(begins);
+    for (int64_t column = 0; column < rows.columns; column += kByteColumns) {
+      const __m512i bits = hashes(steps, static_cast<uint32_t>(begins + byte_hash_of(column)) * kGolden + key);
+      const Whole whole = Whole::read<kMasked>(rows, mask_bytes, begins + column, rows.columns - column);
+      Whole::store(whole, bits, part.first, column, begins + column);
+      if (part.second.output != nullptr) {
+        Whole::store(whole, bits, part.second, column, begins + column);
       }
     }
   }
-  part.clamped += clamped;
 }
 
 template <bool kMasked>
-TORCH_ODT_TARGET void round_some(RowsPart& part) {
+void round_some(RowsPart& part) {
   if (part.first.factors == nullptr) {
-    round_part<kMasked, false, false>(part);
-  } else if (part.second.output == nullptr) {
-    round_part<kMasked, true, false>(part);
+    round_weights<kMasked>(part);
   } else {
-    round_part<kMasked, true, true>(part);
+    round_gradients<kMasked>(part);
   }
 }
 

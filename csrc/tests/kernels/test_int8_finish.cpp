@@ -103,10 +103,20 @@ double rounded(const Finish& how, const Sums<Sum>& sums, int64_t row, int64_t co
     return std::nearbyint(result);
   }
   const int64_t in_row = sums.first_column + column;
-  const int64_t hash = sums.places[static_cast<size_t>(row)] - sums.first_column + in_row / 32 * 16 + in_row % 16;
-  const uint32_t bits = mixed(static_cast<uint32_t>(hash) * kGolden + key_of(how.seed, 0));
-  const uint32_t half = in_row / 16 % 2 != 0 ? bits >> 16 : bits & 0xffff;
-  return std::floor(plus(result, static_cast<float>(half) * 0x1p-16F));
+  const int64_t place = sums.places[static_cast<size_t>(row)] - sums.first_column;
+  const auto bits_of = [&](int64_t hash) {
+    return mixed(static_cast<uint32_t>(place + hash) * kGolden + key_of(how.seed, 0));
+  };
+  if (update) {
+    const uint32_t bits = bits_of(in_row / 32 * 16 + in_row % 16);
+    const uint32_t half = in_row / 16 % 2 != 0 ? bits >> 16 : bits & 0xffff;
+    return std::floor(plus(result, static_cast<float>(half) * 0x1p-16F));
+  }
+  // Of 64 columns, each four of the first 16 share four hashes with those 16, 32 and 48 further on.
+  const int64_t pairs = in_row % 16 / 4 * 4 + in_row / 16 % 2 * 2;
+  const uint32_t bits = bits_of(in_row / 64 * 16 + pairs + in_row % 4 / 2);
+  const uint32_t draw = bits >> (in_row % 2 * 16 + in_row / 32 % 2 * 8) & 0xff;
+  return std::floor((std::nearbyint(static_cast<double>(result) * 256) + draw) / 256);
 }
 
 int8_t clamped(const Finish& how, double value) {
@@ -116,7 +126,7 @@ int8_t clamped(const Finish& how, double value) {
 template <typename Sum>
 void check_int8(Finish how, const Sums<Sum>& sums, int64_t columns, bool with_mask) {
   const bool update = how.result == Result::int8_update;
-  std::vector<int8_t> output(static_cast<size_t>(kRows * columns + 24));
+  std::vector<int8_t> output(static_cast<size_t>(kRows * columns + 64));
   for (size_t i = 0; i < output.size(); ++i) {
     output[i] = static_cast<int8_t>(i * 29);
   }
@@ -148,7 +158,7 @@ void check_int8(Finish how, const Sums<Sum>& sums, int64_t columns, bool with_ma
 
 template <typename Sum>
 void check_all_int8() {
-  for (const int64_t columns : {1, 7, 16, 24, 33, 128}) {
+  for (const int64_t columns : {1, 7, 16, 24, 33, 64, 100, 128, 144}) {
     const Context width("columns " + text_of(columns));
     for (const Rounding rounding : {Rounding::nearest, Rounding::stochastic, Rounding::pseudo_stochastic}) {
       const Context by("rounding " + text_of(rounding));
@@ -157,6 +167,11 @@ void check_all_int8() {
         Sums<Sum> without_row_terms = sums;
         without_row_terms.row_terms.clear();
         without_row_terms.first_column = 16;
+        Sums<Sum> single = without_row_terms;
+        single.first_column = 37;
+        for (int64_t& place : single.places) {
+          place += 37;
+        }
         for (const bool per_channel : {false, true}) {
           for (const bool rows : {false, true}) {
             if (per_channel && rounding == Rounding::pseudo_stochastic) {
@@ -172,10 +187,14 @@ void check_all_int8() {
               how.shift = shift;
               check_int8(how, sums, columns, false);
               check_int8(how, without_row_terms, columns, false);
+              if (columns == 1) {
+                check_int8(how, single, columns, false);
+              }
               how.zero_point = -7;
               how.low = -100;
               how.high = 90;
               check_int8(how, sums, columns, true);
+              check_int8(how, without_row_terms, columns, true);
             }
           }
         }
@@ -197,7 +216,7 @@ void check_floats() {
   for (const int64_t columns : {1, 15, 32, 100}) {
     const Sums<Sum> sums(columns, 0.37F);
     for (const bool rows : {false, true}) {
-      std::vector<float> output(static_cast<size_t>(kRows * columns + 24), 5.0F);
+      std::vector<float> output(static_cast<size_t>(kRows * columns + 64), 5.0F);
       std::vector<float> updated = output;
       std::vector<int32_t> plain(output.size());
       Finish how;

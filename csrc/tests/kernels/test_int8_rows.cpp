@@ -63,16 +63,18 @@ struct RowsSample {
   }
 };
 
-float drawn(uint64_t seed, int64_t row_begins, int64_t column) {
+// What weights draw.
+float half_drawn(uint64_t seed, int64_t row_begins, int64_t column) {
   Keys keys(seed);
-  const uint32_t key = keys.at(row_begins);
-  const auto place = static_cast<uint32_t>(row_begins + hash_of(column));
-  const uint32_t bits = mixed(place * kGolden + key);
-  return static_cast<float>(takes_upper_half(column) ? bits >> 16 : bits & 0xffffU) * kDrawUnit;
+  const uint32_t bits = hash(static_cast<uint32_t>(row_begins + half_hash_of(column)), keys.at(row_begins));
+  return static_cast<float>(takes_upper_half(column) ? bits >> 16 : bits & 0xffffU) * kHalfUnit;
 }
 
-int8_t rounded(float value, float draw) {
-  return static_cast<int8_t>(std::clamp(std::floor(value + draw), -127.0F, 127.0F));
+int8_t rounded(float value, uint64_t seed, int64_t row_begins, int64_t column) {
+  Keys keys(seed);
+  const uint32_t draw = byte_draw(keys.at(row_begins), row_begins, column);
+  const double whole = std::floor((std::nearbyint(static_cast<double>(value) * 256) + draw) / 256);
+  return static_cast<int8_t>(std::clamp(whole, -127.0, 127.0));
 }
 
 TEST(int8_rows_are_scanned) {
@@ -133,11 +135,11 @@ TEST(int8_rows_are_rounded) {
       CHECK(alone == first);
       for (int64_t index = 0; index < 5 * columns; ++index) {
         const int64_t column = index % columns;
-        const float draw = drawn(kSeed, index - column, column);
+        const int64_t begins = index - column;
         const volatile float product = sample.at(index) * sample.factors[static_cast<size_t>(column)];
         const volatile float other = sample.at(index) * others[static_cast<size_t>(column)];
-        CHECK_EQUAL(int{first[static_cast<size_t>(index)]}, int{rounded(product, draw)});
-        CHECK_EQUAL(int{second[static_cast<size_t>(index)]}, int{rounded(other, draw)});
+        CHECK_EQUAL(int{first[static_cast<size_t>(index)]}, int{rounded(product, kSeed, begins, column)});
+        CHECK_EQUAL(int{second[static_cast<size_t>(index)]}, int{rounded(other, kSeed, begins, column)});
       }
       CHECK(first.back() == 99 && second.back() == 99);
     }
@@ -155,7 +157,7 @@ TEST(int8_rows_count_what_is_clamped) {
   const int64_t clamped = round_rows(sample.rows, 3, {output.data()}, nullptr, {});
   int64_t expected = 0;
   for (int64_t index = 0; index < 99; ++index) {
-    const float whole = std::floor(sample.at(index) + drawn(3, index - index % 33, index % 33));
+    const float whole = std::floor(sample.at(index) + half_drawn(3, index - index % 33, index % 33));
     expected += std::abs(whole) > 127 ? 1 : 0;
   }
   CHECK_EQUAL(clamped, expected);
