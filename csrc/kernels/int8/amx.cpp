@@ -5,7 +5,7 @@
 #include "intrinsics_x86.h"
 #include "table.h"
 
-#define TORCH_ODT_TARGET [[gnu::target("avx512f,avx512bw,avx512vl,avx512dq,amx-tile,amx-int8")]]
+#define TORCH_ODT_TARGET [[gnu::target("avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,amx-tile,amx-int8")]]
 
 namespace torch_odt::kernels::int8 {
 
@@ -28,7 +28,7 @@ TORCH_ODT_TARGET void pack_left_rows(const LeftRows& of) {
 }
 
 TORCH_ODT_TARGET void pack_right(const Interleaving& of) {
-  interleave_bytes_avx512(of, 0);
+  interleave_bytes_avx512<false>(of);
 }
 
 // 16 rows of 16 words, turned.
@@ -72,7 +72,8 @@ TORCH_ODT_TARGET void pack_left_columns(const Interleaving& of) {
       for (int64_t i = 0; i < 4 * kTileSteps; ++i) {
         rows[i] = of.rows[4 * step + i] + column;
       }
-      interleave_bytes_avx512({rows, kTileSteps, columns, words, sizeof(words[0]), kPanelStepBytes}, 0);
+      int32_t* const sums = of.sums == nullptr ? nullptr : of.sums + column;
+      interleave_bytes_avx512<false>({rows, kTileSteps, columns, words, sizeof(words[0]), kPanelStepBytes, sums});
       for (int64_t block = 0; block * kPanelColumns < columns; ++block) {
         char* const to =
             static_cast<char*>(of.to) + (column + block * kPanelColumns) * of.block_bytes + step * kStepBytes;
@@ -155,7 +156,7 @@ TORCH_ODT_TARGET void multiply(const Product& of) {
 } // namespace
 
 const Table& amx_table() {
-  static constexpr Table result = {"amx", 1, 64, 0, true, pack_left_rows, pack_left_columns, pack_right, multiply};
+  static constexpr Table result = {"amx", 1, 64, 0, true, pack_left_rows, pack_left_columns, pack_right, multiply, nullptr, nullptr, true};
   return result;
 }
 

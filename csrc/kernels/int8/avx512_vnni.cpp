@@ -2,7 +2,6 @@
 #if defined(__x86_64__) && defined(__GNUC__)
 
 #include "avx512.h"
-#include "interleave.h"
 #include "intrinsics_x86.h"
 #include "table.h"
 
@@ -21,11 +20,11 @@ TORCH_ODT_TARGET void pack_left_rows(const LeftRows& of) {
 }
 
 TORCH_ODT_TARGET void pack_left_columns(const Interleaving& of) {
-  interleave_bytes_avx512(of, kFlip);
+  interleave_bytes_avx512<true>(of);
 }
 
 TORCH_ODT_TARGET void pack_right(const Interleaving& of) {
-  interleave_bytes_avx512(of, 0);
+  interleave_bytes_avx512<false>(of);
 }
 
 // What of the 32 registers is left after sums is for a step of the right operand and one value of the left.
@@ -179,7 +178,7 @@ TORCH_ODT_TARGET void add_column_sums(const void* panel, int64_t steps, int32_t*
 } // namespace
 
 const Table& avx512_vnni_table() {
-  static constexpr Table result = {"avx512_vnni", 1, 4, 128, false, pack_left_rows, pack_left_columns, pack_right, multiply, add_column_sums, multiply_to_floats};
+  static constexpr Table result = {"avx512_vnni", 1, 4, 128, false, pack_left_rows, pack_left_columns, pack_right, multiply, add_column_sums, multiply_to_floats, true};
   return result;
 }
 

@@ -159,20 +159,8 @@ void sum_kernel_rows(const DepthwiseGradient& of, int64_t block, int64_t row) {
   }
 }
 
-TORCH_ODT_TARGET void sum_gradients(const DepthwiseGradient& of, int64_t block) {
-  const char* const gradients = of.grad_output + block * of.grad_output_block_bytes;
-  int32_t* const to = of.grad_bias + block * kPanelColumns;
-  const __m512i ones = _mm512_set1_epi8(1);
-  __m512i sum = _mm512_loadu_si512(to);
-  for (int64_t output = 0; output < of.outputs; ++output) {
-    sum = _mm512_dpbusd_epi32(sum, ones, _mm512_loadu_si512(gradients + output * kPanelStepBytes));
-  }
-  _mm512_storeu_si512(to, sum);
-}
-
 void sum_gradient(const DepthwiseGradient& of) {
   for (int64_t block = 0; block < of.blocks; ++block) {
-    sum_gradients(of, block);
     int64_t row = 0;
     for (; row + 3 <= of.kernel_rows; row += 3) {
       sum_kernel_rows<3>(of, block, row);

@@ -139,7 +139,7 @@ class ChannelsGradient {
         clear();
       }
       terms_ += terms;
-      own_.gradients.move_to<false>(gradients, line, false, own_.zeros);
+      own_.gradients.move_to<false>(gradients, line, false, own_.zeros, adds_columns() ? own_.part_bias : nullptr);
       own_.pixels.move_to<true>(pixels, conv_.rows.position(line, 0), line > 0, own_.padding);
       add_lines(outputs);
     }
@@ -159,7 +159,11 @@ class ChannelsGradient {
          divided(channels_, kPanelColumns),
          own_.sums,
          own_.cut.channels(),
-         own_.part_bias});
+         adds_columns() ? nullptr : own_.part_bias});
+  }
+
+  static bool adds_columns() {
+    return depthwise_table().packing().adds_columns;
   }
 
   // Takes what int32 holds to where there is room, without what was added to each pixel.

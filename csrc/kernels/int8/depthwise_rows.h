@@ -50,13 +50,13 @@ class PackedRows {
         packed_(pieces.take<char>(steps.count * slot_bytes_)) {}
 
   // Packs the steps that begin with row `start`, or what the last call did not if this one `continues` it. Around the
-  // image lies what `padding` points to.
+  // image lies what `padding` points to. `sums`: see Interleaving.
   template <bool kAsPixels>
-  void move_to(const Strip& strip, int64_t start, bool continues, const int8_t* padding) {
+  void move_to(const Strip& strip, int64_t start, bool continues, const int8_t* padding, int32_t* sums = nullptr) {
     const int64_t fresh = continues ? steps_.fresh() : steps_.count;
     first_slot_ = continues ? (first_slot_ + fresh) % std::max<int64_t>(1, steps_.count) : 0;
     for (int64_t step = steps_.count - fresh; step < steps_.count; ++step) {
-      pack<kAsPixels>(strip, start + step * steps_.between, slot_of(step), padding);
+      pack<kAsPixels>(strip, start + step * steps_.between, slot_of(step), padding, sums);
     }
     block_bytes_ = strip.width * kPanelStepBytes;
   }
@@ -78,11 +78,11 @@ class PackedRows {
   }
 
   template <bool kAsPixels>
-  void pack(const Strip& strip, int64_t start, char* to, const int8_t* padding) const {
+  void pack(const Strip& strip, int64_t start, char* to, const int8_t* padding, int32_t* sums) const {
     find_pixels(strip, start, padding);
     const Table& packing = depthwise_table().packing();
     const auto function = kAsPixels ? packing.pack_left_columns : packing.pack_right;
-    function({pixels_, strip.width, strip.channels, to, strip.width * kPanelStepBytes, kPanelStepBytes});
+    function({pixels_, strip.width, strip.channels, to, strip.width * kPanelStepBytes, kPanelStepBytes, sums});
   }
 
   // Column by column, where each row's first channel lies.

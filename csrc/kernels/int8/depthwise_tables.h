@@ -28,7 +28,7 @@ struct DepthwiseRows {
 };
 
 // The gradient of weights over rows of outputs, as many as a step holds: sums[kernel row][tap] += grad_output * pixels,
-// and grad_bias += grad_output.
+// and grad_bias += grad_output, unless it is null because packing has added that up.
 struct DepthwiseGradient {
   const char* grad_output;
   int64_t grad_output_block_bytes;

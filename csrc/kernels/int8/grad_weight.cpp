@@ -263,7 +263,8 @@ class BlockGradient {
     for (int64_t i = 0; i < count; ++i, from += conv_.out_channels) {
       own_.left_rows[i] = from;
     }
-    if (sums_rows_) {
+    const bool adds = table().adds_columns;
+    if (sums_rows_ && !adds) {
       add_rows(own_.left_rows, count, rows_, own_.row_sums);
     }
     std::fill(own_.left_rows + count, own_.left_rows + table().padded(count), own_.zeros);
@@ -274,7 +275,8 @@ class BlockGradient {
          rows_,
          own_.left,
          by_rows ? cut_.left_row_bytes() : kPanelStepBytes,
-         cut_.left_step_bytes()});
+         cut_.left_step_bytes(),
+         sums_rows_ && adds ? own_.row_sums : nullptr});
   }
 
   void pack_right(int64_t first, int64_t count) {
@@ -297,8 +299,11 @@ class BlockGradient {
   void pack_panels(int64_t count, int64_t column, int64_t width) {
     std::fill(own_.right_rows + count, own_.right_rows + table().padded(count), own_.zeros);
     char* const to = own_.right + column / kPanelColumns * cut_.panel_bytes();
-    table().pack_right({own_.right_rows, table().steps(count), width, to, cut_.panel_bytes(), kPanelStepBytes});
-    if (table().add_column_sums != nullptr) {
+    // Needed where the left operand has an offset.
+    const bool sums = table().add_column_sums != nullptr;
+    int32_t* const added = sums && table().adds_columns ? own_.column_sums + column : nullptr;
+    table().pack_right({own_.right_rows, table().steps(count), width, to, cut_.panel_bytes(), kPanelStepBytes, added});
+    if (sums && added == nullptr) {
       for (int64_t panel = 0; panel * kPanelColumns < width; ++panel) {
         table().add_column_sums(
             to + panel * cut_.panel_bytes(), table().steps(count), own_.column_sums + column + panel * kPanelColumns);

@@ -44,8 +44,10 @@ void pack_gradient_panels(
     std::fill(rows.begin() + count, rows.begin() + table().padded(count), kZeros);
     const int64_t steps = table().steps(count);
     char* const to = panels + table().steps(first) * kPanelStepBytes;
-    table().pack_right({rows.data(), steps, columns, to, part.panel_bytes(), kPanelStepBytes});
-    for (int64_t panel = 0; table().add_column_sums != nullptr && panel * kPanelColumns < columns; ++panel) {
+    const bool adds = table().adds_columns;
+    table().pack_right({rows.data(), steps, columns, to, part.panel_bytes(), kPanelStepBytes, adds ? sums : nullptr});
+    const bool sums_left = table().add_column_sums != nullptr && !adds;
+    for (int64_t panel = 0; sums_left && panel * kPanelColumns < columns; ++panel) {
       table().add_column_sums(to + panel * part.panel_bytes(), steps, sums + panel * kPanelColumns);
     }
   }

@@ -50,6 +50,8 @@ struct Floats {
 
 // Where four rows of the depth become one step: rows[4 * step + i][column] goes to byte i of
 // to[column / 16 * block_bytes + step * step_bytes + column % 16 * 4]. Columns are filled up with zeros to whole blocks.
+// Where the table says that it adds up columns, the sum of each one's values is added to `sums`, which has room for whole
+// blocks, unless that is null.
 struct Interleaving {
   const int8_t* const* rows; // as many as the steps hold
   int64_t steps;
@@ -57,6 +59,7 @@ struct Interleaving {
   void* to;
   int64_t block_bytes;
   int64_t step_bytes;
+  int32_t* sums = nullptr;
 };
 
 // Values of several rows of the left operand, each of which lies side by side.
@@ -91,6 +94,8 @@ struct Table {
   // The product as fp32, with the bits of finish(), for short sums, of which writing is most of the work; returns the
   // largest absolute value. Nothing is written behind the last row. Null where a set has no such function.
   float (*multiply_to_floats)(const Product& product, const Floats& to) = nullptr;
+  // Whether packing columns adds them up on the way, see Interleaving.
+  bool adds_columns = false;
 
   int64_t step_values() const {
     return kStepBytes / value_bytes;
