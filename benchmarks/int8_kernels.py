@@ -165,18 +165,18 @@ class Methods:
         pad = (layer.kernel // 2,) * 2
         stride, one = (layer.stride,) * 2, (1, 1)
         ops = torch.ops.torch_odt
-        scale = torch.tensor([2.0**-8])
+        # Spreads sums of random bytes over int8, as training chooses its scales.
+        scale = torch.tensor([2.0**-11])
         packed = ops.int8_pack_weight(weight, stride, pad, one, layer.groups, False)
         self.passes: dict[tuple[str, str], Callable[[], object]] = {}
 
         def of_int8() -> None:
-            ops.int8_conv2d_grad_input_quantized(
-                gradient, weight, None, scale, 1, 7, size[2:], stride, pad, one, layer.groups
+            ops.int8_conv2d_backward.default(
+                gradient, x, weight, None, scale, scale, 0, 1, 7, stride, pad, one, layer.groups
             )
-            ops.int8_conv2d_grad_weight_scaled(gradient, x, scale, 0, kernel[2:], stride, pad, one, layer.groups)
 
         def forward_int8() -> None:
-            ops.int8_conv2d_quantized(
+            ops.int8_conv2d_quantized.default(
                 x, weight, packed, None, scale, 0, 0, -128, 127, 0, 0, stride, pad, one, layer.groups
             )
 
@@ -201,7 +201,7 @@ class Methods:
             self.passes[name, "forward"] = lambda: torch.nn.functional.linear(rows, matrix, bias)
             return
         bias = torch.zeros(layer.outputs, dtype=x.dtype)
-        self.passes[name, "backward"] = lambda: torch.ops.aten.convolution_backward(
+        self.passes[name, "backward"] = lambda: torch.ops.aten.convolution_backward.default(
             gradient, x, weight, [layer.outputs], stride, pad, (1, 1), False, (0, 0), layer.groups, (True, True, True)
         )
         self.passes[name, "forward"] = lambda: torch.nn.functional.conv2d(
@@ -215,7 +215,7 @@ class Methods:
         packed = torch.ops.onednn.qconv_prepack(
             weight, scales, 1.0, 128, stride, pad, [1, 1], layer.groups, list(x.shape)
         )
-        self.passes["onednn int8", "forward"] = lambda: torch.ops.onednn.qconv2d_pointwise(
+        self.passes["onednn int8", "forward"] = lambda: torch.ops.onednn.qconv2d_pointwise.default(
             unsigned, 1.0, 128, packed, scales, zeros, None, stride, pad, [1, 1], layer.groups, 1.0, 128, torch.uint8,
             "none", [], ""
         )  # fmt: skip

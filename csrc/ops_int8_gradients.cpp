@@ -293,7 +293,44 @@ Tensor conv2d_update_weight_(
 
 } // namespace
 
+namespace {
+
+// Both gradients by one call: of small layers, calls are a good part of the time.
+std::tuple<Tensor, Tensor, Tensor, Tensor> conv2d_backward(
+    const Tensor& grad_output,
+    const Tensor& input,
+    const Tensor& weight,
+    const std::optional<Tensor>& packed,
+    const Tensor& grad_input_scale,
+    const Tensor& grad_weight_scale,
+    int64_t input_zero_point,
+    int64_t rounding,
+    int64_t seed,
+    const Pair& stride,
+    const Pair& padding,
+    const Pair& dilation,
+    int64_t groups) {
+  STD_TORCH_CHECK(
+      input.dim() == 4 && weight.dim() == 4, "int8_conv2d_backward: input and weight must have 4 dimensions");
+  STD_TORCH_CHECK(
+      input.size(1) == weight.size(1) * groups,
+      "int8_conv2d_backward: input must have as many channels as weight has, times groups");
+  const auto [of_input, largest] = conv2d_grad_input_quantized(
+      grad_output, weight, packed, grad_input_scale, rounding, seed, {input.size(2), input.size(3)}, stride, padding,
+      dilation, groups);
+  const auto [of_weight, of_bias] = int8_conv2d_grad_weight_scaled(
+      grad_output, input, grad_weight_scale, input_zero_point, {weight.size(2), weight.size(3)}, stride, padding,
+      dilation, groups);
+  return {of_input, largest, of_weight, of_bias};
+}
+
+} // namespace
+
 STABLE_TORCH_LIBRARY_FRAGMENT(torch_odt, m) {
+  m.def(
+      "int8_conv2d_backward(Tensor grad_output, Tensor input, Tensor weight, Tensor? packed, Tensor grad_input_scale, "
+      "Tensor grad_weight_scale, int input_zero_point, int rounding, int seed, int[2] stride, int[2] padding, "
+      "int[2] dilation, int groups) -> (Tensor, Tensor, Tensor, Tensor)");
   m.def(
       "int8_conv2d_grad_input(Tensor grad_output, Tensor weight, Tensor? packed, int[2] input_size, int[2] stride, "
       "int[2] padding, int[2] dilation, int groups) -> Tensor");
@@ -317,6 +354,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(torch_odt, m) {
 }
 
 STABLE_TORCH_LIBRARY_IMPL(torch_odt, CPU, m) {
+  m.impl("int8_conv2d_backward", TORCH_BOX(&conv2d_backward));
   m.impl("int8_conv2d_grad_input", TORCH_BOX(&conv2d_grad_input));
   m.impl("int8_conv2d_grad_input_scaled", TORCH_BOX(&int8_conv2d_grad_input_scaled));
   m.impl("int8_conv2d_grad_input_quantized", TORCH_BOX(&conv2d_grad_input_quantized));

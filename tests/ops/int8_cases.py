@@ -138,14 +138,15 @@ def assert_exact(case: Case) -> None:
 
 def of(name: str, *arguments: Any) -> Any:
     """What the operator makes in plain torch."""
-    from torch_odt.ops import int8_convolution, int8_gradients
+    from torch_odt.ops import int8_backward, int8_convolution, int8_gradients
 
     body = {
         "int8_conv2d_scaled": int8_convolution._scaled_plain,
         "int8_conv2d_quantized": int8_convolution._quantized_plain,
         "int8_conv2d_grad_input_scaled": int8_gradients._grad_input_scaled_plain,
-        "int8_conv2d_grad_input_quantized": int8_gradients._grad_input_quantized_plain,
-        "int8_conv2d_grad_weight_scaled": int8_gradients._grad_weight_scaled_plain,
+        "int8_conv2d_grad_input_quantized": int8_gradients.grad_input_quantized_plain,
+        "int8_conv2d_grad_weight_scaled": int8_gradients.grad_weight_scaled_plain,
+        "int8_conv2d_backward": int8_backward.backward_plain,
         "int8_conv2d_update_weight_": int8_gradients._update_weight_plain,
     }[name]
     return body(*arguments)

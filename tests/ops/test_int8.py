@@ -72,6 +72,8 @@ def test_what_becomes_of_sums(case: Case, rounding: int, per_channel: bool, limi
     assert_same("int8_conv2d_grad_input_quantized", *gradient, one, rounding, seed, size, *windows)
     kernel = list(case.weight.shape[2:])
     assert_same("int8_conv2d_grad_weight_scaled", case.grad_output, case.input, scale, zero, kernel, *windows)
+    both = (case.grad_output, case.input, case.weight, None, one, scale)
+    assert_same("int8_conv2d_backward", *both, zero, rounding, seed, *windows)
     for dtype in (torch.int8, torch.float32):
         updated, expected = (channels_last(case.weight.to(dtype)).clone() for _ in range(2))
         arguments = (case.grad_output, case.input, scale, zero, rounding, seed, *windows)
@@ -268,6 +270,7 @@ def test_operators_are_registered_as_torch_wants_them() -> None:
         "int8_conv2d_grad_input_quantized": (*gradient, scale, 1, 5, size, *windows),
         "int8_conv2d_grad_weight": (case.grad_output, case.input, 3, kernel, *windows),
         "int8_conv2d_grad_weight_scaled": (case.grad_output, case.input, scale, 3, kernel, *windows),
+        "int8_conv2d_backward": (case.grad_output, *image, scale, scale, 3, 1, 5, *windows),
         "int8_conv2d_update_weight_": (weight, case.grad_output, case.input, scale, 3, 1, 5, *windows),
     }
     for name, arguments in samples.items():

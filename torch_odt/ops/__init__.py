@@ -16,10 +16,12 @@ from torch_odt.ops.fused_batch_norm import (
     batch_norm_add_act_backward,
 )
 from torch_odt.ops.int8_arguments import (
+    ConvolutionGradients,
     Quantized,
     QuantizedGradient,
     WeightGradient,
 )
+from torch_odt.ops.int8_backward import int8_conv2d_backward
 from torch_odt.ops.int8_convolution import (
     int8_conv2d,
     int8_conv2d_quantized,
@@ -67,6 +69,7 @@ from torch_odt.ops.overwriting_batch_norm import batch_norm_act_backward_, batch
 from torch_odt.ops.random_bits import bernoulli_bits
 
 __all__ = [
+    "ConvolutionGradients",
     "Int8Gradient",
     "PackedInt8Weight",
     "Quantized",
@@ -85,6 +88,7 @@ __all__ = [
     "clamp_with_mask_backward",
     "clamp_with_mask_backward_",
     "int8_conv2d",
+    "int8_conv2d_backward",
     "int8_conv2d_grad_input",
     "int8_conv2d_grad_input_quantized",
     "int8_conv2d_grad_input_scaled",

@@ -54,6 +54,22 @@ class WeightGradient(NamedTuple):
     bias: Tensor
 
 
+class ConvolutionGradients(NamedTuple):
+    """The gradients of a convolution's input, weight and bias.
+
+    Attributes:
+        input: int8 of the input's shape, in torch.channels_last.
+        largest: float32 of shape (1,): the largest absolute value of the input's gradient before rounding, in its steps.
+        weight: float32 of the weight's shape, in torch.channels_last.
+        bias: int64 of shape (out_channels,): the output's gradient summed over all pixels, not scaled.
+    """
+
+    input: Tensor
+    largest: Tensor
+    weight: Tensor
+    bias: Tensor
+
+
 def pair(value: Pair) -> tuple[int, int]:
     """A number for rows and for columns."""
     if isinstance(value, int):

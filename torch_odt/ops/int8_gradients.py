@@ -306,7 +306,7 @@ def _grad_input_scaled_fake(
     return empty_image(_input_shape(grad_output, weight, input_size, windows[-1]), grad_output, torch.float32)
 
 
-def _grad_input_quantized_plain(
+def grad_input_quantized_plain(
     grad_output: Tensor,
     weight: Tensor,
     packed: Tensor | None,
@@ -325,7 +325,7 @@ def _grad_input_quantized_plain(
     return plain.as_image(whole.clamp(-128, 127).to(torch.int8)), plain.largest_of(values)
 
 
-def _grad_input_quantized_fake(
+def grad_input_quantized_fake(
     grad_output: Tensor,
     weight: Tensor,
     packed: Tensor | None,
@@ -361,7 +361,7 @@ def _grad_weight_fake(
     return _weight_gradient_fake(grad_output, input, kernel_size, windows[-1], torch.int32)
 
 
-def _grad_weight_scaled_plain(
+def grad_weight_scaled_plain(
     grad_output: Tensor, input: Tensor, scale: Tensor, zero_point: int, kernel_size: Sequence[int], *windows: Any
 ) -> tuple[Tensor, Tensor]:
     name = "int8_conv2d_grad_weight_scaled"
@@ -370,7 +370,7 @@ def _grad_weight_scaled_plain(
     return channels_last(plain.scaled(name, weight, scale, 0)), bias
 
 
-def _grad_weight_scaled_fake(
+def grad_weight_scaled_fake(
     grad_output: Tensor, input: Tensor, scale: Tensor, zero_point: int, kernel_size: Sequence[int], *windows: Any
 ) -> tuple[Tensor, Tensor]:
     return _weight_gradient_fake(grad_output, input, kernel_size, windows[-1], torch.float32)
@@ -425,8 +425,8 @@ register(
 register(
     "int8_conv2d_grad_input_quantized",
     f"({GRADIENT}, Tensor scale, {ROUNDED}, int[2] input_size, {WINDOWS}) -> (Tensor, Tensor)",
-    _grad_input_quantized_plain,
-    _grad_input_quantized_fake,
+    grad_input_quantized_plain,
+    grad_input_quantized_fake,
 )
 register(
     "int8_conv2d_grad_weight",
@@ -438,8 +438,8 @@ register(
     "int8_conv2d_grad_weight_scaled",
     f"(Tensor grad_output, Tensor input, Tensor scale, int input_zero_point, int[2] kernel_size, {WINDOWS}) "
     "-> (Tensor, Tensor)",
-    _grad_weight_scaled_plain,
-    _grad_weight_scaled_fake,
+    grad_weight_scaled_plain,
+    grad_weight_scaled_fake,
 )
 register(
     "int8_conv2d_update_weight_",
