@@ -92,15 +92,30 @@ class PackedRows {
     const int64_t last_inside = std::clamp<int64_t>(strip.columns - strip.first_column, first_inside, strip.width);
     std::fill_n(pixels_, first_inside * rows, padding);
     std::fill(pixels_ + last_inside * rows, pixels_ + strip.width * rows, padding);
-    for (int64_t i = 0; i < rows; ++i) {
+    const auto first_of = [&](int64_t i) {
       const int64_t row = start + i * steps_.spacing;
       const bool shown = row >= 0 && row < strip.rows;
       const int64_t place = (row * strip.columns + strip.first_column + first_inside) * strip.pixel_stride;
-      const int64_t stride = shown ? strip.pixel_stride : 0;
-      const int8_t* pixel = shown ? strip.image + place : padding;
-      for (int64_t column = first_inside; column < last_inside; ++column, pixel += stride) {
-        pixels_[column * rows + i] = pixel;
-      }
+      return shown ? Run{strip.image + place, strip.pixel_stride} : Run{padding, 0};
+    };
+    const int8_t** const to = pixels_ + first_inside * rows;
+    for (int64_t i = 0; i < rows; i += 2) {
+      find_two(first_of(i), first_of(i + 1), last_inside - first_inside, rows, to + i);
+    }
+  }
+
+  // Pixels that lie as far apart as each other.
+  struct Run {
+    const int8_t* pixel;
+    int64_t stride;
+  };
+
+  static void find_two(Run first, Run second, int64_t count, int64_t rows, const int8_t** to) {
+    for (int64_t i = 0; i < count; ++i, to += rows) {
+      to[0] = first.pixel;
+      to[1] = second.pixel;
+      first.pixel += first.stride;
+      second.pixel += second.stride;
     }
   }
 

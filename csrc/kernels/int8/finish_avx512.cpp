@@ -180,58 +180,50 @@ TORCH_ODT_TARGET_INLINE __m512i bytes_of(__m512i lower, __m512i upper) {
   return _mm512_permutexvar_epi32(order, _mm512_packs_epi16(lower, upper));
 }
 
+// The first columns of 64, those of `inside`.
 TORCH_ODT_TARGET_INLINE void note_mask(uint8_t* mask, int64_t index, __mmask64 kept, __mmask64 inside) {
   if (index % 8 == 0 && inside == ~__mmask64{0}) {
     __builtin_memcpy(mask + index / 8, &kept, sizeof(kept));
     return;
   }
-  for (int64_t half = 0; half < 64; half += 32) {
-    const auto columns = static_cast<uint32_t>(inside >> half);
-    if (columns != 0) {
-      const int first = __builtin_ctz(columns);
-      const int count = 32 - __builtin_clz(columns) - first;
-      note_bits(mask, index + half + first, count, static_cast<uint32_t>(kept >> half & columns) >> first);
-    }
+  const auto count = static_cast<int64_t>(__builtin_popcountll(inside));
+  const uint64_t bits = kept & inside;
+  note_bits(mask, index, count < 32 ? count : 32, bits & 0xffffffffU);
+  if (count > 32) {
+    note_bits(mask, index + 32, count - 32, bits >> 32);
   }
 }
 
-// What does not change from one 64 columns to the next, so that no store makes it be read again.
-struct Wholes {
+// Where 64 columns of a row are, and what is drawn for them.
+struct Whole {
   const int32_t* sums;
-  int64_t stride;
-  int64_t rows;
-  int64_t columns;
-  const int64_t* places;
-  int64_t first_column;
+  const int32_t* terms;
+  const float* multipliers;
   int8_t* output;
-  uint8_t* mask;
-  Limits limits;
+  __m512i bits;
+
+  TORCH_ODT_TARGET_INLINE __m512 values(const Whole& at, int part) {
+    const __m512i terms = _mm512_load_si512(at.terms + part * kLanes);
+    const __m512i sums = _mm512_add_epi32(_mm512_loadu_si512(at.sums + part * kLanes), terms);
+    return _mm512_mul_ps(_mm512_cvtepi32_ps(sums), _mm512_load_ps(at.multipliers + part * kLanes));
+  }
 };
 
-// Some of 64 columns that share their draws: those of `inside`, which are in the first `kParts` sixteens, or in any but
-// the first `skipped`. Multipliers are 256 times as
-// large where rounding is stochastic. kPlain: nothing but int8's own ends limits what is written, and there is no mask.
-template <Rounding kRounding, bool kPlain, bool kHeld, bool kAll, int kParts>
-TORCH_ODT_TARGET_INLINE void whole_to_int8(
-    const Wholes& of,
-    const Columns& columns,
-    const int32_t* sums,
-    int64_t column,
-    int64_t index,
-    __m512i bits,
-    int skipped,
-    __mmask64 inside,
-    __m512& largest) {
+// The first `kParts` sixteens of 64 columns, all of them or some of the last. Multipliers are 256 times as large where
+// rounding is stochastic. kPlain: nothing but int8's own ends limits what is written, and there is no mask. Returns which
+// columns the limits changed nothing of.
+template <Rounding kRounding, bool kPlain, bool kHeld, int kParts>
+TORCH_ODT_TARGET_INLINE __mmask64
+whole_to_int8(const Whole& at, const Limits& limits, __mmask64 inside, __m512& largest) {
   __m512i whole[2] = {_mm512_setzero_si512(), _mm512_setzero_si512()};
   __m512i kept[2] = {_mm512_setzero_si512(), _mm512_setzero_si512()};
 #pragma GCC unroll 2
-  for (int pair = 0; 2 * pair < kParts; ++pair) {
+  for (int pair = 0; pair < (kParts + 1) / 2; ++pair) {
     __m512i words[2] = {_mm512_setzero_si512(), _mm512_setzero_si512()};
 #pragma GCC unroll 2
     for (int half = 0; half < 2; ++half) {
-      const int part = 2 * pair + half;
-      if (part < kParts && (kAll || part >= skipped)) {
-        const __m512 values = values_at(columns, sums, column + part * kLanes, _mm512_setzero_si512()).scaled;
+      if (2 * pair + half < kParts) {
+        const __m512 values = Whole::values(at, 2 * pair + half);
         largest = _mm512_range_ps(largest, values, 0xb);
         words[half] = nearest<kHeld>(values);
       }
@@ -239,85 +231,90 @@ TORCH_ODT_TARGET_INLINE void whole_to_int8(
     whole[pair] = _mm512_packs_epi32(words[0], words[1]);
     if constexpr (kRounding == Rounding::stochastic) {
       const __m512i draws =
-          pair == 0 ? _mm512_and_si512(bits, _mm512_set1_epi16(0xff)) : _mm512_srli_epi16(bits, 8);
+          pair == 0 ? _mm512_and_si512(at.bits, _mm512_set1_epi16(0xff)) : _mm512_srli_epi16(at.bits, 8);
       whole[pair] = _mm512_srai_epi16(_mm512_adds_epi16(whole[pair], draws), 8);
     }
     if constexpr (!kPlain) {
-      const __m512i moved = _mm512_adds_epi16(whole[pair], of.limits.zero_point);
-      whole[pair] = _mm512_min_epi16(_mm512_max_epi16(moved, of.limits.low), of.limits.high);
+      const __m512i moved = _mm512_adds_epi16(whole[pair], limits.zero_point);
+      whole[pair] = _mm512_min_epi16(_mm512_max_epi16(moved, limits.low), limits.high);
       kept[pair] = _mm512_movm_epi16(_mm512_cmpeq_epi16_mask(moved, whole[pair]));
     }
   }
-  if constexpr (kAll) {
-    _mm512_storeu_si512(of.output + index, bytes_of(whole[0], whole[1]));
+  if (inside == ~__mmask64{0}) {
+    _mm512_storeu_si512(at.output, bytes_of(whole[0], whole[1]));
   } else {
-    _mm512_mask_storeu_epi8(of.output + index, inside, bytes_of(whole[0], whole[1]));
+    _mm512_mask_storeu_epi8(at.output, inside, bytes_of(whole[0], whole[1]));
   }
-  if (!kPlain && of.mask != nullptr) {
-    note_mask(of.mask, index, _mm512_movepi8_mask(bytes_of(kept[0], kept[1])), inside);
-  }
+  return kPlain ? 0 : _mm512_movepi8_mask(bytes_of(kept[0], kept[1]));
 }
 
-template <Rounding kRounding, bool kPlain, bool kHeld>
-TORCH_ODT_TARGET_INLINE float rows_to_int8(const Finish& how, const Block<int32_t>& block, const Columns& columns) {
+// Rows whose last columns, which are no 64 any more, are in `kTail` sixteens.
+template <Rounding kRounding, bool kPlain, bool kHeld, int kTail>
+TORCH_ODT_TARGET float rows_to_int8(const Finish& how, const Block<int32_t>& of, const Columns& columns) {
+  // Copies, so that no store makes them be read again.
+  const Block<int32_t> block = of;
+  auto* const output = static_cast<int8_t*>(how.output);
+  uint8_t* const mask = how.mask;
+  const Limits limits = {
+      _mm512_set1_epi16(static_cast<int16_t>(how.zero_point)),
+      _mm512_set1_epi16(static_cast<int16_t>(how.low)),
+      _mm512_set1_epi16(static_cast<int16_t>(how.high))};
   const __m512i draw_steps = constants_of(how).draw_steps;
-  const Wholes of = {
-      block.sums,
-      block.stride,
-      block.rows,
-      block.columns,
-      block.places,
-      block.first_column,
-      static_cast<int8_t*>(how.output),
-      how.mask,
-      {_mm512_set1_epi16(static_cast<int16_t>(how.zero_point)),
-       _mm512_set1_epi16(static_cast<int16_t>(how.low)),
-       _mm512_set1_epi16(static_cast<int16_t>(how.high))}};
+  const int64_t wholes_end = block.columns / kWhole * kWhole;
+  const auto tail = static_cast<__mmask64>((uint64_t{1} << (block.columns - wholes_end)) - 1);
+  const int64_t hashes_before = block.first_column / kByteColumns * kByteHashes - block.first_column;
   Keys keys(how.seed);
-  const auto draw = [&](int64_t row, int64_t column) __attribute__((target(TORCH_ODT_SETS), always_inline)) {
-    if constexpr (kRounding != Rounding::stochastic) {
-      return _mm512_setzero_si512();
-    }
-    const int64_t place = of.places[row] - of.first_column;
-    const auto number = static_cast<uint32_t>(place + (of.first_column + column) / kByteColumns * kByteHashes);
-    return hashes(draw_steps, number * kGolden + keys.at(place));
-  };
   __m512 largest = _mm512_setzero_ps();
-  // Columns that share draws may begin before the block's first one.
-  const int64_t begin = kRounding == Rounding::stochastic ? -(of.first_column % kWhole) : 0;
-  int64_t row = 0;
-  int64_t column = begin;
-  __m512i bits = of.rows > 0 ? draw(0, begin) : _mm512_setzero_si512();
-  while (row < of.rows) {
-    const bool ends = column + kWhole >= of.columns;
-    const int64_t next_row = ends ? row + 1 : row;
-    const int64_t next_column = ends ? begin : column + kWhole;
-    // Long chains, which take place beside the rest.
-    const __m512i next_bits = draw(next_row < of.rows ? next_row : row, next_column);
-    const int32_t* const sums = of.sums + row * of.stride;
-    const int64_t index = of.places[row] + column;
-    const int64_t left = of.columns - column;
-    const auto some = [&]<bool kAll, int kParts>(__mmask64 inside) __attribute__((target(TORCH_ODT_SETS), always_inline)) {
-      const int skipped = column < 0 ? static_cast<int>(-column / kLanes) : 0;
-      whole_to_int8<kRounding, kPlain, kHeld, kAll, kParts>(
-          of, columns, sums, column, index, bits, skipped, inside >> skipped * kLanes << skipped * kLanes, largest);
-    };
-    const __mmask64 inside = left < kWhole ? (__mmask64{1} << left) - 1 : ~__mmask64{0};
-    if (left > 3 * kLanes) {
-      left >= kWhole && column >= 0 ? some.template operator()<true, 4>(inside) : some.template operator()<false, 4>(inside);
-    } else if (left > 2 * kLanes) {
-      some.template operator()<false, 3>(inside);
-    } else if (left > kLanes) {
-      some.template operator()<false, 2>(inside);
-    } else {
-      some.template operator()<false, 1>(inside);
+  for (int64_t row = 0; row < block.rows; ++row) {
+    const int64_t place = block.places[row];
+    Whole at = {
+        block.sums + row * block.stride,
+        columns.terms,
+        columns.multipliers,
+        output + place,
+        _mm512_setzero_si512()};
+    uint32_t first = 0;
+    if constexpr (kRounding == Rounding::stochastic) {
+      first = static_cast<uint32_t>(place + hashes_before) * kGolden + keys.at(place - block.first_column);
     }
-    row = next_row;
-    column = next_column;
-    bits = next_bits;
+    for (int64_t column = 0; column < wholes_end; column += kWhole, first += kByteHashes * kGolden) {
+      if constexpr (kRounding == Rounding::stochastic) {
+        at.bits = hashes(draw_steps, first);
+      }
+      const __mmask64 kept = whole_to_int8<kRounding, kPlain, kHeld, 4>(at, limits, ~__mmask64{0}, largest);
+      if (!kPlain && mask != nullptr) {
+        note_mask(mask, place + column, kept, ~__mmask64{0});
+      }
+      at = {at.sums + kWhole, at.terms + kWhole, at.multipliers + kWhole, at.output + kWhole, at.bits};
+    }
+    if constexpr (kTail > 0) {
+      if constexpr (kRounding == Rounding::stochastic) {
+        at.bits = hashes(draw_steps, first);
+      }
+      const __mmask64 kept = whole_to_int8<kRounding, kPlain, kHeld, kTail>(at, limits, tail, largest);
+      if (!kPlain && mask != nullptr) {
+        note_mask(mask, place + wholes_end, kept, tail);
+      }
+    }
   }
   constexpr float kUnit = kRounding == Rounding::stochastic ? 1 / kByteSteps : 1;
   return _mm512_reduce_max_ps(_mm512_abs_ps(largest)) * kUnit;
+}
+
+template <Rounding kRounding, bool kPlain, bool kHeld>
+float rows_to_int8(const Finish& how, const Block<int32_t>& block, const Columns& columns) {
+  switch ((block.columns % kWhole + kLanes - 1) / kLanes) {
+    case 0:
+      return rows_to_int8<kRounding, kPlain, kHeld, 0>(how, block, columns);
+    case 1:
+      return rows_to_int8<kRounding, kPlain, kHeld, 1>(how, block, columns);
+    case 2:
+      return rows_to_int8<kRounding, kPlain, kHeld, 2>(how, block, columns);
+    case 3:
+      return rows_to_int8<kRounding, kPlain, kHeld, 3>(how, block, columns);
+    default:
+      return rows_to_int8<kRounding, kPlain, kHeld, 4>(how, block, columns);
+  }
 }
 
 // Whether the magnitude of each multiplier that is not zero is between these two.
@@ -408,10 +405,10 @@ TORCH_ODT_TARGET float to_int8_nearest(const Finish& how, const Block<int32_t>& 
 
 TORCH_ODT_TARGET float to_int8_stochastic(const Finish& how, const Block<int32_t>& block) {
   Columns columns(how, block);
-  // 16 bits hold no more than int8 and its 256ths: what is moved or told apart beyond that needs 32. And 256 times as much
-  // must neither overflow nor have bits that it lacks.
-  const bool narrow =
-      is_plain(how) && block.row_terms == nullptr && are_between(columns, block.columns, 0x1p-100F, 0x1p60F);
+  // 16 bits hold no more than int8 and its 256ths: what is moved or told apart beyond that needs 32. 256 times as much
+  // must neither overflow nor have bits that it lacks. And 64 columns have to begin where those that share draws do.
+  const bool narrow = is_plain(how) && block.row_terms == nullptr && block.first_column % kWhole == 0 &&
+      are_between(columns, block.columns, 0x1p-100F, 0x1p60F);
   return narrow ? wholes_to_int8<Rounding::stochastic, true>(how, block, columns)
                 : to_int8<Rounding::stochastic>(how, block);
 }
