@@ -29,10 +29,10 @@ TORCH_ODT_AVX512_INLINE void copy_rows_avx512(const LeftRows& of, int8_t flip) {
 }
 
 // As interleave_block for some of four blocks of 16 columns at once.
-template <bool kAll>
+template <bool kAll, bool kDeals>
 TORCH_ODT_AVX512_INLINE void interleave_64_columns(
     const int8_t* const* rows, int64_t column, int64_t columns, __m512i flip, __m512i (&packed)[4]) {
-  // Unpacking works on lanes of 16 bytes: columns are dealt to them beforehand, so that they end up in order.
+  // Unpacking works on lanes of 16 bytes: where columns are dealt to them beforehand, they end up in order.
   const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
   const auto some = static_cast<__mmask64>(kAll ? ~uint64_t{0} : (uint64_t{1} << columns) - 1);
   __m512i dealt[4];
@@ -40,7 +40,7 @@ TORCH_ODT_AVX512_INLINE void interleave_64_columns(
   for (int row = 0; row < 4; ++row) {
     const int8_t* const from = rows[row] + column;
     const __m512i values = kAll ? _mm512_loadu_si512(from) : _mm512_maskz_loadu_epi8(some, from);
-    dealt[row] = _mm512_xor_si512(_mm512_permutexvar_epi32(order, values), flip);
+    dealt[row] = _mm512_xor_si512(kDeals ? _mm512_permutexvar_epi32(order, values) : values, flip);
   }
   const __m512i low_ab = _mm512_unpacklo_epi8(dealt[0], dealt[1]);
   const __m512i low_cd = _mm512_unpacklo_epi8(dealt[2], dealt[3]);
@@ -53,7 +53,7 @@ TORCH_ODT_AVX512_INLINE void interleave_64_columns(
 }
 
 // Some steps of 64 columns or fewer.
-template <bool kAll, bool kFlips, bool kSums>
+template <bool kAll, bool kDeals, bool kFlips, bool kSums>
 TORCH_ODT_AVX512_INLINE void interleave_columns(
     const Interleaving& of, int64_t first_step, int64_t last_step, int64_t column, int64_t columns) {
   const __m512i flip = _mm512_set1_epi8(kFlips ? -128 : 0);
@@ -62,7 +62,7 @@ TORCH_ODT_AVX512_INLINE void interleave_columns(
   char* to = static_cast<char*>(of.to) + column / kPanelColumns * of.block_bytes + first_step * of.step_bytes;
   for (int64_t step = first_step; step < last_step; ++step, to += of.step_bytes) {
     __m512i packed[4];
-    interleave_64_columns<kAll>(of.rows + 4 * step, column, columns, flip, packed);
+    interleave_64_columns<kAll, kDeals>(of.rows + 4 * step, column, columns, flip, packed);
 #pragma GCC unroll 4
     for (int block = 0; block < 4; ++block) {
       if (kAll || columns > block * kPanelColumns) {
@@ -85,27 +85,27 @@ TORCH_ODT_AVX512_INLINE void interleave_columns(
 }
 
 // So many steps at a time that what their rows hold of 64 columns is read once, and each block is written in a run.
-template <bool kFlips, bool kSums>
+template <bool kDeals, bool kFlips, bool kSums>
 TORCH_ODT_AVX512_INLINE void interleave_all(const Interleaving& of) {
   constexpr int64_t kStepsAtOnce = 16;
   for (int64_t step = 0; step < of.steps; step += kStepsAtOnce) {
     const int64_t last = step + kStepsAtOnce < of.steps ? step + kStepsAtOnce : of.steps;
     int64_t column = 0;
     for (; column + 64 <= of.columns; column += 64) {
-      interleave_columns<true, kFlips, kSums>(of, step, last, column, 64);
+      interleave_columns<true, kDeals, kFlips, kSums>(of, step, last, column, 64);
     }
     if (column < of.columns) {
-      interleave_columns<false, kFlips, kSums>(of, step, last, column, of.columns - column);
+      interleave_columns<false, true, kFlips, kSums>(of, step, last, column, of.columns - column);
     }
   }
 }
 
 template <bool kFlips>
 TORCH_ODT_AVX512_INLINE void interleave_bytes_avx512(const Interleaving& of) {
-  if (of.sums != nullptr) {
-    interleave_all<kFlips, true>(of);
+  if (of.by_lanes) {
+    of.sums != nullptr ? interleave_all<false, kFlips, true>(of) : interleave_all<false, kFlips, false>(of);
   } else {
-    interleave_all<kFlips, false>(of);
+    of.sums != nullptr ? interleave_all<true, kFlips, true>(of) : interleave_all<true, kFlips, false>(of);
   }
 }
 

@@ -178,7 +178,7 @@ TORCH_ODT_TARGET void add_column_sums(const void* panel, int64_t steps, int32_t*
 } // namespace
 
 const Table& avx512_vnni_table() {
-  static constexpr Table result = {"avx512_vnni", 1, 4, 128, false, pack_left_rows, pack_left_columns, pack_right, multiply, add_column_sums, multiply_to_floats, true};
+  static constexpr Table result = {"avx512_vnni", 1, 4, 128, false, pack_left_rows, pack_left_columns, pack_right, multiply, add_column_sums, multiply_to_floats, true, true};
   return result;
 }
 

@@ -116,7 +116,7 @@ struct Workspace {
         terms(pieces.take<int32_t>(cut.channels())),
         padding(pieces.take<int8_t>(cut.channels() + kAlignment)),
         places(pieces.take<int64_t>(cut.outputs * phase.group())),
-        rows(phase.steps(), phase.width_of(cut.outputs), cut.channels(), pieces) {}
+        rows(phase.steps(), phase.width_of(cut.outputs), cut.channels(), false, pieces) {}
 };
 
 } // namespace

@@ -68,8 +68,8 @@ struct Workspace {
         part_bias(pieces.take<int32_t>(cut.channels())),
         zeros(pieces.take<int8_t>(cut.channels() + kAlignment)),
         padding(pieces.take<int8_t>(cut.channels() + kAlignment)),
-        gradients({1, 1, 1, rows_of_step()}, cut.outputs, cut.channels(), pieces),
-        pixels(pixel_steps(conv), Cut::width_of(conv, cut.outputs), cut.channels(), pieces) {}
+        gradients({1, 1, 1, rows_of_step()}, cut.outputs, cut.channels(), true, pieces),
+        pixels(pixel_steps(conv), Cut::width_of(conv, cut.outputs), cut.channels(), true, pieces) {}
 };
 
 // Some channels' gradient.
@@ -169,11 +169,15 @@ class ChannelsGradient {
   // Takes what int32 holds to where there is room, without what was added to each pixel.
   void widen(int64_t* grad_bias) {
     const int64_t offset = zero_point_ + depthwise_table().packing().left_offset;
+    const bool by_lanes = depthwise_table().packing().packs_by_lanes;
     for (int64_t channel = 0; channel < channels_; ++channel) {
-      grad_bias[channel] += own_.part_bias[channel];
-      const auto bias = static_cast<uint32_t>(offset * own_.part_bias[channel]);
+      const bool moved = by_lanes && channel < channels_ / 64 * 64;
+      const int32_t* const sums = own_.sums + (moved ? lane_of(channel) : channel);
+      const int32_t part_bias = own_.part_bias[moved ? lane_of(channel) : channel];
+      grad_bias[channel] += part_bias;
+      const auto bias = static_cast<uint32_t>(offset * part_bias);
       for (int64_t tap = 0; tap < conv_.taps(); ++tap) {
-        const auto sum = static_cast<uint32_t>(own_.sums[tap * own_.cut.channels() + channel]);
+        const auto sum = static_cast<uint32_t>(sums[tap * own_.cut.channels()]);
         own_.wide_sums[channel * conv_.taps() + tap] += static_cast<int32_t>(sum - bias);
       }
     }

@@ -42,8 +42,10 @@ struct Strip {
 
 class PackedRows {
  public:
-  PackedRows(const RowSteps& steps, int64_t most_width, int64_t most_channels, Pieces& pieces)
+  // `by_lanes`: see Interleaving.
+  PackedRows(const RowSteps& steps, int64_t most_width, int64_t most_channels, bool by_lanes, Pieces& pieces)
       : steps_(steps),
+        by_lanes_(by_lanes),
         slot_bytes_(divided(most_channels, kPanelColumns) * most_width * kPanelStepBytes),
         pixels_(pieces.take<const int8_t*>(rows_of_step() * most_width)),
         places_(pieces.take<const char*>(steps.count)),
@@ -82,7 +84,7 @@ class PackedRows {
     find_pixels(strip, start, padding);
     const Table& packing = depthwise_table().packing();
     const auto function = kAsPixels ? packing.pack_left_columns : packing.pack_right;
-    function({pixels_, strip.width, strip.channels, to, strip.width * kPanelStepBytes, kPanelStepBytes, sums});
+    function({pixels_, strip.width, strip.channels, to, strip.width * kPanelStepBytes, kPanelStepBytes, sums, by_lanes_});
   }
 
   // Column by column, where each row's first channel lies.
@@ -120,6 +122,7 @@ class PackedRows {
   }
 
   const RowSteps steps_;
+  const bool by_lanes_;
   const int64_t slot_bytes_;
   const int8_t** const pixels_;
   const char** const places_;

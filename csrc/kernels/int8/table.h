@@ -60,7 +60,15 @@ struct Interleaving {
   int64_t block_bytes;
   int64_t step_bytes;
   int32_t* sums = nullptr;
+  // Allows each whole 64 columns to be left in the order of lanes, see lane_of(), by a table that says it does so.
+  bool by_lanes = false;
 };
+
+// Of 64 columns in the order of lanes, which vectors of 64 bytes interleave without dealing them first: where a column
+// is, and which column is at a place.
+inline int64_t lane_of(int64_t column) {
+  return column / 64 * 64 + column % 16 / 4 * 16 + column % 64 / 16 * 4 + column % 4;
+}
 
 // Values of several rows of the left operand, each of which lies side by side.
 struct LeftRows {
@@ -96,6 +104,8 @@ struct Table {
   float (*multiply_to_floats)(const Product& product, const Floats& to) = nullptr;
   // Whether packing columns adds them up on the way, see Interleaving.
   bool adds_columns = false;
+  // Whether packing leaves columns in the order of lanes where it may.
+  bool packs_by_lanes = false;
 
   int64_t step_values() const {
     return kStepBytes / value_bytes;
