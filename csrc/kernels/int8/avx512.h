@@ -87,7 +87,7 @@ TORCH_ODT_AVX512_INLINE void interleave_columns(
 // So many steps at a time that what their rows hold of 64 columns is read once, and each block is written in a run.
 template <bool kDeals, bool kFlips, bool kSums>
 TORCH_ODT_AVX512_INLINE void interleave_all(const Interleaving& of) {
-  constexpr int64_t kStepsAtOnce = 16;
+  constexpr int64_t kStepsAtOnce = 4;
   for (int64_t step = 0; step < of.steps; step += kStepsAtOnce) {
     const int64_t last = step + kStepsAtOnce < of.steps ? step + kStepsAtOnce : of.steps;
     int64_t column = 0;

@@ -12,7 +12,9 @@ namespace torch_odt::kernels::int8 {
 
 namespace {
 
-constexpr int64_t kChannelsAtOnce = 192;
+// Rows of so many channels stay in the first cache; parts of others would leave vectors half empty.
+constexpr int64_t kChannelsAtOnce = 128;
+constexpr int64_t kMostChannels = 192;
 constexpr int64_t kPackedBytes = 131072; // at a time, where some outputs of a row fit into it
 constexpr int64_t kSumsBytes = 1 << 20; // of a thread
 constexpr int64_t kFewOutputs = 8; // of a row at a time
@@ -25,7 +27,8 @@ struct Cut {
   explicit Cut(const Conv2d& conv) {
     const int64_t channel_bytes = conv.taps() * static_cast<int64_t>(sizeof(int32_t) + sizeof(int64_t));
     const int64_t fitting = std::max<int64_t>(1, kSumsBytes / channel_bytes / kPanelColumns);
-    panels = std::min({divided(conv.in_channels, kPanelColumns), kChannelsAtOnce / kPanelColumns, fitting});
+    const int64_t at_once = conv.in_channels <= kMostChannels ? kMostChannels : kChannelsAtOnce;
+    panels = std::min({divided(conv.in_channels, kPanelColumns), at_once / kPanelColumns, fitting});
     outputs = conv.columns.output;
     for (int64_t parts = 2; outputs > kFewOutputs && packed_bytes(conv) > kPackedBytes; ++parts) {
       outputs = divided(conv.columns.output, parts);
@@ -190,7 +193,7 @@ class ChannelsGradient {
   template <typename Sum>
   float finish_as(const Finish& how) const {
     float largest = 0;
-    for (int64_t channel = 0; channel < channels_; channel += kChannelsAtOnce) {
+    for (int64_t channel = 0; channel < channels_; channel += kMostChannels) {
       for (int64_t tap = 0; tap < conv_.taps(); tap += kCachedColumns) {
         largest = std::max(largest, finish_block<Sum>(channel, tap, how));
       }
@@ -200,10 +203,10 @@ class ChannelsGradient {
 
   template <typename Sum>
   float finish_block(int64_t channel, int64_t tap, const Finish& how) const {
-    const int64_t rows = std::min(kChannelsAtOnce, channels_ - channel);
+    const int64_t rows = std::min(kMostChannels, channels_ - channel);
     const int64_t columns = std::min(kCachedColumns, conv_.taps() - tap);
-    std::array<int64_t, kChannelsAtOnce> places;
-    std::array<Sum, kChannelsAtOnce * kCachedColumns> sums;
+    std::array<int64_t, kMostChannels> places;
+    std::array<Sum, kMostChannels * kCachedColumns> sums;
     for (int64_t row = 0; row < rows; ++row) {
       places[static_cast<size_t>(row)] = (first_ + channel + row) * conv_.taps() + tap;
       const int64_t* const from = own_.wide_sums + (channel + row) * conv_.taps() + tap;

@@ -32,6 +32,18 @@ const Table& table() {
   return result;
 }
 
+const Table& table_for_depth(int64_t depth) {
+#if defined(__x86_64__) && defined(__GNUC__)
+  // AMX multiplies 64 terms at a time.
+  if (depth <= 64 && isa() == Isa::amx) {
+    return avx512_vnni_table();
+  }
+#else
+  static_cast<void>(depth);
+#endif
+  return table();
+}
+
 const DepthwiseTable& depthwise_table() {
 #if defined(__x86_64__) && defined(__GNUC__)
   if (isa() >= Isa::avx512_vnni) {

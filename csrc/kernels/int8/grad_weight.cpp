@@ -26,6 +26,7 @@ constexpr int64_t kPackedBytes = 393216;
 // How the gradient of a group's weight, out_depth rows of taps x in_depth columns, is cut into blocks, and the pixels,
 // over which is summed, into chunks.
 struct Cut {
+  const Table* kernels;
   int64_t block_rows;
   int64_t block_panels;
   int64_t row_blocks;
@@ -34,7 +35,7 @@ struct Cut {
   bool by_taps; // panels hold channels of one tap
   bool wide; // more pixels than int32 can sum over
 
-  Cut(const Conv2d& conv, const Threads& threads) {
+  Cut(const Conv2d& conv, const Threads& threads) : kernels(&table_for_depth(conv.out_pixels())) {
     const int64_t rows = conv.out_depth();
     const int64_t panels = divided(conv.taps() * conv.in_depth(), kPanelColumns);
     by_taps = conv.taps() == 1 || conv.in_depth() % kPanelColumns == 0;
@@ -53,7 +54,7 @@ struct Cut {
     column_blocks = divided(panels, block_panels);
     const int64_t packed_values = block_rows + kSlackRows + block_panels * kPanelColumns;
     const int64_t gathered_values = by_taps ? 0 : block_columns();
-    const int64_t pixel_bytes = packed_values * table().value_bytes + gathered_values;
+    const int64_t pixel_bytes = packed_values * kernels->value_bytes + gathered_values;
     const int64_t fitting = kPackedBytes / pixel_bytes / kAlignment * kAlignment;
     const int64_t all = divided(conv.out_pixels(), kAlignment) * kAlignment;
     chunk_pixels = std::min(std::clamp(fitting, kAlignment, kMostPixels), std::max(all, kAlignment));
@@ -64,16 +65,16 @@ struct Cut {
   }
   // Of the left operand: its rows side by side in each step, or each row on its own.
   int64_t left_step_bytes() const {
-    return table().left_by_rows ? kStepBytes : (block_rows + kSlackRows) * kStepBytes;
+    return kernels->left_by_rows ? kStepBytes : (block_rows + kSlackRows) * kStepBytes;
   }
   int64_t left_row_bytes() const {
-    return table().left_by_rows ? chunk_pixels * table().value_bytes + kAlignment : kStepBytes;
+    return kernels->left_by_rows ? chunk_pixels * kernels->value_bytes + kAlignment : kStepBytes;
   }
   int64_t left_bytes() const {
-    return aligned((block_rows + kSlackRows) * (chunk_pixels * table().value_bytes + kAlignment));
+    return aligned((block_rows + kSlackRows) * (chunk_pixels * kernels->value_bytes + kAlignment));
   }
   int64_t panel_bytes() const {
-    return table().steps(chunk_pixels) * kPanelStepBytes;
+    return kernels->steps(chunk_pixels) * kPanelStepBytes;
   }
 };
 
@@ -152,7 +153,7 @@ class BlockGradient {
   float sum_narrow(const Finish& how) {
     const int64_t pixels = conv_.out_pixels();
     const bool by_columns = how.per_channel && !how.channels_are_rows;
-    if (how.result == Result::floats && !by_columns && table().multiply_to_floats != nullptr && pixels > 0 &&
+    if (how.result == Result::floats && !by_columns && cut_.kernels->multiply_to_floats != nullptr && pixels > 0 &&
         pixels <= std::min(kFewPixels, cut_.chunk_pixels)) {
       return sum_to_floats(how);
     }
@@ -176,7 +177,7 @@ class BlockGradient {
     }
     const int64_t channel = group_ * conv_.out_depth() + first_row_;
     const int64_t width = conv_.taps() * conv_.in_depth();
-    return table().multiply_to_floats(
+    return cut_.kernels->multiply_to_floats(
         product_of(pixels, false),
         {static_cast<float*>(how.output) + channel * width + first_column_,
          width,
@@ -207,7 +208,7 @@ class BlockGradient {
     for (int64_t pixel = begin; pixel < end; pixel += cut_.chunk_pixels) {
       const int64_t count = std::min(cut_.chunk_pixels, end - pixel);
       pack(pixel, count);
-      table().multiply(product_of(count, pixel > begin));
+      cut_.kernels->multiply(product_of(count, pixel > begin));
     }
     end_sums();
   }
@@ -235,7 +236,7 @@ class BlockGradient {
         own_.right,
         cut_.panel_bytes(),
         divided(columns_, kPanelColumns),
-        table().steps(pixels),
+        cut_.kernels->steps(pixels),
         own_.sums,
         cut_.block_columns(),
         accumulate};
@@ -253,7 +254,7 @@ class BlockGradient {
     return static_cast<Sum>(-operands_.zero_point * own_.wide_row_sums[row]);
   }
   int32_t column_term(int64_t column) const {
-    const auto offset = static_cast<uint32_t>(table().left_offset);
+    const auto offset = static_cast<uint32_t>(cut_.kernels->left_offset);
     return static_cast<int32_t>(0 - offset * static_cast<uint32_t>(own_.column_sums[column]));
   }
 
@@ -263,15 +264,15 @@ class BlockGradient {
     for (int64_t i = 0; i < count; ++i, from += conv_.out_channels) {
       own_.left_rows[i] = from;
     }
-    const bool adds = table().adds_columns;
+    const bool adds = cut_.kernels->adds_columns;
     if (sums_rows_ && !adds) {
       add_rows(own_.left_rows, count, rows_, own_.row_sums);
     }
-    std::fill(own_.left_rows + count, own_.left_rows + table().padded(count), own_.zeros);
-    const bool by_rows = table().left_by_rows;
-    table().pack_left_columns(
+    std::fill(own_.left_rows + count, own_.left_rows + cut_.kernels->padded(count), own_.zeros);
+    const bool by_rows = cut_.kernels->left_by_rows;
+    cut_.kernels->pack_left_columns(
         {own_.left_rows,
-         table().steps(count),
+         cut_.kernels->steps(count),
          rows_,
          own_.left,
          by_rows ? cut_.left_row_bytes() : kPanelStepBytes,
@@ -297,16 +298,16 @@ class BlockGradient {
   }
 
   void pack_panels(int64_t count, int64_t column, int64_t width) {
-    std::fill(own_.right_rows + count, own_.right_rows + table().padded(count), own_.zeros);
+    std::fill(own_.right_rows + count, own_.right_rows + cut_.kernels->padded(count), own_.zeros);
     char* const to = own_.right + column / kPanelColumns * cut_.panel_bytes();
     // Needed where the left operand has an offset.
-    const bool sums = table().add_column_sums != nullptr;
-    int32_t* const added = sums && table().adds_columns ? own_.column_sums + column : nullptr;
-    table().pack_right({own_.right_rows, table().steps(count), width, to, cut_.panel_bytes(), kPanelStepBytes, added});
+    const bool sums = cut_.kernels->add_column_sums != nullptr;
+    int32_t* const added = sums && cut_.kernels->adds_columns ? own_.column_sums + column : nullptr;
+    cut_.kernels->pack_right({own_.right_rows, cut_.kernels->steps(count), width, to, cut_.panel_bytes(), kPanelStepBytes, added});
     if (sums && added == nullptr) {
       for (int64_t panel = 0; panel * kPanelColumns < width; ++panel) {
-        table().add_column_sums(
-            to + panel * cut_.panel_bytes(), table().steps(count), own_.column_sums + column + panel * kPanelColumns);
+        cut_.kernels->add_column_sums(
+            to + panel * cut_.panel_bytes(), cut_.kernels->steps(count), own_.column_sums + column + panel * kPanelColumns);
       }
     }
   }
@@ -368,7 +369,7 @@ class BlockGradient {
     for (int64_t row = 0; row < rows_; ++row) {
       for (int64_t column = 0; column < columns_; ++column) {
         const int64_t at = row * cut_.block_columns() + column;
-        const auto offset = static_cast<uint32_t>(table().left_offset * own_.column_sums[column]);
+        const auto offset = static_cast<uint32_t>(cut_.kernels->left_offset * own_.column_sums[column]);
         own_.wide_sums[at] += static_cast<int32_t>(static_cast<uint32_t>(own_.sums[at]) - offset);
       }
     }

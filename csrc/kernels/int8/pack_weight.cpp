@@ -131,10 +131,13 @@ void pack_weight(const Conv2d& conv, Pass pass, const int8_t* weight, const Thre
     const Correlation part = correlation_of(conv, pass, phase);
     const int64_t chunks = (part.panels() + kPanelsAtOnce - 1) / kPanelsAtOnce;
     threads.share(conv.groups * chunks, [&](int64_t, int64_t begin, int64_t end) {
-      for (int64_t item = begin; item < end; ++item) {
+      for (int64_t item = begin; item < end;) {
         const int64_t group = item / chunks;
+        // All of a group's, so that rows of weights are read from their beginning to their end.
+        const int64_t next = std::min(end, (group + 1) * chunks);
         const int64_t first_panel = item % chunks * kPanelsAtOnce;
-        const int64_t last_panel = std::min(part.panels(), first_panel + kPanelsAtOnce);
+        const int64_t last_panel = std::min(part.panels(), first_panel + (next - item) * kPanelsAtOnce);
+        item = next;
         char* const base = to + group * part.group_bytes();
         auto* const sums = reinterpret_cast<int32_t*>(base + part.panels() * part.panel_bytes());
         std::fill(sums + first_panel * kPanelColumns, sums + last_panel * kPanelColumns, 0);

@@ -120,6 +120,8 @@ struct Table {
 
 // The table of the set that kernels use, see isa(): the best of those that the set holds.
 const Table& table();
+// The one for sums of so many terms: of a set that multiplies many at a time, short sums are left to another.
+const Table& table_for_depth(int64_t depth);
 
 const Table& scalar_table();
 #if defined(__x86_64__) && defined(__GNUC__)
