@@ -11,6 +11,8 @@ namespace torch_odt::kernels::int8 {
 
 namespace {
 
+constexpr int64_t kMostPanelsAtOnce = 64;
+
 // The rows of the right operand for the input's gradient lie in memory as rows of weights.
 void pack_gradient_panels(
     const Conv2d& conv,
@@ -21,7 +23,7 @@ void pack_gradient_panels(
     int64_t columns,
     char* panels,
     int32_t* sums) {
-  static constexpr int8_t kZeros[64 * kPanelColumns] = {};
+  static constexpr int8_t kZeros[kMostPanelsAtOnce * kPanelColumns] = {};
   constexpr int64_t kRowsAtOnce = 4096; // a multiple of every table's depth_multiple
   std::array<const int8_t*, kRowsAtOnce> rows;
   // Where a tap's first row lies, and how far apart its others are.
@@ -133,8 +135,8 @@ void pack_weight(const Conv2d& conv, Pass pass, const int8_t* weight, const Thre
     threads.share(conv.groups * chunks, [&](int64_t, int64_t begin, int64_t end) {
       for (int64_t item = begin; item < end;) {
         const int64_t group = item / chunks;
-        // All of a group's, so that rows of weights are read from their beginning to their end.
-        const int64_t next = std::min(end, (group + 1) * chunks);
+        // Many of a group's, so that rows of weights are read a good way on.
+        const int64_t next = std::min({end, (group + 1) * chunks, item + kMostPanelsAtOnce / kPanelsAtOnce});
         const int64_t first_panel = item % chunks * kPanelsAtOnce;
         const int64_t last_panel = std::min(part.panels(), first_panel + (next - item) * kPanelsAtOnce);
         item = next;
