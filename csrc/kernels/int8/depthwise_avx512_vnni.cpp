@@ -48,9 +48,13 @@ TORCH_ODT_TARGET void sum_few_taps(const DepthwiseRows& of, int64_t block_bytes,
     }
   }
   const char* pixels = of.steps[0] + block_bytes;
+  // Copies, so that no store makes them be read again.
   const int64_t spacing_bytes = of.spacing * kPanelStepBytes;
-  const int64_t line_sums = of.outputs * of.sums_stride;
-  for (int64_t output = 0; output < of.outputs; ++output) {
+  const int64_t step_bytes = of.step * kPanelStepBytes;
+  const int64_t sums_stride = of.sums_stride;
+  const int64_t outputs = of.outputs;
+  const int64_t line_sums = outputs * sums_stride;
+  for (int64_t output = 0; output < outputs; ++output) {
     __m512i sums[kLines];
 #pragma GCC unroll 3
     for (int tap = 0; tap < kTaps; ++tap) {
@@ -65,8 +69,8 @@ TORCH_ODT_TARGET void sum_few_taps(const DepthwiseRows& of, int64_t block_bytes,
     for (int line = 0; line < kLines; ++line) {
       _mm512_storeu_si512(to + line * line_sums, sums[line]);
     }
-    pixels += of.step * kPanelStepBytes;
-    to += of.sums_stride;
+    pixels += step_bytes;
+    to += sums_stride;
   }
 }
 
