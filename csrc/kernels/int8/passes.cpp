@@ -5,7 +5,8 @@
 
 #include "correlation.h"
 #include "depthwise.h"
-#include "gather.h"
+#include "left.h"
+#include "patches.h"
 
 namespace torch_odt::kernels::int8 {
 
@@ -26,57 +27,6 @@ struct Target {
   int64_t columns;
   int64_t channels;
 };
-
-// A packed block of the left operand, in the thread's workspace or where it lies already.
-struct Left {
-  const void* data;
-  int64_t row_bytes;
-};
-
-Left gather_block(
-    const Correlation& part,
-    const Source& source,
-    int64_t group,
-    const Range& depth,
-    int64_t begin,
-    int64_t end,
-    int64_t pixels,
-    char* to) {
-  const Table& kernels = table();
-  const Image image{
-      source.data,
-      source.channels,
-      group * part.source_depth,
-      part.source_depth,
-      static_cast<int8_t>(source.zero_point)};
-  const int64_t row_bytes = part.left_row_bytes();
-  if (is_pointwise(part.rows, part.columns)) {
-    const int8_t* const first = image.data + begin * image.channels + image.first_channel + depth.first;
-    const bool whole = depth.count % kernels.depth_multiple == 0;
-    if (kernels.value_bytes == 1 && kernels.left_offset == 0 && whole && end + kSlackRows <= pixels) {
-      return {first, image.channels};
-    }
-    if (depth.count == image.channels && whole) {
-      kernels.pack_left_rows({first, 0, 1, (end - begin) * image.depth, to, 0});
-      return {to, image.depth * kernels.value_bytes};
-    }
-    kernels.pack_left_rows({first, image.channels, end - begin, depth.count, to, row_bytes});
-    return {to, row_bytes};
-  }
-  const auto copy = [&](int64_t row, int64_t rows, const int8_t* from, int64_t stride, int64_t count, int64_t at) {
-    kernels.pack_left_rows({from, stride, rows, count, to + row * row_bytes + at * kernels.value_bytes, row_bytes});
-  };
-  const auto fill = [&](int64_t row, int64_t count, int64_t at) {
-    char* const place = to + row * row_bytes;
-    if (kernels.value_bytes == 2) {
-      std::fill_n(reinterpret_cast<int16_t*>(place) + at, count, int16_t{image.padding});
-    } else {
-      std::memset(place + at, image.padding + kernels.left_offset, static_cast<size_t>(count));
-    }
-  };
-  gather(image, part.rows, part.columns, depth, copy, fill, begin, end);
-  return {to, row_bytes};
-}
 
 // Where in the target each row of a block begins.
 void find_places(
@@ -144,7 +94,14 @@ struct Task {
         do {
           const Range depth{first, std::min(chunk, part.depth() - first)};
           if (panel == first_panel || chunk < part.depth()) {
-            left = gather_block(part, source, group, depth, begin, end, pixels, own.left);
+            const Image image{
+                source.data,
+                source.channels,
+                group * part.source_depth,
+                part.source_depth,
+                static_cast<int8_t>(source.zero_point)};
+            const Outputs outputs{begin, end, pixels};
+            left = gather_left(image, part.rows, part.columns, depth, outputs, part.left_row_bytes(), own.left);
           }
           multiply(left, panels, depth, end - begin, own.sums);
           if (part.wide()) {
@@ -281,6 +238,9 @@ int64_t workspace_bytes(const Conv2d& conv, Pass pass) {
   if (goes_by_channels(conv, pass)) {
     return depthwise_workspace_bytes(conv, pass);
   }
+  if (goes_by_patches(conv, pass)) {
+    return patches_workspace_bytes(conv);
+  }
   int64_t most = 0;
   for (int64_t phase = 0; phase < phases_of(conv, pass); ++phase) {
     most = std::max(most, Workspace(correlation_of(conv, pass, phase), nullptr).pieces.bytes());
@@ -314,6 +274,9 @@ float grad_input(
     void* workspace) {
   if (goes_by_channels(conv, Pass::grad_input)) {
     return depthwise_pass(conv, Pass::grad_input, grad_output, 0, packed, nullptr, how, threads, workspace);
+  }
+  if (goes_by_patches(conv, Pass::grad_input)) {
+    return patches_grad_input(conv, grad_output, packed, how, threads, workspace);
   }
   const Source source{grad_output, conv.out_channels, 0, nullptr};
   const Target target{conv.rows.input, conv.columns.input, conv.in_channels};
