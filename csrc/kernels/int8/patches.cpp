@@ -16,13 +16,12 @@ namespace {
 
 constexpr int64_t kMostRows = Correlation::kMostRows;
 constexpr int64_t kMostColumns = 64; // of a patch
+constexpr int64_t kMostStrides = 4; // along a side of it
 // Of a line of sums, finished at a time: whatever these are, draws of pixels with as many channels at most go by the
 // element's place alone.
 constexpr int64_t kLineColumns = 16;
 // What vectors read and write behind the end of a run.
 constexpr int64_t kSlackSums = 16;
-// What a row of a product costs beside its steps: gathering and finishing it, in steps of a panel.
-constexpr int64_t kRowSteps = 16;
 
 int64_t floor_divided(int64_t count, int64_t by) {
   return count >= 0 ? count / by : -((by - 1 - count) / by);
@@ -68,36 +67,57 @@ struct Patch {
   }
 };
 
-// Multiply-adds of a sample, columns and depth filled up, in steps of a panel.
-int64_t cost_of(const Correlation& part) {
-  return part.rows.outputs * part.columns.outputs * (part.steps() * part.panels() + kRowSteps);
-}
+// What a row of a product costs, in steps of a panel: its own, filled up, and what gathering and finishing it takes.
+struct Cost {
+  int64_t steps = 0;
+  int64_t all = 0;
 
-int64_t cost_of_phases(const Conv2d& conv) {
-  int64_t cost = 0;
+  Cost& operator+=(const Correlation& part) {
+    constexpr int64_t kRowSteps = 16;
+    steps += part.steps() * part.panels();
+    all += part.steps() * part.panels() + kRowSteps;
+    return *this;
+  }
+};
+
+// For as many pixels as there are phases.
+Cost cost_of_phases(const Conv2d& conv) {
+  Cost cost;
   for (int64_t phase = 0; phase < phases_of(conv, Pass::grad_input); ++phase) {
-    cost += cost_of(correlation_of(conv, Pass::grad_input, phase));
+    cost += correlation_of(conv, Pass::grad_input, phase);
   }
   return cost;
 }
 
-// The patch that makes the least work, if there is any that makes less than pixels do.
+// The patch that makes the least work for each pixel, if there is any that makes less than phases do. Without a stride
+// these gather and finish pixels in the same way: only where patches save steps as well are they worth what they waste
+// on small images. Weights are packed without knowing an image, and this goes by them alone.
 std::optional<Patch> patch_of(const Conv2d& conv) {
   const int64_t channels = conv.in_channels;
-  if (conv.groups != 1 || channels == 0 || channels > kLineColumns) {
+  const int64_t phases = phases_of(conv, Pass::grad_input);
+  if (conv.groups != 1 || channels == 0 || channels > kLineColumns || phases * channels > kMostColumns) {
     return std::nullopt;
   }
   std::optional<Patch> best;
-  int64_t least = cost_of_phases(conv);
-  for (int64_t rows = conv.rows.stride; rows * channels <= kMostColumns; rows += conv.rows.stride) {
-    for (int64_t columns = conv.columns.stride; rows * columns * channels <= kMostColumns;
-         columns += conv.columns.stride) {
-      const Patch patch(conv, rows, columns);
-      const Correlation part = patch.correlation();
-      if (part.depth() <= std::min(part.chunk(), kMostDepth) && cost_of(part) < least) {
-        best.emplace(patch);
-        least = cost_of(part);
-      }
+  const Cost pixelwise = cost_of_phases(conv);
+  Cost least = pixelwise;
+  int64_t least_pixels = phases;
+  for (int64_t i = 0; i < kMostStrides * kMostStrides; ++i) {
+    const int64_t rows = (1 + i / kMostStrides) * conv.rows.stride;
+    const int64_t columns = (1 + i % kMostStrides) * conv.columns.stride;
+    if (rows * columns * channels > kMostColumns) {
+      continue;
+    }
+    const Patch patch(conv, rows, columns);
+    const Correlation part = patch.correlation();
+    Cost cost;
+    cost += part;
+    const int64_t pixels = rows * columns;
+    const bool saves = phases > 1 || cost.steps < pixelwise.steps * pixels;
+    if (saves && part.depth() <= std::min(part.chunk(), kMostDepth) && cost.all * least_pixels < least.all * pixels) {
+      best.emplace(patch);
+      least = cost;
+      least_pixels = pixels;
     }
   }
   return best;

@@ -9,7 +9,7 @@
 
 namespace torch_odt::kernels::int8 {
 
-// Whether that is less work. It goes by the shape and the instruction set.
+// Whether that is less work. It goes by the weight and the instruction set alone.
 bool goes_by_patches(const Conv2d& conv, Pass pass);
 
 int64_t patches_packed_bytes(const Conv2d& conv);
