@@ -11,6 +11,7 @@ namespace torch_odt::kernels::int8 {
 
 struct Image {
   const int8_t* data;
+  const int8_t* end; // of all its samples
   int64_t channels;
   int64_t first_channel;
   int64_t depth; // channels that take part

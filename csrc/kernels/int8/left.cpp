@@ -19,10 +19,10 @@ Left pack_pixels(const Image& image, const Range& depth, const Outputs& outputs,
     return {first, image.channels};
   }
   if (depth.count == image.channels && whole) {
-    kernels.pack_left_rows({first, 0, 1, rows * image.depth, to, 0});
+    kernels.pack_left_rows({first, image.end, 0, 1, rows * image.depth, to, 0});
     return {to, image.depth * kernels.value_bytes};
   }
-  kernels.pack_left_rows({first, image.channels, rows, depth.count, to, row_bytes});
+  kernels.pack_left_rows({first, image.end, image.channels, rows, depth.count, to, row_bytes});
   return {to, row_bytes};
 }
 
@@ -41,7 +41,8 @@ Left gather_left(
   }
   const Table& kernels = table();
   const auto copy = [&](int64_t row, int64_t count, const int8_t* from, int64_t stride, int64_t values, int64_t at) {
-    kernels.pack_left_rows({from, stride, count, values, to + row * row_bytes + at * kernels.value_bytes, row_bytes});
+    char* const place = to + row * row_bytes + at * kernels.value_bytes;
+    kernels.pack_left_rows({from, image.end, stride, count, values, place, row_bytes});
   };
   const auto fill = [&](int64_t row, int64_t values, int64_t at) {
     char* const place = to + row * row_bytes;

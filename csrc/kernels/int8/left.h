@@ -20,8 +20,8 @@ struct Outputs {
   int64_t all;
 };
 
-// The values in a range of what is under the taps of each output, packed `to` rows of `row_bytes`: those must have room
-// for kAlignment bytes behind the values, which are overwritten.
+// The values in a range of what is under the taps of each output, packed `to` rows of `row_bytes`: those have room for
+// kAlignment bytes behind the values, which are overwritten.
 Left gather_left(
     const Image& image,
     const Taps& rows,

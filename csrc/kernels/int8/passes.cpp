@@ -17,6 +17,7 @@ constexpr int64_t kMostRows = Correlation::kMostRows;
 // What a pass reads and where it writes.
 struct Source {
   const int8_t* data;
+  const int8_t* end;
   int64_t channels;
   int32_t zero_point;
   const int32_t* bias;
@@ -96,6 +97,7 @@ struct Task {
           if (panel == first_panel || chunk < part.depth()) {
             const Image image{
                 source.data,
+                source.end,
                 source.channels,
                 group * part.source_depth,
                 part.source_depth,
@@ -260,7 +262,7 @@ float forward(
   if (goes_by_channels(conv, Pass::forward)) {
     return depthwise_pass(conv, Pass::forward, input, zero_point, packed, bias, how, threads, workspace);
   }
-  const Source source{input, conv.in_channels, zero_point, bias};
+  const Source source{input, input + conv.in_pixels() * conv.in_channels, conv.in_channels, zero_point, bias};
   const Target target{conv.rows.output, conv.columns.output, conv.out_channels};
   return run_pass(conv, Pass::forward, source, target, packed, how, threads, workspace);
 }
@@ -278,7 +280,8 @@ float grad_input(
   if (goes_by_patches(conv, Pass::grad_input)) {
     return patches_grad_input(conv, grad_output, packed, how, threads, workspace);
   }
-  const Source source{grad_output, conv.out_channels, 0, nullptr};
+  const int8_t* const end = grad_output + conv.out_pixels() * conv.out_channels;
+  const Source source{grad_output, end, conv.out_channels, 0, nullptr};
   const Target target{conv.rows.input, conv.columns.input, conv.in_channels};
   return run_pass(conv, Pass::grad_input, source, target, packed, how, threads, workspace);
 }

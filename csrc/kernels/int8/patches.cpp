@@ -175,7 +175,13 @@ class Task {
       : conv_(conv),
         patch_(patch),
         part_(patch.correlation()),
-        image_{grad_output, conv.out_channels, 0, conv.out_channels, 0},
+        image_{
+            grad_output,
+            grad_output + conv.out_pixels() * conv.out_channels,
+            conv.out_channels,
+            0,
+            conv.out_channels,
+            0},
         packed_(static_cast<const char*>(packed)),
         how_(how) {
     const auto* const sums = reinterpret_cast<const int32_t*>(packed_ + part_.panels() * part_.panel_bytes());
