@@ -21,7 +21,7 @@ struct Outputs {
 };
 
 // The values in a range of what is under the taps of each output, packed `to` rows of `row_bytes`: those have room for
-// kAlignment bytes behind the values, which are overwritten.
+// kSlackValues behind their own, which are overwritten.
 Left gather_left(
     const Image& image,
     const Taps& rows,
