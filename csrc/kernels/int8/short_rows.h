@@ -9,8 +9,6 @@
 
 namespace torch_odt::kernels::int8 {
 
-inline constexpr int64_t kShortRow = 32; // the most values of a row that is one
-
 template <int kVectors>
 TORCH_ODT_INLINE void copy_vectors(const LeftRows& of, int64_t rows, int8_t flip) {
   const Bytes16 flips = Bytes16{} + flip;
@@ -24,10 +22,11 @@ TORCH_ODT_INLINE void copy_vectors(const LeftRows& of, int64_t rows, int8_t flip
   }
 }
 
-// How many rows are short, and have memory for whole vectors behind their beginning.
+// How many rows are short, one vector or two, and have memory for those from their beginning on.
 TORCH_ODT_INLINE int64_t short_rows(const LeftRows& of) {
-  int64_t rows = of.count <= kShortRow ? of.rows : 0;
-  while (rows > 0 && of.end - of.from - (rows - 1) * of.from_stride < (of.count + 15) / 16 * 16) {
+  const int64_t bytes = of.count <= 16 ? 16 : 32;
+  int64_t rows = of.count <= bytes ? of.rows : 0;
+  while (rows > 0 && of.end - of.from - (rows - 1) * of.from_stride < bytes) {
     --rows;
   }
   return rows;

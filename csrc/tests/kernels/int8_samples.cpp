@@ -106,6 +106,8 @@ std::vector<Conv2d> int8_convolutions() {
       {8, axis(1, 1), axis(1, 1), 67, 33, 1},
       {33, axis(1, 1), axis(1, 1), 64, 130, 1},
       {0, axis(1, 1), axis(1, 1), 5, 3, 1},
+      {3, axis(1, 1), axis(1, 1), 0, 5, 1},
+      {1, axis(6, 3, 2, 1), axis(6, 3, 2, 1), 3, 0, 1},
       // Pointwise, enough pixels for several blocks.
       {2, axis(9, 1), axis(11, 1), 24, 40, 1},
       {1, axis(17, 1), axis(16, 1), 64, 17, 1},
