@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "correlation.h"
+#include "finish_pixels.h"
 #include "lanes.h"
 #include "left.h"
 
@@ -17,9 +18,7 @@ namespace {
 constexpr int64_t kMostRows = Correlation::kMostRows;
 constexpr int64_t kMostColumns = 64; // of a patch
 constexpr int64_t kMostStrides = 4; // along a side of it
-// Of a line of sums, finished at a time: whatever these are, draws of pixels with as many channels at most go by the
-// element's place alone.
-constexpr int64_t kLineColumns = 16;
+constexpr int64_t kLineColumns = 64; // of a line of pixels, finished as a row
 // What vectors read and write behind the end of a run.
 constexpr int64_t kSlackSums = 16;
 
@@ -95,7 +94,7 @@ Cost cost_of_phases(const Conv2d& conv) {
 std::optional<Patch> patch_of(const Conv2d& conv) {
   const int64_t channels = conv.in_channels;
   const int64_t phases = phases_of(conv, Pass::grad_input);
-  if (conv.groups != 1 || channels == 0 || channels > kLineColumns || phases * channels > kMostColumns) {
+  if (conv.groups != 1 || channels == 0 || channels > kMostPixelChannels || phases * channels > kMostColumns) {
     return std::nullopt;
   }
   std::optional<Patch> best;
@@ -183,7 +182,8 @@ class Task {
             conv.out_channels,
             0},
         packed_(static_cast<const char*>(packed)),
-        how_(how) {
+        how_(how),
+        draws_(conv.in_channels) {
     const auto* const sums = reinterpret_cast<const int32_t*>(packed_ + part_.panels() * part_.panel_bytes());
     for (int64_t column = 0; column < part_.target_depth; ++column) {
       terms_[static_cast<size_t>(column)] = -table().left_offset * sums[column];
@@ -229,9 +229,13 @@ class Task {
   }
 
  private:
-  // Pixels side by side. Where keys of draws or multipliers are each pixel's own, it is one of the rows to be finished.
+  // Pixels side by side. Where draws or multipliers are each pixel's own, it is one of the rows to be finished.
   float finish_line(const int32_t* sums, int64_t place, int64_t count) const {
-    const bool by_pixels = how_.per_channel || place >> 32 != (place + count - 1) >> 32;
+    if (has_finish_pixels(how_) && place >> 32 == (place + count - 1) >> 32) {
+      return finish_pixels(how_, draws_, sums, place, count);
+    }
+    const bool draws = how_.result == Result::int8 && how_.rounding == Rounding::stochastic;
+    const bool by_pixels = how_.per_channel || draws;
     const int64_t width = by_pixels ? conv_.in_channels : kLineColumns;
     constexpr int64_t kRowsAtOnce = 512;
     std::array<int64_t, kRowsAtOnce> places;
@@ -255,6 +259,7 @@ class Task {
   const Image image_;
   const char* packed_;
   const Finish& how_;
+  const PixelDraws draws_;
   std::array<int32_t, kMostColumns + kSlackSums> terms_{};
 };
 
