@@ -10,8 +10,8 @@ namespace torch_odt::kernels::int8 {
 
 inline constexpr int64_t kMostPixelChannels = 16;
 
-// Where the draws of so many elements are that begin with a pixel, whole pixels and whole vectors of them: which hash,
-// counted from the first element's place on and times kGolden, and by how many bits it is shifted.
+// Where the draws of elements from a pixel's first one on are, of as many as are whole pixels and whole vectors: which
+// hash, counted from the first element's place on and times kGolden, and by how many bits it is shifted.
 struct alignas(64) PixelDraws {
   int64_t count;
   uint32_t steps[16 * kMostPixelChannels];
@@ -23,8 +23,8 @@ struct alignas(64) PixelDraws {
 // Whether finish_pixels does what finish() does with a row for each pixel.
 bool has_finish_pixels(const Finish& how);
 
-// `count` elements of the output from `place` on, all of whose pixels have the same key; sums can be read up to a vector
-// behind the last one.
+// `count` elements of the output from `place` on, all of whose pixels have the same key; sums can be read up to a
+// vector behind the last one.
 float finish_pixels(const Finish& how, const PixelDraws& draws, const int32_t* sums, int64_t place, int64_t count);
 
 } // namespace torch_odt::kernels::int8
