@@ -32,6 +32,7 @@ struct Layer {
 // The list that docs and targets speak of.
 constexpr Layer kLayers[] = {
     {"stem 3->32 s2 @224", 8, 3, 32, 224, 3, 2, 1},
+    {"stem 3->64 7x7 s2 @224", 8, 3, 64, 224, 7, 2, 1},
     {"pw 96->24 @56", 8, 96, 24, 56, 1, 1, 1},
     {"pw 24->144 @56", 8, 24, 144, 56, 1, 1, 1},
     {"pw 384->96 @14", 8, 384, 96, 14, 1, 1, 1},

@@ -3,6 +3,7 @@
 
 #include "avx512.h"
 #include "intrinsics_x86.h"
+#include "short_rows.h"
 #include "table.h"
 
 #define TORCH_ODT_TARGET [[gnu::target("avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,amx-tile,amx-int8")]]
@@ -24,7 +25,7 @@ struct TileConfiguration {
 };
 
 TORCH_ODT_TARGET void pack_left_rows(const LeftRows& of) {
-  copy_rows_avx512(of, 0);
+  copy_rows_avx512(rows_from(of, copy_short_rows(of, 0)), 0);
 }
 
 TORCH_ODT_TARGET void pack_right(const Interleaving& of) {

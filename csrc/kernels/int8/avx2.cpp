@@ -3,6 +3,7 @@
 
 #include "interleave.h"
 #include "intrinsics_x86.h"
+#include "short_rows.h"
 #include "table.h"
 #include "tiles.h"
 
@@ -13,11 +14,13 @@ namespace torch_odt::kernels::int8 {
 namespace {
 
 TORCH_ODT_TARGET void pack_left_rows(const LeftRows& of) {
+  const int64_t in_vectors = short_rows(of);
   for (int64_t row = 0; row < of.rows; ++row) {
     const int8_t* const values = of.from + row * of.from_stride;
     auto* const words = reinterpret_cast<int16_t*>(static_cast<char*>(of.to) + row * of.to_stride);
+    const int64_t in_vector = row < in_vectors ? of.count : of.count - 15;
     int64_t i = 0;
-    for (; i + 16 <= of.count; i += 16) {
+    for (; i < in_vector; i += 16) {
       const __m128i bytes = _mm_loadu_si128((const __m128i*)(values + i));
       _mm256_storeu_si256((__m256i*)(words + i), _mm256_cvtepi8_epi16(bytes));
     }

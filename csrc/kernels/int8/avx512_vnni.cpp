@@ -3,6 +3,7 @@
 
 #include "avx512.h"
 #include "intrinsics_x86.h"
+#include "short_rows.h"
 #include "table.h"
 
 #define TORCH_ODT_TARGET [[gnu::target("avx512f,avx512bw,avx512vl,avx512dq,avx512vnni")]]
@@ -16,7 +17,7 @@ namespace {
 constexpr int8_t kFlip = -128;
 
 TORCH_ODT_TARGET void pack_left_rows(const LeftRows& of) {
-  copy_rows_avx512(of, kFlip);
+  copy_rows_avx512(rows_from(of, copy_short_rows(of, kFlip)), kFlip);
 }
 
 TORCH_ODT_TARGET void pack_left_columns(const Interleaving& of) {

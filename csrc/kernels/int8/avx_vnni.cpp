@@ -3,6 +3,7 @@
 
 #include "interleave.h"
 #include "intrinsics_x86.h"
+#include "short_rows.h"
 #include "table.h"
 #include "tiles.h"
 
@@ -15,7 +16,8 @@ namespace {
 constexpr int8_t kFlip = -128;
 constexpr int kRows = 6;
 
-TORCH_ODT_TARGET void pack_left_rows(const LeftRows& of) {
+TORCH_ODT_TARGET void pack_left_rows(const LeftRows& all) {
+  const LeftRows of = rows_from(all, copy_short_rows(all, kFlip));
   const __m256i flip = _mm256_set1_epi8(kFlip);
   for (int64_t row = 0; row < of.rows; ++row) {
     const int8_t* const values = of.from + row * of.from_stride;

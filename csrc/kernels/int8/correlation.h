@@ -41,9 +41,11 @@ struct Correlation {
   int64_t chunk() const {
     return std::min(table().padded(depth()), kMostRowBytes / table().value_bytes);
   }
-  // Of a packed row. Rows a power of two apart would fall on the same lines of a cache.
+  // Of a packed row, and of what copies overwrite behind it. Rows a power of two apart would fall on the same lines of
+  // a cache: they are an odd number of lines apart.
   int64_t left_row_bytes() const {
-    return aligned(table().steps(chunk()) * kStepBytes) + kAlignment;
+    const int64_t lines = divided(table().steps(chunk()) * kStepBytes + kSlackValues * table().value_bytes, kAlignment);
+    return (lines / 2 * 2 + 1) * kAlignment;
   }
   // Rows at a time: what is gathered has to stay in a cache near the processor. A multiple of eight, so that bits of
   // masks are written by one thread a byte.

@@ -11,6 +11,7 @@ namespace torch_odt::kernels::int8 {
 
 struct Image {
   const int8_t* data;
+  const int8_t* end; // of all its samples
   int64_t channels;
   int64_t first_channel;
   int64_t depth; // channels that take part
@@ -41,8 +42,8 @@ struct Pixel {
 
 // Calls copy(row, rows, from, from_stride, count, at) and fill(row, count, at) for all values under the taps of the
 // outputs from `begin` up to but without `end`, each of which is a row in the order [row][column][channel] of its taps:
-// `row` is counted from `begin`, `at` are values from the beginning of a row. Outputs side by side in an image whose taps
-// all lie inside of it are copied at once.
+// `row` is counted from `begin`, `at` are values from the beginning of a row, which is filled from there to its end.
+// Outputs side by side in an image whose taps all lie inside of it are copied at once.
 template <typename Copy, typename Fill>
 class Gather {
  public:
@@ -119,6 +120,10 @@ class Gather {
   }
 
   void gather_taps(const int8_t* line, int64_t column, int64_t row, int64_t at) const {
+    if (columns_.spacing == 1 && image_.depth == image_.channels) {
+      gather_taps_at_once(line, column, row, at);
+      return;
+    }
     for (int64_t tap = 0; tap < columns_.count; ++tap) {
       const int64_t position = columns_.start + column * columns_.step + tap * columns_.spacing;
       const int64_t place = at + tap * image_.depth;
@@ -128,6 +133,24 @@ class Gather {
         fill_(row, image_.depth, place);
       }
     }
+  }
+
+  // Those inside of the image lie side by side.
+  void gather_taps_at_once(const int8_t* line, int64_t column, int64_t row, int64_t at) const {
+    const int64_t left = columns_.start + column * columns_.step;
+    const int64_t first = std::clamp<int64_t>(-left, 0, columns_.count);
+    const int64_t last = std::clamp(columns_.source - left, first, columns_.count);
+    const auto fill_some = [&](int64_t from, int64_t to) {
+      if (from < to) {
+        fill_(row, (to - from) * image_.depth, at + from * image_.depth);
+      }
+    };
+    fill_some(0, first);
+    if (first < last) {
+      const int8_t* const from = line + (left + first) * image_.channels;
+      copy_(row, 1, from, 0, (last - first) * image_.depth, at + first * image_.depth);
+    }
+    fill_some(last, columns_.count);
   }
 
   const Image& image_;

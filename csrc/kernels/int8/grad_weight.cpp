@@ -7,6 +7,7 @@
 #include "depthwise.h"
 #include "gather.h"
 #include "memory.h"
+#include "short_rows.h"
 #include "sums.h"
 
 namespace torch_odt::kernels::int8 {
@@ -53,7 +54,7 @@ struct Cut {
     block_panels = divided(panels, column_blocks);
     column_blocks = divided(panels, block_panels);
     const int64_t packed_values = block_rows + kSlackRows + block_panels * kPanelColumns;
-    const int64_t gathered_values = by_taps ? 0 : block_columns();
+    const int64_t gathered_values = by_taps ? 0 : gathered_row_bytes();
     const int64_t pixel_bytes = packed_values * kernels->value_bytes + gathered_values;
     const int64_t fitting = kPackedBytes / pixel_bytes / kAlignment * kAlignment;
     const int64_t all = divided(conv.out_pixels(), kAlignment) * kAlignment;
@@ -62,6 +63,10 @@ struct Cut {
 
   int64_t block_columns() const {
     return block_panels * kPanelColumns;
+  }
+  // The columns for one output, and what copies overwrite behind them.
+  int64_t gathered_row_bytes() const {
+    return block_columns() + divided(kSlackValues, kPanelColumns) * kPanelColumns;
   }
   // Of the left operand: its rows side by side in each step, or each row on its own.
   int64_t left_step_bytes() const {
@@ -103,7 +108,7 @@ struct Workspace {
     wide_row_sums = pieces.take<int64_t>(cut.block_rows);
     zeros = pieces.take<int8_t>(std::max(cut.block_rows, cut.block_columns()) + kAlignment);
     padding = pieces.take<int8_t>(cut.block_columns() + kAlignment);
-    gathered = pieces.take<int8_t>(cut.by_taps ? 0 : cut.chunk_pixels * cut.block_columns() + kAlignment);
+    gathered = pieces.take<int8_t>(cut.by_taps ? 0 : cut.chunk_pixels * cut.gathered_row_bytes() + kAlignment);
     left_rows = pieces.take<const int8_t*>(cut.chunk_pixels);
     right_rows = pieces.take<const int8_t*>(cut.chunk_pixels);
     left = pieces.take<char>(cut.left_bytes());
@@ -346,22 +351,23 @@ class BlockGradient {
   void gather_rows(int64_t first, int64_t count) {
     const Image image{
         operands_.input,
+        operands_.input + conv_.in_pixels() * conv_.in_channels,
         conv_.in_channels,
         group_ * conv_.in_depth(),
         conv_.in_depth(),
         static_cast<int8_t>(operands_.zero_point)};
     const Range block{first_column_, columns_};
+    const int64_t row_bytes = cut_.gathered_row_bytes();
     const auto copy = [&](int64_t row, int64_t rows, const int8_t* from, int64_t stride, int64_t values, int64_t at) {
-      for (int64_t i = 0; i < rows; ++i) {
-        std::memcpy(own_.gathered + (row + i) * columns_ + at, from + i * stride, static_cast<size_t>(values));
-      }
+      const LeftRows all{from, image.end, stride, rows, values, own_.gathered + row * row_bytes + at, row_bytes};
+      copy_rows(rows_from(all, copy_short_rows(all, 0)));
     };
     const auto fill = [&](int64_t row, int64_t values, int64_t at) {
-      std::memset(own_.gathered + row * columns_ + at, image.padding, static_cast<size_t>(values));
+      std::memset(own_.gathered + row * row_bytes + at, image.padding, static_cast<size_t>(values));
     };
     gather(image, rows_taps_, columns_taps_, block, copy, fill, first, first + count);
     for (int64_t i = 0; i < count; ++i) {
-      own_.right_rows[i] = own_.gathered + i * columns_;
+      own_.right_rows[i] = own_.gathered + i * row_bytes;
     }
   }
 

@@ -4,6 +4,7 @@
 #include <arm_neon.h>
 
 #include "interleave.h"
+#include "short_rows.h"
 #include "table.h"
 #include "tiles.h"
 
@@ -15,7 +16,7 @@ constexpr int kRows = 2;
 constexpr int kPairs = 8; // of columns in a panel
 
 void pack_left_rows(const LeftRows& of) {
-  copy_rows(of);
+  copy_rows(rows_from(of, copy_short_rows(of, 0)));
 }
 
 void interleave(const Interleaving& of) {

@@ -5,6 +5,7 @@
 #include "correlation.h"
 #include "depthwise.h"
 #include "interleave.h"
+#include "patches.h"
 #include "sums.h"
 
 namespace torch_odt::kernels::int8 {
@@ -115,6 +116,9 @@ int64_t packed_bytes(const Conv2d& conv, Pass pass) {
   if (goes_by_channels(conv, pass)) {
     return depthwise_packed_bytes(conv, pass);
   }
+  if (goes_by_patches(conv, pass)) {
+    return patches_packed_bytes(conv);
+  }
   int64_t bytes = 0;
   for (int64_t phase = 0; phase < phases_of(conv, pass); ++phase) {
     bytes += correlation_of(conv, pass, phase).group_bytes() * conv.groups;
@@ -125,6 +129,10 @@ int64_t packed_bytes(const Conv2d& conv, Pass pass) {
 void pack_weight(const Conv2d& conv, Pass pass, const int8_t* weight, const Threads& threads, void* packed) {
   if (goes_by_channels(conv, pass)) {
     depthwise_pack_weight(conv, pass, weight, packed);
+    return;
+  }
+  if (goes_by_patches(conv, pass)) {
+    patches_pack_weight(conv, weight, packed);
     return;
   }
   constexpr int64_t kPanelsAtOnce = 4;

@@ -5,7 +5,8 @@
 
 #include "correlation.h"
 #include "depthwise.h"
-#include "gather.h"
+#include "left.h"
+#include "patches.h"
 
 namespace torch_odt::kernels::int8 {
 
@@ -16,6 +17,7 @@ constexpr int64_t kMostRows = Correlation::kMostRows;
 // What a pass reads and where it writes.
 struct Source {
   const int8_t* data;
+  const int8_t* end;
   int64_t channels;
   int32_t zero_point;
   const int32_t* bias;
@@ -27,66 +29,22 @@ struct Target {
   int64_t channels;
 };
 
-// A packed block of the left operand, in the thread's workspace or where it lies already.
-struct Left {
-  const void* data;
-  int64_t row_bytes;
-};
-
-Left gather_block(
-    const Correlation& part,
-    const Source& source,
-    int64_t group,
-    const Range& depth,
-    int64_t begin,
-    int64_t end,
-    int64_t pixels,
-    char* to) {
-  const Table& kernels = table();
-  const Image image{
-      source.data,
-      source.channels,
-      group * part.source_depth,
-      part.source_depth,
-      static_cast<int8_t>(source.zero_point)};
-  const int64_t row_bytes = part.left_row_bytes();
-  if (is_pointwise(part.rows, part.columns)) {
-    const int8_t* const first = image.data + begin * image.channels + image.first_channel + depth.first;
-    const bool whole = depth.count % kernels.depth_multiple == 0;
-    if (kernels.value_bytes == 1 && kernels.left_offset == 0 && whole && end + kSlackRows <= pixels) {
-      return {first, image.channels};
-    }
-    if (depth.count == image.channels && whole) {
-      kernels.pack_left_rows({first, 0, 1, (end - begin) * image.depth, to, 0});
-      return {to, image.depth * kernels.value_bytes};
-    }
-    kernels.pack_left_rows({first, image.channels, end - begin, depth.count, to, row_bytes});
-    return {to, row_bytes};
-  }
-  const auto copy = [&](int64_t row, int64_t rows, const int8_t* from, int64_t stride, int64_t count, int64_t at) {
-    kernels.pack_left_rows({from, stride, rows, count, to + row * row_bytes + at * kernels.value_bytes, row_bytes});
-  };
-  const auto fill = [&](int64_t row, int64_t count, int64_t at) {
-    char* const place = to + row * row_bytes;
-    if (kernels.value_bytes == 2) {
-      std::fill_n(reinterpret_cast<int16_t*>(place) + at, count, int16_t{image.padding});
-    } else {
-      std::memset(place + at, image.padding + kernels.left_offset, static_cast<size_t>(count));
-    }
-  };
-  gather(image, part.rows, part.columns, depth, copy, fill, begin, end);
-  return {to, row_bytes};
-}
-
 // Where in the target each row of a block begins.
 void find_places(
     const Correlation& part, const Target& target, int64_t begin, int64_t end, std::array<int64_t, kMostRows>& places) {
   Pixel pixel(begin, part.rows, part.columns);
-  for (int64_t i = 0; i < end - begin; ++i, pixel.advance(part.rows, part.columns)) {
+  const int64_t step = part.columns.output_step * target.channels;
+  for (int64_t first = 0; first < end - begin;) {
+    const int64_t outputs = std::min(end - begin - first, part.columns.outputs - pixel.column);
     const int64_t row = part.rows.first_output + pixel.row * part.rows.output_step;
     const int64_t column = part.columns.first_output + pixel.column * part.columns.output_step;
-    places[static_cast<size_t>(i)] =
-        ((pixel.sample * target.rows + row) * target.columns + column) * target.channels;
+    const int64_t place = ((pixel.sample * target.rows + row) * target.columns + column) * target.channels;
+    for (int64_t i = 0; i < outputs; ++i) {
+      places[static_cast<size_t>(first + i)] = place + i * step;
+    }
+    first += outputs;
+    pixel.column += outputs - 1;
+    pixel.advance(part.rows, part.columns);
   }
 }
 
@@ -120,8 +78,29 @@ struct Panels {
   }
 };
 
+// What a correlation says of its sizes, divided once rather than for every block.
+struct Sizes {
+  int64_t depth;
+  int64_t chunk;
+  int64_t left_row_bytes;
+  int64_t panels;
+  int64_t panel_bytes;
+  int64_t group_bytes;
+  bool wide;
+
+  explicit Sizes(const Correlation& part)
+      : depth(part.depth()),
+        chunk(part.chunk()),
+        left_row_bytes(part.left_row_bytes()),
+        panels(part.panels()),
+        panel_bytes(part.panel_bytes()),
+        group_bytes(part.group_bytes()),
+        wide(part.wide()) {}
+};
+
 struct Task {
   const Correlation& part;
+  const Sizes sizes;
   const Source& source;
   const Target& target;
   const Finish& how;
@@ -134,7 +113,6 @@ struct Task {
   float operator()(int64_t begin, int64_t end, int64_t first_panel, int64_t last_panel, const Workspace& own) const {
     std::array<int64_t, kMostRows> places;
     find_places(part, target, begin, end, places);
-    const int64_t chunk = part.chunk();
     Left left{};
     float largest = 0;
     for (int64_t group = 0; group < groups; ++group) {
@@ -142,16 +120,24 @@ struct Task {
         const Panels panels{group, panel, std::min(last_panel - panel, kCachedColumns / kPanelColumns)};
         int64_t first = 0;
         do {
-          const Range depth{first, std::min(chunk, part.depth() - first)};
-          if (panel == first_panel || chunk < part.depth()) {
-            left = gather_block(part, source, group, depth, begin, end, pixels, own.left);
+          const Range depth{first, std::min(sizes.chunk, sizes.depth - first)};
+          if (panel == first_panel || sizes.chunk < sizes.depth) {
+            const Image image{
+                source.data,
+                source.end,
+                source.channels,
+                group * part.source_depth,
+                part.source_depth,
+                static_cast<int8_t>(source.zero_point)};
+            const Outputs outputs{begin, end, pixels};
+            left = gather_left(image, part.rows, part.columns, depth, outputs, sizes.left_row_bytes, own.left);
           }
           multiply(left, panels, depth, end - begin, own.sums);
-          if (part.wide()) {
+          if (sizes.wide) {
             widen(panels, depth, end - begin, own);
           }
-          first += chunk;
-        } while (first < part.depth());
+          first += sizes.chunk;
+        } while (first < sizes.depth);
         largest = std::max(largest, finish_panels(panels, end - begin, places, own));
       }
     }
@@ -160,7 +146,7 @@ struct Task {
 
  private:
   const char* group_of(const Panels& panels) const {
-    return packed + panels.group * part.group_bytes();
+    return packed + panels.group * sizes.group_bytes;
   }
 
   int64_t columns_of(const Panels& panels) const {
@@ -173,20 +159,20 @@ struct Task {
          left.row_bytes,
          kStepBytes,
          rows,
-         group_of(panels) + panels.first * part.panel_bytes() + table().steps(depth.first) * kPanelStepBytes,
-         part.panel_bytes(),
+         group_of(panels) + panels.first * sizes.panel_bytes + table().steps(depth.first) * kPanelStepBytes,
+         sizes.panel_bytes,
          panels.count,
          table().steps(depth.count),
          sums,
          panels.columns(),
-         depth.first > 0 && !part.wide()});
+         depth.first > 0 && !sizes.wide});
   }
 
   // What is added to each column: its bias, and what takes the offsets of the left operand off.
   template <typename Sum>
   std::array<Sum, kCachedColumns> terms_of(const Panels& panels) const {
     const auto* const column_sums =
-        reinterpret_cast<const int32_t*>(group_of(panels) + part.panels() * part.panel_bytes()) + panels.first_column();
+        reinterpret_cast<const int32_t*>(group_of(panels) + sizes.panels * sizes.panel_bytes) + panels.first_column();
     const int64_t channel = panels.group * part.target_depth + panels.first_column();
     const int64_t offset = source.zero_point + table().left_offset;
     std::array<Sum, kCachedColumns> terms;
@@ -211,7 +197,7 @@ struct Task {
 
   float finish_panels(
       const Panels& panels, int64_t rows, const std::array<int64_t, kMostRows>& places, const Workspace& own) const {
-    if (part.wide()) {
+    if (sizes.wide) {
       return finish_sums(own.wide_sums, nullptr, panels, rows, places);
     }
     return finish_sums(own.sums, terms_of<int32_t>(panels).data(), panels, rows, places);
@@ -224,12 +210,78 @@ struct Task {
       const Panels& panels,
       int64_t rows,
       const std::array<int64_t, kMostRows>& places) const {
+    if (const int64_t joined = rows_joined(panels); joined > 1 && rows >= joined) {
+      const int64_t whole = rows / joined * joined;
+      const Sum* const rest = sums + whole * panels.columns();
+      return std::max(
+          finish_joined(sums, terms, panels, whole, joined, places),
+          finish_rows(rest, terms, panels, rows - whole, places.data() + whole));
+    }
+    return finish_rows(sums, terms, panels, rows, places.data());
+  }
+
+  // How many rows are one to what finishes them, because their sums and their elements lie side by side. Draws depend
+  // on where a row begins.
+  int64_t rows_joined(const Panels& panels) const {
+    const bool draws = how.rounding == Rounding::stochastic &&
+        (how.result == Result::int8 || how.result == Result::int8_update);
+    const bool adjoin = part.rows.output_step == 1 && part.columns.output_step == 1 &&
+        columns_of(panels) == target.channels && columns_of(panels) == panels.columns();
+    return draws || !adjoin ? 1 : kCachedColumns / panels.columns();
+  }
+
+  template <typename Sum>
+  float finish_joined(
+      const Sum* sums,
+      const int32_t* terms,
+      const Panels& panels,
+      int64_t rows,
+      int64_t joined,
+      const std::array<int64_t, kMostRows>& places) const {
+    const int64_t width = panels.columns();
+    std::array<int64_t, kMostRows> joined_places;
+    std::array<int32_t, kCachedColumns> joined_terms;
+    std::array<float, kCachedColumns> multipliers;
+    for (int64_t i = 0; i < rows / joined; ++i) {
+      joined_places[static_cast<size_t>(i)] = places[static_cast<size_t>(i * joined)];
+    }
+    Finish joined_how = how;
+    for (int64_t i = 0; i < joined; ++i) {
+      if (terms != nullptr) {
+        std::copy_n(terms, width, joined_terms.data() + i * width);
+      }
+      if (how.per_channel) {
+        std::copy_n(how.multipliers, width, multipliers.data() + i * width);
+        joined_how.multipliers = multipliers.data();
+      }
+    }
+    const int32_t* const column_terms = terms == nullptr ? nullptr : joined_terms.data();
+    return finish(
+        joined_how,
+        Block<Sum>{
+            sums,
+            joined * width,
+            rows / joined,
+            joined * width,
+            joined_places.data(),
+            0,
+            0,
+            column_terms,
+            nullptr});
+  }
+
+  template <typename Sum>
+  float finish_rows(
+      const Sum* sums, const int32_t* terms, const Panels& panels, int64_t rows, const int64_t* places) const {
+    if (rows == 0) {
+      return 0;
+    }
     const int64_t channel = panels.group * part.target_depth + panels.first_column();
     // The channels of a depthwise convolution are one row, although each is a group.
     const int64_t column = depthwise ? channel : panels.first_column();
     std::array<int64_t, kMostRows> block_places;
     for (int64_t i = 0; i < rows; ++i) {
-      block_places[static_cast<size_t>(i)] = places[static_cast<size_t>(i)] + channel;
+      block_places[static_cast<size_t>(i)] = places[i] + channel;
     }
     return finish(
         how,
@@ -253,7 +305,7 @@ float run_pass(
   for (int64_t phase = 0; phase < phases_of(conv, pass); ++phase) {
     const Correlation part = correlation_of(conv, pass, phase);
     const int64_t pixels = conv.batch * part.rows.outputs * part.columns.outputs;
-    const Task task{part, source, target, how, weights, pixels, conv.groups, conv.depthwise()};
+    const Task task{part, Sizes(part), source, target, how, weights, pixels, conv.groups, conv.depthwise()};
     const int64_t rows = part.block_rows();
     const int64_t blocks = (pixels + rows - 1) / rows;
     // Few rows are shared out by columns, but not within a byte of a mask.
@@ -281,6 +333,9 @@ int64_t workspace_bytes(const Conv2d& conv, Pass pass) {
   if (goes_by_channels(conv, pass)) {
     return depthwise_workspace_bytes(conv, pass);
   }
+  if (goes_by_patches(conv, pass)) {
+    return patches_workspace_bytes(conv);
+  }
   int64_t most = 0;
   for (int64_t phase = 0; phase < phases_of(conv, pass); ++phase) {
     most = std::max(most, Workspace(correlation_of(conv, pass, phase), nullptr).pieces.bytes());
@@ -300,7 +355,7 @@ float forward(
   if (goes_by_channels(conv, Pass::forward)) {
     return depthwise_pass(conv, Pass::forward, input, zero_point, packed, bias, how, threads, workspace);
   }
-  const Source source{input, conv.in_channels, zero_point, bias};
+  const Source source{input, input + conv.in_pixels() * conv.in_channels, conv.in_channels, zero_point, bias};
   const Target target{conv.rows.output, conv.columns.output, conv.out_channels};
   return run_pass(conv, Pass::forward, source, target, packed, how, threads, workspace);
 }
@@ -315,7 +370,11 @@ float grad_input(
   if (goes_by_channels(conv, Pass::grad_input)) {
     return depthwise_pass(conv, Pass::grad_input, grad_output, 0, packed, nullptr, how, threads, workspace);
   }
-  const Source source{grad_output, conv.out_channels, 0, nullptr};
+  if (goes_by_patches(conv, Pass::grad_input)) {
+    return patches_grad_input(conv, grad_output, packed, how, threads, workspace);
+  }
+  const int8_t* const end = grad_output + conv.out_pixels() * conv.out_channels;
+  const Source source{grad_output, end, conv.out_channels, 0, nullptr};
   const Target target{conv.rows.input, conv.columns.input, conv.in_channels};
   return run_pass(conv, Pass::grad_input, source, target, packed, how, threads, workspace);
 }

@@ -1,5 +1,6 @@
 // Plain C++ for any processor, and what the others are compared with.
 #include "interleave.h"
+#include "short_rows.h"
 #include "table.h"
 
 namespace torch_odt::kernels::int8 {
@@ -7,7 +8,7 @@ namespace torch_odt::kernels::int8 {
 namespace {
 
 void pack_left_rows(const LeftRows& of) {
-  copy_rows(of);
+  copy_rows(rows_from(of, copy_short_rows(of, 0)));
 }
 
 void interleave(const Interleaving& of) {

@@ -15,6 +15,7 @@ inline constexpr int64_t kPanelStepBytes = kPanelColumns * kStepBytes;
 // Kernels work on whole tiles: the left operand and the sums have this many more rows than are asked for, whose
 // contents do not matter.
 inline constexpr int64_t kSlackRows = 32;
+inline constexpr int64_t kSlackValues = 15;
 // The most terms whose sum fits into int32, whatever they are: 2^31 over 128 * 255, a difference from a zero point, or
 // what left_offset makes of a byte. Longer sums are cut into parts, which are added up in 64 bits.
 inline constexpr int64_t kMostDepth = 65535;
@@ -73,6 +74,7 @@ inline int64_t lane_of(int64_t column) {
 // Values of several rows of the left operand, each of which lies side by side.
 struct LeftRows {
   const int8_t* from;
+  const int8_t* end; // of memory that may be read
   int64_t from_stride;
   int64_t rows;
   int64_t count; // of values in each row
@@ -91,6 +93,7 @@ struct Table {
   // The left operand has to be packed with its steps side by side, rather than with its rows.
   bool left_by_rows;
 
+  // Up to kSlackValues behind those of a row may be overwritten: rows are packed from their beginning to their end.
   void (*pack_left_rows)(const LeftRows& rows);
   // Packs a left operand whose rows are columns in memory, side by side. Where left_by_rows holds, `block_bytes` are
   // those of a row, `step_bytes` are kStepBytes, and the steps must be a multiple of 16.

@@ -4,6 +4,7 @@
 #include <cmath>
 #include <vector>
 
+#include "../../kernels/int8/patches.h"
 #include "int8_samples.h"
 
 namespace torch_odt::tests {
@@ -91,6 +92,99 @@ TEST(int8_gradients_of_weights_become_floats) {
         }
       }
       CHECK_EQUAL(largest, most);
+    }
+  }
+}
+
+TEST(int8_gradients_of_few_channels_go_by_patches) {
+  using kernels::int8::goes_by_patches;
+  const Conv2d stem = {8, axis(224, 3, 2, 1), axis(224, 3, 2, 1), 3, 32, 1};
+  CHECK(goes_by_patches(stem, Pass::grad_input));
+  CHECK(!goes_by_patches(stem, Pass::forward));
+  CHECK(goes_by_patches({8, axis(224, 7, 2, 3), axis(224, 7, 2, 3), 3, 64, 1}, Pass::grad_input));
+  CHECK(goes_by_patches({8, axis(32, 3, 1, 1), axis(32, 3, 1, 1), 3, 64, 1}, Pass::grad_input));
+  CHECK(!goes_by_patches({8, axis(56, 3, 2, 1), axis(56, 3, 2, 1), 64, 128, 1}, Pass::grad_input));
+  CHECK(!goes_by_patches({8, axis(56, 3, 2, 1), axis(56, 3, 2, 1), 6, 128, 2}, Pass::grad_input));
+  CHECK(!goes_by_patches({8, axis(1, 1), axis(1, 1), 3, 64, 1}, Pass::grad_input));
+}
+
+// How a pass is cut shows nowhere: it has the bits of sums that are finished pixel by pixel.
+template <typename Output>
+void check_finished(const Int8Sample& sample, Pass pass, kernels::int8::Finish how, bool with_mask) {
+  using kernels::int8::Block;
+  const Conv2d& conv = sample.conv;
+  const bool forward = pass == Pass::forward;
+  const std::vector<int64_t> wide = forward ? sample.forward() : sample.grad_input();
+  const std::vector<int32_t> sums = [&] {
+    std::vector<int32_t> result(wide.begin(), wide.end());
+    result.resize(result.size() + 64); // what vectors read behind the end
+    return result;
+  }();
+  const int64_t channels = forward ? conv.out_channels : conv.in_channels;
+  const int64_t columns = conv.depthwise() ? channels : channels / conv.groups;
+  std::vector<Output> expected(wide.size(), Output{77});
+  std::vector<uint8_t> expected_mask(wide.size() / 8 + 1);
+  const auto finish_into = [&](std::vector<Output>& output, std::vector<uint8_t>& mask) {
+    kernels::int8::Finish result = how;
+    result.output = output.data();
+    result.mask = with_mask ? mask.data() : nullptr;
+    return result;
+  };
+  float most = 0;
+  for (int64_t place = 0; place < static_cast<int64_t>(wide.size()); place += columns) {
+    const Block<int32_t> row = {
+        sums.data() + place, columns, 1, columns, &place, 0, place % channels, nullptr, nullptr};
+    most = std::max(most, finish(finish_into(expected, expected_mask), row));
+  }
+  for (const int64_t threads : {1, 2}) {
+    std::vector<Output> output(wide.size(), Output{77});
+    std::vector<uint8_t> mask(expected_mask.size());
+    const float largest = run_pass(sample, pass, finish_into(output, mask), threads);
+    CHECK(output == expected);
+    CHECK(mask == expected_mask);
+    CHECK_EQUAL(largest, most);
+  }
+}
+
+TEST(int8_passes_are_finished_as_pixels_are) {
+  using kernels::int8::Finish;
+  using kernels::int8::Result;
+  using kernels::int8::Rounding;
+  for (const Conv2d& conv : int8_convolutions()) {
+    const Context here(text_of(conv));
+    const Int8Sample sample(conv, 3, Values::random);
+    std::vector<float> multipliers;
+    for (int64_t channel = 0; channel < std::max(conv.in_channels, conv.out_channels); ++channel) {
+      multipliers.push_back(0.001F * static_cast<float>(channel % 7 + 1));
+    }
+    for (const Pass pass : {Pass::forward, Pass::grad_input}) {
+      const Context by(pass == Pass::forward ? "forward" : "grad_input");
+      Finish how;
+      check_finished<int32_t>(sample, pass, how, false);
+      how.multipliers = multipliers.data();
+      how.seed = 0x123456789abcdef;
+      for (const bool per_channel : {false, true}) {
+        how.per_channel = per_channel;
+        how.result = Result::floats;
+        check_finished<float>(sample, pass, how, false);
+        how.result = Result::int8;
+        for (const Rounding rounding : {Rounding::nearest, Rounding::stochastic}) {
+          how.rounding = rounding;
+          check_finished<int8_t>(sample, pass, how, false);
+          Finish clamped = how;
+          clamped.zero_point = -7;
+          clamped.low = -100;
+          clamped.high = 90;
+          check_finished<int8_t>(sample, pass, clamped, true);
+        }
+      }
+      const float multiplier = 1.0F / 64;
+      Finish shifted = how;
+      shifted.rounding = Rounding::pseudo_stochastic;
+      shifted.shift = 6;
+      shifted.per_channel = false;
+      shifted.multipliers = &multiplier;
+      check_finished<int8_t>(sample, pass, shifted, false);
     }
   }
 }
