@@ -20,8 +20,11 @@ struct Correlation {
   int64_t depth() const {
     return rows.count * columns.count * source_depth;
   }
+  const Table& kernels() const {
+    return table_for_depth(depth());
+  }
   int64_t steps() const {
-    return table().steps(depth());
+    return kernels().steps(depth());
   }
   int64_t panels() const {
     return (target_depth + kPanelColumns - 1) / kPanelColumns;
@@ -39,12 +42,12 @@ struct Correlation {
   }
   // How much of the depth is multiplied at a time: all of it, or a multiple of every table's depth_multiple.
   int64_t chunk() const {
-    return std::min(table().padded(depth()), kMostRowBytes / table().value_bytes);
+    return std::min(kernels().padded(depth()), kMostRowBytes / kernels().value_bytes);
   }
   // Of a packed row, and of what copies overwrite behind it. Rows a power of two apart would fall on the same lines of
   // a cache: they are an odd number of lines apart.
   int64_t left_row_bytes() const {
-    const int64_t lines = divided(table().steps(chunk()) * kStepBytes + kSlackValues * table().value_bytes, kAlignment);
+    const int64_t lines = divided(kernels().steps(chunk()) * kStepBytes + kSlackValues * kernels().value_bytes, kAlignment);
     return (lines / 2 * 2 + 1) * kAlignment;
   }
   // Rows at a time: what is gathered has to stay in a cache near the processor. A multiple of eight, so that bits of

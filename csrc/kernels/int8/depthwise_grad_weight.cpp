@@ -15,6 +15,7 @@ namespace {
 // Rows of so many channels stay in the first cache; parts of others would leave vectors half empty.
 constexpr int64_t kChannelsAtOnce = 128;
 constexpr int64_t kMostChannels = 192;
+constexpr int64_t kTapsAtOnce = 128;
 constexpr int64_t kPackedBytes = 131072; // at a time, where some outputs of a row fit into it
 constexpr int64_t kSumsBytes = 1 << 20; // of a thread
 constexpr int64_t kFewOutputs = 8; // of a row at a time
@@ -194,7 +195,7 @@ class ChannelsGradient {
   float finish_as(const Finish& how) const {
     float largest = 0;
     for (int64_t channel = 0; channel < channels_; channel += kMostChannels) {
-      for (int64_t tap = 0; tap < conv_.taps(); tap += kCachedColumns) {
+      for (int64_t tap = 0; tap < conv_.taps(); tap += kTapsAtOnce) {
         largest = std::max(largest, finish_block<Sum>(channel, tap, how));
       }
     }
@@ -204,19 +205,19 @@ class ChannelsGradient {
   template <typename Sum>
   float finish_block(int64_t channel, int64_t tap, const Finish& how) const {
     const int64_t rows = std::min(kMostChannels, channels_ - channel);
-    const int64_t columns = std::min(kCachedColumns, conv_.taps() - tap);
+    const int64_t columns = std::min(kTapsAtOnce, conv_.taps() - tap);
     std::array<int64_t, kMostChannels> places;
-    std::array<Sum, kMostChannels * kCachedColumns> sums;
+    std::array<Sum, kMostChannels * kTapsAtOnce> sums;
     for (int64_t row = 0; row < rows; ++row) {
       places[static_cast<size_t>(row)] = (first_ + channel + row) * conv_.taps() + tap;
       const int64_t* const from = own_.wide_sums + (channel + row) * conv_.taps() + tap;
       for (int64_t i = 0; i < columns; ++i) {
-        sums[static_cast<size_t>(row * kCachedColumns + i)] = static_cast<Sum>(from[i]);
+        sums[static_cast<size_t>(row * kTapsAtOnce + i)] = static_cast<Sum>(from[i]);
       }
     }
     return finish(
         how,
-        Block<Sum>{sums.data(), kCachedColumns, rows, columns, places.data(), tap, first_ + channel, nullptr, nullptr});
+        Block<Sum>{sums.data(), kTapsAtOnce, rows, columns, places.data(), tap, first_ + channel, nullptr, nullptr});
   }
 
   const Conv2d& conv_;

@@ -35,7 +35,7 @@ const Table& table() {
 const Table& table_for_depth(int64_t depth) {
 #if defined(__x86_64__) && defined(__GNUC__)
   // AMX multiplies 64 terms at a time.
-  if (depth <= 64 && isa() == Isa::amx) {
+  if (depth < 64 && isa() == Isa::amx) {
     return avx512_vnni_table();
   }
 #else

@@ -3,15 +3,13 @@
 #include <algorithm>
 #include <cstring>
 
-#include "table.h"
-
 namespace torch_odt::kernels::int8 {
 
 namespace {
 
 // Pixels as they lie in memory, one for each row.
-Left pack_pixels(const Image& image, const Range& depth, const Outputs& outputs, int64_t row_bytes, char* to) {
-  const Table& kernels = table();
+Left pack_pixels(
+    const Table& kernels, const Image& image, const Range& depth, const Outputs& outputs, int64_t row_bytes, char* to) {
   const int64_t rows = outputs.end - outputs.begin;
   const int8_t* const first = image.data + outputs.begin * image.channels + image.first_channel + depth.first;
   const bool whole = depth.count % kernels.depth_multiple == 0;
@@ -29,6 +27,7 @@ Left pack_pixels(const Image& image, const Range& depth, const Outputs& outputs,
 } // namespace
 
 Left gather_left(
+    const Table& kernels,
     const Image& image,
     const Taps& rows,
     const Taps& columns,
@@ -37,9 +36,8 @@ Left gather_left(
     int64_t row_bytes,
     char* to) {
   if (is_pointwise(rows, columns)) {
-    return pack_pixels(image, depth, outputs, row_bytes, to);
+    return pack_pixels(kernels, image, depth, outputs, row_bytes, to);
   }
-  const Table& kernels = table();
   const auto copy = [&](int64_t row, int64_t count, const int8_t* from, int64_t stride, int64_t values, int64_t at) {
     char* const place = to + row * row_bytes + at * kernels.value_bytes;
     kernels.pack_left_rows({from, image.end, stride, count, values, place, row_bytes});

@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "gather.h"
+#include "table.h"
 
 namespace torch_odt::kernels::int8 {
 
@@ -20,9 +21,10 @@ struct Outputs {
   int64_t all;
 };
 
-// The values in a range of what is under the taps of each output, packed `to` rows of `row_bytes`: those have room for
+// As `kernels` take it: the values in a range of what is under the taps of each output, packed `to` rows of `row_bytes`: those have room for
 // kSlackValues behind their own, which are overwritten.
 Left gather_left(
+    const Table& kernels,
     const Image& image,
     const Taps& rows,
     const Taps& columns,

@@ -44,14 +44,14 @@ void pack_gradient_panels(
         rows[static_cast<size_t>(i)] = from;
       }
     }
-    std::fill(rows.begin() + count, rows.begin() + table().padded(count), kZeros);
-    const int64_t steps = table().steps(count);
-    char* const to = panels + table().steps(first) * kPanelStepBytes;
-    const bool adds = table().adds_columns;
-    table().pack_right({rows.data(), steps, columns, to, part.panel_bytes(), kPanelStepBytes, adds ? sums : nullptr});
-    const bool sums_left = table().add_column_sums != nullptr && !adds;
+    std::fill(rows.begin() + count, rows.begin() + part.kernels().padded(count), kZeros);
+    const int64_t steps = part.kernels().steps(count);
+    char* const to = panels + part.kernels().steps(first) * kPanelStepBytes;
+    const bool adds = part.kernels().adds_columns;
+    part.kernels().pack_right({rows.data(), steps, columns, to, part.panel_bytes(), kPanelStepBytes, adds ? sums : nullptr});
+    const bool sums_left = part.kernels().add_column_sums != nullptr && !adds;
     for (int64_t panel = 0; sums_left && panel * kPanelColumns < columns; ++panel) {
-      table().add_column_sums(to + panel * part.panel_bytes(), steps, sums + panel * kPanelColumns);
+      part.kernels().add_column_sums(to + panel * part.panel_bytes(), steps, sums + panel * kPanelColumns);
     }
   }
 }
@@ -84,7 +84,7 @@ void pack_forward_panel(
     const Correlation& part, const int8_t* weight, int64_t columns, char* panel, int32_t* sums) {
   const int64_t depth = part.depth();
   int64_t packed = 0;
-  if (table().value_bytes == 1 && columns == kPanelColumns) {
+  if (part.kernels().value_bytes == 1 && columns == kPanelColumns) {
     for (; packed + 4 * kStepBytes <= depth; packed += 4 * kStepBytes) {
       for (int64_t column = 0; column < kPanelColumns; column += 4) {
         pack_steps(weight + column * depth + packed, depth, panel + packed * kPanelColumns + column * kStepBytes);
@@ -96,7 +96,7 @@ void pack_forward_panel(
   for (int64_t column = 0; column < columns; ++column) {
     const int8_t* const values = weight + column * depth;
     char* const to = panel + column * kStepBytes;
-    if (table().value_bytes == 2) {
+    if (part.kernels().value_bytes == 2) {
       for (int64_t i = 0; i < depth; ++i) {
         const int16_t word = values[i];
         std::memcpy(to + i / 2 * kPanelStepBytes + i % 2 * 2, &word, sizeof(word));

@@ -1,6 +1,7 @@
 #include <algorithm>
 #include <array>
 #include <cstring>
+#include <numeric>
 #include <vector>
 
 #include "correlation.h"
@@ -130,7 +131,7 @@ struct Task {
                 part.source_depth,
                 static_cast<int8_t>(source.zero_point)};
             const Outputs outputs{begin, end, pixels};
-            left = gather_left(image, part.rows, part.columns, depth, outputs, sizes.left_row_bytes, own.left);
+            left = gather_left(part.kernels(), image, part.rows, part.columns, depth, outputs, sizes.left_row_bytes, own.left);
           }
           multiply(left, panels, depth, end - begin, own.sums);
           if (sizes.wide) {
@@ -154,15 +155,15 @@ struct Task {
   }
 
   void multiply(const Left& left, const Panels& panels, const Range& depth, int64_t rows, int32_t* sums) const {
-    table().multiply(
+    part.kernels().multiply(
         {left.data,
          left.row_bytes,
          kStepBytes,
          rows,
-         group_of(panels) + panels.first * sizes.panel_bytes + table().steps(depth.first) * kPanelStepBytes,
+         group_of(panels) + panels.first * sizes.panel_bytes + part.kernels().steps(depth.first) * kPanelStepBytes,
          sizes.panel_bytes,
          panels.count,
-         table().steps(depth.count),
+         part.kernels().steps(depth.count),
          sums,
          panels.columns(),
          depth.first > 0 && !sizes.wide});
@@ -174,7 +175,7 @@ struct Task {
     const auto* const column_sums =
         reinterpret_cast<const int32_t*>(group_of(panels) + sizes.panels * sizes.panel_bytes) + panels.first_column();
     const int64_t channel = panels.group * part.target_depth + panels.first_column();
-    const int64_t offset = source.zero_point + table().left_offset;
+    const int64_t offset = source.zero_point + part.kernels().left_offset;
     std::array<Sum, kCachedColumns> terms;
     for (int64_t i = 0; i < columns_of(panels); ++i) {
       const int64_t bias = source.bias == nullptr ? 0 : source.bias[channel + i];
@@ -220,14 +221,16 @@ struct Task {
     return finish_rows(sums, terms, panels, rows, places.data());
   }
 
-  // How many rows are one to what finishes them, because their sums and their elements lie side by side. Draws depend
+  // How many rows, whole vectors of bytes, are one to what finishes them, because their sums and their elements lie side by side. Draws depend
   // on where a row begins.
   int64_t rows_joined(const Panels& panels) const {
+    const int64_t width = panels.columns();
+    const int64_t joined = std::lcm(width, int64_t{64}) / width;
     const bool draws = how.rounding == Rounding::stochastic &&
         (how.result == Result::int8 || how.result == Result::int8_update);
     const bool adjoin = part.rows.output_step == 1 && part.columns.output_step == 1 &&
-        columns_of(panels) == target.channels && columns_of(panels) == panels.columns();
-    return draws || !adjoin ? 1 : kCachedColumns / panels.columns();
+        columns_of(panels) == target.channels && columns_of(panels) == width;
+    return draws || !adjoin || joined * width > kBlockColumns ? 1 : joined;
   }
 
   template <typename Sum>
@@ -240,8 +243,8 @@ struct Task {
       const std::array<int64_t, kMostRows>& places) const {
     const int64_t width = panels.columns();
     std::array<int64_t, kMostRows> joined_places;
-    std::array<int32_t, kCachedColumns> joined_terms;
-    std::array<float, kCachedColumns> multipliers;
+    std::array<int32_t, kBlockColumns> joined_terms;
+    std::array<float, kBlockColumns> multipliers;
     for (int64_t i = 0; i < rows / joined; ++i) {
       joined_places[static_cast<size_t>(i)] = places[static_cast<size_t>(i * joined)];
     }

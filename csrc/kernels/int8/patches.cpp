@@ -186,7 +186,7 @@ class Task {
         draws_(conv.in_channels) {
     const auto* const sums = reinterpret_cast<const int32_t*>(packed_ + part_.panels() * part_.panel_bytes());
     for (int64_t column = 0; column < part_.target_depth; ++column) {
-      terms_[static_cast<size_t>(column)] = -table().left_offset * sums[column];
+      terms_[static_cast<size_t>(column)] = -part_.kernels().left_offset * sums[column];
     }
   }
 
@@ -196,9 +196,9 @@ class Task {
     const int64_t in_line = part_.columns.outputs;
     const Outputs outputs{line * in_line + begin, line * in_line + end, conv_.batch * part_.rows.outputs * in_line};
     const Left left = gather_left(
-        image_, part_.rows, part_.columns, {0, part_.depth()}, outputs, part_.left_row_bytes(), own.left);
+        part_.kernels(), image_, part_.rows, part_.columns, {0, part_.depth()}, outputs, part_.left_row_bytes(), own.left);
     const int64_t stride = part_.panels() * kPanelColumns;
-    table().multiply(
+    part_.kernels().multiply(
         {left.data,
          left.row_bytes,
          kStepBytes,
@@ -287,6 +287,7 @@ void patches_pack_weight(const Conv2d& conv, const int8_t* weight, void* packed)
   std::fill_n(sums, part.panels() * kPanelColumns, 0);
   const int64_t channels = patch.channels;
   const int64_t out_stride = conv.taps() * channels;
+  const Table& kernels = part.kernels();
   for (int64_t first = 0; first < part.depth(); first += kRowsAtOnce) {
     const int64_t count = std::min(kRowsAtOnce, part.depth() - first);
     values.fill(0);
@@ -309,11 +310,11 @@ void patches_pack_weight(const Conv2d& conv, const int8_t* weight, void* packed)
         }
       }
     }
-    const int64_t steps = table().steps(count);
-    char* const to = panels + table().steps(first) * kPanelStepBytes;
-    table().pack_right({rows.data(), steps, part.target_depth, to, part.panel_bytes(), kPanelStepBytes});
-    for (int64_t panel = 0; table().add_column_sums != nullptr && panel < part.panels(); ++panel) {
-      table().add_column_sums(to + panel * part.panel_bytes(), steps, sums + panel * kPanelColumns);
+    const int64_t steps = kernels.steps(count);
+    char* const to = panels + kernels.steps(first) * kPanelStepBytes;
+    kernels.pack_right({rows.data(), steps, part.target_depth, to, part.panel_bytes(), kPanelStepBytes});
+    for (int64_t panel = 0; kernels.add_column_sums != nullptr && panel < part.panels(); ++panel) {
+      kernels.add_column_sums(to + panel * part.panel_bytes(), steps, sums + panel * kPanelColumns);
     }
   }
 }
