@@ -107,6 +107,10 @@ Tensor channels_last(const Tensor& tensor) {
   return torch::stable::contiguous(tensor, MemoryFormat::ChannelsLast);
 }
 
+Tensor in_memory_order(const Tensor& tensor) {
+  return tensor.dim() == 4 ? channels_last(tensor) : torch::stable::contiguous(tensor);
+}
+
 const int8_t* bytes_of(const Tensor& tensor) {
   return static_cast<const int8_t*>(tensor.const_data_ptr());
 }

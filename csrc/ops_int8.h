@@ -69,6 +69,8 @@ Conv2d conv_of(
     const Tensor& weight);
 
 Tensor channels_last(const Tensor& tensor);
+// Images in channels_last, everything else contiguous.
+Tensor in_memory_order(const Tensor& tensor);
 const int8_t* bytes_of(const Tensor& tensor);
 Tensor empty_image(const Pair& sizes, ScalarType dtype, const Tensor& like);
 Tensor empty_flat(int64_t count, ScalarType dtype, const Tensor& like);
@@ -108,6 +110,12 @@ struct Grid {
 
 // NaN, once, seen as a tensor of those sizes: see torch_odt/quant/activation.py.
 Tensor slot_of(const Pair& sizes, const Tensor& like);
+
+// Of an update of an int8 weight in place: its seed and the number of updates, or how many weights were clamped; weights
+// and what they become, checked; and what rounding draws from.
+int64_t* counters_of(const char* name, Tensor& tensor, int64_t count, const char* argument);
+void check_update(const char* name, const Tensor& weight, const Tensor& floats, const char* argument);
+uint64_t update_seed(const int64_t* seed_and_updates);
 
 // Operators that others are made of.
 Tensor int8_conv2d_scaled(

@@ -8,7 +8,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from torch_odt.ops import int8_store_rounded_
+from torch_odt.ops import int8_descend_, int8_store_rounded_
 from torch_odt.quant import joining, pointwise
 from torch_odt.quant.activation import (
     WEIGHT_MOST,
@@ -123,6 +123,16 @@ class Int8Layer(nn.Module):
             x, tensors, self.windows, self.output_grid, low=self.low, high=self.high,
             scales_gradients=self.scales_gradients,
         )  # fmt: skip
+
+    def descend_(self, rate: float, weight_decay: float) -> None:
+        """Take `rate` times the gradient in `weight_slot` off the weight, as SGD does, rounded as `pack_` rounds.
+
+        Raises:
+            RuntimeError: a number is not finite; what becomes of the weight is not told.
+        """
+        assert self.weight_slot.grad is not None
+        gradient = weight_of(self.weight_slot.grad)
+        int8_descend_(self.weight, gradient, self.rounding, self.saturated, rate=rate, weight_decay=weight_decay)
 
     def unpack_(self) -> None:
         """Give `weight_slot` the weight's numbers, in steps, for an optimizer to change."""
