@@ -45,7 +45,7 @@ struct Made {
   Made(const Tensor& like, const Grid& grid, std::optional<double> low, std::optional<double> high)
       : values(
             like.dim() == 4 ? empty_image(sizes_of(like), ScalarType::Char, like)
-                            : torch::stable::empty(sizes_of(like), ScalarType::Char, std::nullopt, like.device())),
+                            : empty_contiguous(sizes_of(like), ScalarType::Char, like)),
         slot(slot_of(sizes_of(like), like)),
         mask(empty_flat(kernels::packed_bytes(like.numel()), ScalarType::Byte, like)) {
     const auto [least, most] = grid.bounds(low, high);

@@ -7,6 +7,7 @@
 #include <limits>
 #include <optional>
 #include <tuple>
+#include <utility>
 #include <vector>
 
 #include <torch/csrc/stable/library.h>
@@ -86,7 +87,7 @@ Tensor of_numbers(const std::vector<float>& numbers, const Tensor& like) {
 
 namespace torch_odt {
 
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> int8_quantize_gradient(
+RoundedGradient int8_quantize_gradient(
     const Tensor& gradient, const std::optional<Tensor>& mask, const std::optional<Tensor>& weight_scale, bool for_weight) {
   STD_TORCH_CHECK(
       gradient.is_cpu() && gradient.scalar_type() == ScalarType::Float && gradient.dim() == 4,
@@ -112,7 +113,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> int8_quantize_gradient(
       channels,
       mask ? static_cast<const uint8_t*>(mask->const_data_ptr()) : nullptr};
   const Threads threads = threads_of(rows);
-  const Scanned found = scanned(rows, threads, gradient);
+  Scanned found = scanned(rows, threads, gradient);
   STD_TORCH_CHECK(
       all_finite(found.largest), "int8_layer: a gradient is not finite: the loss has diverged, or it overflows");
 
@@ -121,7 +122,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> int8_quantize_gradient(
   std::vector<float> factors = padded(steps.size());
   std::vector<float> input_factors = padded(steps.size());
   float input_step = 1;
-  const Tensor scale = weight_scale ? torch::stable::contiguous(*weight_scale) : gradient;
+  const Tensor scale = weight_scale ? as_contiguous(*weight_scale) : gradient;
   if (weight_scale) {
     const auto* const scales = static_cast<const float*>(scale.const_data_ptr());
     float most = 0;
@@ -152,7 +153,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> int8_quantize_gradient(
     kernels::int8::round_rows(
         rows, seed_of(found.largest), weight_scale ? to_input : to_weight, both ? &to_weight : nullptr, threads);
   }
-  return {of_input, of_weight, one_number(input_step, gradient), of_numbers(steps, gradient), of_numbers(found.sums, gradient)};
+  return {of_input, of_weight, input_step, std::move(steps), std::move(found.sums)};
 }
 
 int64_t* counters_of(const char* name, Tensor& tensor, int64_t count, const char* argument) {
@@ -196,6 +197,17 @@ uint64_t update_seed(const int64_t* seed_and_updates) {
 
 namespace {
 
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> quantize_gradient(
+    const Tensor& gradient, const std::optional<Tensor>& mask, const std::optional<Tensor>& weight_scale, bool for_weight) {
+  const RoundedGradient made = int8_quantize_gradient(gradient, mask, weight_scale, for_weight);
+  return {
+      made.for_input,
+      made.for_weight,
+      one_number(made.input_step, gradient),
+      of_numbers(made.weight_steps, gradient),
+      of_numbers(made.sums, gradient)};
+}
+
 void store_rounded_(Tensor weight, const Tensor& steps, Tensor rounding, Tensor saturated) {
   int64_t* const seed_and_updates = counters_of(kStore, rounding, 2, "rounding");
   int64_t* const clamped = counters_of(kStore, saturated, 1, "saturated");
@@ -226,6 +238,6 @@ STABLE_TORCH_LIBRARY_FRAGMENT(torch_odt, m) {
 }
 
 STABLE_TORCH_LIBRARY_IMPL(torch_odt, CPU, m) {
-  m.impl("int8_quantize_gradient", TORCH_BOX(&int8_quantize_gradient));
+  m.impl("int8_quantize_gradient", TORCH_BOX(&quantize_gradient));
   m.impl("int8_store_rounded_", TORCH_BOX(&store_rounded_));
 }
