@@ -35,7 +35,7 @@ def int8_descend_(
         >>> weight, rounding, saturated
         (tensor([[ -1, 127]], dtype=torch.int8), tensor([7, 1]), tensor(1))
     """
-    torch.ops.torch_odt.int8_descend_(weight, gradient, rounding, saturated, rate, weight_decay)
+    torch.ops.torch_odt.int8_descend_.default(weight, gradient, rounding, saturated, rate, weight_decay)
     # By it autograd and packed weights know of changes; operators do not move it.
     torch.autograd.graph.increment_version([weight, rounding, saturated])
 

@@ -58,7 +58,8 @@ class Int8Updates:
         self._layers = layers
         self._in_parts = type(optimizer) in PARTWISE
         self._gradients: list[tuple[Tensor, Tensor]] = []
-        self._known_groups: list[dict[str, Any]] = []
+        self._known_groups: list[dict[str, Any]] | None = None
+        self._known_count = 0
         self._group_of: dict[int, dict[str, Any]] = {}
         self._handles = [
             optimizer.register_step_pre_hook(self._before),
@@ -137,16 +138,12 @@ class Int8Updates:
         return Descent(float(group["lr"]), float(group["weight_decay"]))
 
     def _groups(self) -> dict[int, dict[str, Any]]:
-        """The optimizer's groups by their parameters; loading a state replaces them."""
+        """The optimizer's groups by their parameters; loading a state makes another list, a new group a longer one."""
         groups = self._optimizer.param_groups
-        if len(groups) != len(self._known_groups) or any(map(_differ, groups, self._known_groups)):
-            self._known_groups = list(groups)
+        if groups is not self._known_groups or len(groups) != self._known_count:
+            self._known_groups, self._known_count = groups, len(groups)
             self._group_of = {id(parameter): group for group in groups for parameter in group["params"]}
         return self._group_of
-
-
-def _differ(one: object, other: object) -> bool:
-    return one is not other
 
 
 def _parts_of(layers: list[Int8Layer]) -> Iterator[list[Int8Layer]]:
