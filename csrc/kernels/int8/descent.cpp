@@ -6,6 +6,7 @@
 #include "descent_avx512.h"
 #include "lanes.h"
 #include "memory.h"
+#include "widened.h"
 
 namespace torch_odt::kernels::int8 {
 
@@ -37,7 +38,7 @@ struct Body {
     const float* const from = how.gradients + index;
     const Narrow weights = kAll ? L::template load<Narrow>(to) : some<Narrow>(to, count);
     const Floats gradients = kAll ? L::template load<Floats>(from) : some<Floats>(from, count);
-    const Floats before = __builtin_convertvector(weights, Floats);
+    const Floats before = widened<kBytes>(weights);
     const Floats slopes = gradients + L::product(before, Floats{} + how.decay);
     const Floats after = before - L::product(slopes, Floats{} + how.rate);
     const Ints magnitude = (Ints)after & 0x7fffffff;
