@@ -11,39 +11,41 @@ Each way trains the same network with its own kind of SGD, without momentum:
 | eager | float32; contiguous and channels_last are both timed, the faster one counts |
 | folded | the same with BatchNorms folded into the layers before them, as `convert_` does it; channels_last |
 | bf16 | `eager` in channels_last under autocast; with AMX |
-| qas | `convert_` with QAS, and `train_int8_` |
+| qas | `convert_` with QAS, and `train_int8_`, each layer updated in the backward pass |
 | niti | `niti_` with folded BatchNorms, packed weights kept, and `NitiSGD` |
 
-Seconds: a process for each cell, a network at a batch on a set to which torch is kept as well; all ways take turns in
-it, a step each. Both clocks, the process's and the wall's, each with the least of the rounds. Bytes: a process for each
-way, its highest resident size of some steps above the level with the model and its batch in memory. The ratios are of
-the processor's seconds with one thread, to which other programs add little, and of the wall's with more; see PROMISES;
-exits with 1 where one is not kept.
+A cell is a network at a batch on a set, to which torch is kept as well. In it each way has a process of its own, so
+that none works with the free memory that another one left. Bytes: its highest resident size of some steps above the
+level with the model and its batch in memory. Seconds: the processes take turns of some steps, on the process's clock
+and the wall's; of each the least. The ratios are of the process's with one thread, to which other programs add little,
+and of the wall's with more; see PROMISED_SPEED and its kin; exits with 1 where one is not kept.
 """
 
 from __future__ import annotations
 
 import argparse
-import copy
 import json
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import torch
 from frontier import describe_machine
 from instruction_sets import SETS, environment_of, require_set, sets_here
-from int8_training_ways import EAGER, INT8, MODELS, batch_of, make_step, network, ways_on
+from int8_training_ways import EAGER, INT8, MODELS, Step, batch_of, make_step, network, ways_on
 from process_memory import reset_high_water_mark, settle, status
 from torch.profiler import ProfilerActivity, profile
 
 MIB = 1 << 20
 WARM_UP_STEPS = 3
 MEMORY_STEPS = 3
-FEWEST_ROUNDS = 4
+TURN_SECONDS = 0.4
+FEWEST_STEPS = 2  # of a turn; the first one finds the caches full of others' numbers
+FEWEST_ROUNDS = 3
 # Eager's seconds over int8's by set, bf16's over int8's, and eager's bytes over int8's: in every cell.
 PROMISED_SPEED = {"avx512_vnni": 3.0, "amx": 5.0}
 PROMISED_OVER_BF16 = 1.0
@@ -60,12 +62,10 @@ def main() -> int:
     cells: list[Cell] = []
     for cell in cells_of(options):
         if options.profile is not None:
-            run_worker(f"operators of {options.profile}", cell, options)
+            with Worker(cell, f"operators of {options.profile}") as worker:
+                print(worker.rest())
             continue
-        cell["seconds"] = json.loads(run_worker("seconds", cell, options))
-        if not options.no_memory:
-            ways = ways_on(cell["set"])
-            cell["bytes"] = {way: json.loads(run_worker(f"bytes of {way}", cell, options)) for way in ways}
+        cell |= measured(cell, options.seconds)
         cell["ratios"] = ratios_of(cell)
         print_cell(cell, first=not cells)
         cells.append(cell)
@@ -86,7 +86,6 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--pixels", type=int, nargs="+", default=[96, 224])
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--seconds", type=float, default=40, help="of rounds, for each cell")
-    parser.add_argument("--no-memory", action="store_true", help="seconds alone")
     parser.add_argument(
         "--profile", metavar="WAY", help="print the operators of a way's step, and measure nothing else"
     )
@@ -110,62 +109,89 @@ def cells_of(options: argparse.Namespace) -> Iterator[Cell]:
                     yield {"set": used, "threads": options.threads, "model": name, "pixels": pixels, "batch": batch}
 
 
-def run_worker(task: str, cell: Cell, options: argparse.Namespace) -> str:
-    """What a process of its own prints last, kept to the cell's set; profiles go to the terminal."""
-    command = [sys.executable, __file__, "--worker", task, "--sets", cell["set"], "--models", cell["model"]]
-    for name, key in (("--pixels", "pixels"), ("--batches", "batch"), ("--threads", "threads")):
-        command += [name, str(cell[key])]
-    command += ["--seconds", str(options.seconds)]
-    environment = environment_of(cell["set"], cell["threads"])
-    output = None if task.startswith("operators") else subprocess.PIPE
-    done = subprocess.run(command, env=environment, check=True, stdout=output, text=True)
-    return done.stdout.splitlines()[-1] if done.stdout else ""
+class Worker:
+    """A process that is kept to a cell's set.
+
+    Args:
+        cell: what it works on.
+        task: what it does, `TASK of WAY`.
+    """
+
+    def __init__(self, cell: Cell, task: str) -> None:
+        command = [sys.executable, __file__, "--worker", task, "--sets", cell["set"], "--models", cell["model"]]
+        for name, key in (("--pixels", "pixels"), ("--batches", "batch"), ("--threads", "threads")):
+            command += [name, str(cell[key])]
+        environment = environment_of(cell["set"], cell["threads"])
+        self._process = subprocess.Popen(
+            command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+
+    def __enter__(self) -> Worker:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.stdin.close()  # type: ignore[union-attr]
+        if self._process.wait():
+            raise SystemExit(f"a worker ended with {self._process.returncode}")
+
+    def answer(self) -> Any:
+        """What it says next."""
+        line = self._process.stdout.readline()  # type: ignore[union-attr]
+        if not line:
+            raise SystemExit(f"a worker ended with {self._process.wait()}")
+        return json.loads(line)
+
+    def turn(self) -> dict[str, float]:
+        """The least seconds of a step in a turn, by clock."""
+        print(file=self._process.stdin, flush=True)
+        found: dict[str, float] = self.answer()
+        return found
+
+    def rest(self) -> str:
+        """What it says until it ends."""
+        return self._process.stdout.read()  # type: ignore[union-attr]
+
+
+def measured(cell: Cell, seconds: float) -> Cell:
+    """Bytes of a step by way, and its least seconds by way and clock."""
+    bytes_: dict[str, int] = {}
+    least: dict[str, dict[str, float]] = {}
+    with ExitStack() as stack:
+        workers: dict[str, Worker] = {}
+        for way in ways_on(cell["set"]):
+            workers[way] = stack.enter_context(Worker(cell, f"steps of {way}"))
+            # One after another: the next one starts when this one waits.
+            bytes_[way] = workers[way].answer()
+        rounds, began = 0, time.perf_counter()
+        while rounds < FEWEST_ROUNDS or time.perf_counter() - began < seconds:
+            rounds += 1
+            for way, worker in workers.items():
+                taken = worker.turn()
+                least[way] = {clock: min(taken[clock], least.get(way, taken)[clock]) for clock in taken}
+    return {"seconds": least, "bytes": bytes_}
 
 
 def work(options: argparse.Namespace) -> None:
-    """In a process of its own: one cell, one task."""
+    """In a process of its own: one way of one cell."""
     require_set(options.sets[0])
     torch.set_num_threads(options.threads)
-    name, batch, pixels = options.models[0], options.batches[0], options.pixels[0]
     task, _, way = options.worker.partition(" of ")
-    if task == "seconds":
-        print(json.dumps(measured_seconds(ways_on(options.sets[0]), name, batch, pixels, options.seconds)))
-    elif task == "bytes":
-        print(json.dumps(measured_bytes(way, name, batch, pixels)))
-    else:
-        print_operators(way, name, batch, pixels)
-
-
-def measured_seconds(
-    ways: list[str], name: str, batch: int, pixels: int, seconds: float
-) -> dict[str, dict[str, float]]:
-    """The least seconds of a step by way and clock, all ways in turn."""
-    images, labels = batch_of(batch, pixels)
-    model = network(name, images)
-    steps = {way: make_step(way, copy.deepcopy(model), images, labels) for way in ways}
-    for step in steps.values():
-        for _ in range(WARM_UP_STEPS):
-            step()
-    least = {way: {"processor": float("inf"), "wall": float("inf")} for way in ways}
-    rounds, began = 0, time.process_time()
-    while rounds < FEWEST_ROUNDS or time.process_time() - began < seconds:
-        rounds += 1
-        for way, step in steps.items():
-            processor, wall = time.process_time(), time.perf_counter()
-            step()
-            taken = {"processor": time.process_time() - processor, "wall": time.perf_counter() - wall}
-            least[way] = {clock: min(least[way][clock], taken[clock]) for clock in taken}
-    return least
-
-
-def measured_bytes(way: str, name: str, batch: int, pixels: int) -> int:
-    """What steps add to the model and its batch."""
-    images, labels = batch_of(batch, pixels)
-    step = make_step(way, network(name, images), images, labels)
+    images, labels = batch_of(options.batches[0], options.pixels[0])
+    step = make_step(way, network(options.models[0], images), images, labels)
     settle()
     level = status()["VmRSS"]
     for _ in range(WARM_UP_STEPS):
         step()
+    if task == "operators":
+        print_operators(step, f"{options.models[0]}, {tuple(images.shape)}: {way}")
+        return
+    print(json.dumps(bytes_above(level, step)), flush=True)
+    for _ in sys.stdin:
+        print(json.dumps(least_of_turn(step)), flush=True)
+
+
+def bytes_above(level: int, step: Step) -> int:
+    """What steps add to the model and its batch."""
     settle()
     reset_high_water_mark()
     for _ in range(MEMORY_STEPS):
@@ -173,15 +199,23 @@ def measured_bytes(way: str, name: str, batch: int, pixels: int) -> int:
     return status()["VmHWM"] - level
 
 
-def print_operators(way: str, name: str, batch: int, pixels: int) -> None:
-    images, labels = batch_of(batch, pixels)
-    step = make_step(way, network(name, images), images, labels)
-    for _ in range(WARM_UP_STEPS):
+def least_of_turn(step: Step) -> dict[str, float]:
+    least = {"processor": float("inf"), "wall": float("inf")}
+    steps, began = 0, time.perf_counter()
+    while steps < FEWEST_STEPS or time.perf_counter() - began < TURN_SECONDS:
+        steps += 1
+        processor, wall = time.process_time(), time.perf_counter()
         step()
+        taken = {"processor": time.process_time() - processor, "wall": time.perf_counter() - wall}
+        least = {clock: min(least[clock], taken[clock]) for clock in taken}
+    return least
+
+
+def print_operators(step: Step, title: str) -> None:
     with profile(activities=[ProfilerActivity.CPU]) as profiler:
         for _ in range(5):
             step()
-    print(f"{name}, batch {batch}, {pixels} pixels: {way}, 5 steps")
+    print(f"{title}, 5 steps")
     print(profiler.key_averages().table(sort_by="self_cpu_time_total", row_limit=30, max_name_column_width=50))
 
 
@@ -195,8 +229,7 @@ def ratios_of(cell: Cell) -> dict[str, dict[str, float]]:
         found = {"x eager": seconds[eager] / seconds[way], "x folded": seconds["folded"] / seconds[way]}
         if "bf16" in seconds:
             found["x bf16"] = seconds["bf16"] / seconds[way]
-        if "bytes" in cell:
-            found["x fewer bytes"] = cell["bytes"][eager] / cell["bytes"][way]
+        found["x fewer bytes"] = cell["bytes"][eager] / cell["bytes"][way]
         ratios[way] = found
     return ratios
 
@@ -223,7 +256,7 @@ def print_cell(cell: Cell, *, first: bool) -> None:
         print(f"{'':40s}{'way':<21s}{'ms':>9s}{'ms, wall':>10s}{'MiB':>8s}" + "".join(f"{c:>15s}" for c in columns))
     for way, taken in cell["seconds"].items():
         line = f"{title_of(cell):40s}{way:<21s}{taken['processor'] * 1e3:9.1f}{taken['wall'] * 1e3:10.1f}"
-        line += f"{cell['bytes'][way] / MIB:8.1f}" if "bytes" in cell else f"{'-':>8s}"
+        line += f"{cell['bytes'][way] / MIB:8.1f}"
         found = cell["ratios"].get(way, {})
         line += "".join(f"{found[column]:15.2f}" if column in found else f"{'-':>15s}" for column in columns)
         print(line if found else line.rstrip("- "), flush=True)

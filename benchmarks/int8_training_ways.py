@@ -61,7 +61,7 @@ def make_step(way: str, model: nn.Module, images: Tensor, labels: Tensor) -> Ste
 
         convert_(model.eval(), [images], qas=True)
         optimizer = torch.optim.SGD(model.train().parameters(), lr=0.001)
-        train_int8_(model, optimizer)
+        train_int8_(model, optimizer, in_backward=True)
     elif way == "niti":
         from torch_odt.quant import NitiSGD, PackedWeights, niti_, niti_cross_entropy
 
