@@ -16,9 +16,10 @@ Each way trains the same network with its own kind of SGD, without momentum:
 
 A cell is a network at a batch on a set, to which torch is kept as well. In it each way has a process of its own, so
 that none works with the free memory that another one left. Bytes: its highest resident size of some steps above the
-level with the model and its batch in memory. Seconds: the processes take turns of some steps, on the process's clock
-and the wall's; of each the least. The ratios are of the process's with one thread, to which other programs add little,
-and of the wall's with more; see PROMISED_SPEED and its kin; exits with 1 where one is not kept.
+level with the model and its batch in memory, with glibc's defaults, which keep much of what was freed, and in a second
+process with a malloc that gives it back (`memory.tune_malloc`). Seconds: the processes take turns of some steps, on the
+process's clock and the wall's; of each the least. The ratios are of the process's with one thread, to which other
+programs add little, and of the wall's with more; see PROMISED_SPEED and its kin; exits with 1 where one is not kept.
 """
 
 from __future__ import annotations
@@ -39,6 +40,8 @@ from instruction_sets import SETS, environment_of, require_set, sets_here
 from int8_training_ways import EAGER, INT8, MODELS, Step, batch_of, make_step, network, ways_on
 from process_memory import reset_high_water_mark, settle, status
 from torch.profiler import ProfilerActivity, profile
+
+from torch_odt import memory
 
 MIB = 1 << 20
 WARM_UP_STEPS = 3
@@ -155,10 +158,13 @@ class Worker:
 def measured(cell: Cell, seconds: float) -> Cell:
     """Bytes of a step by way, and its least seconds by way and clock."""
     bytes_: dict[str, int] = {}
+    tuned: dict[str, int] = {}
     least: dict[str, dict[str, float]] = {}
     with ExitStack() as stack:
         workers: dict[str, Worker] = {}
         for way in ways_on(cell["set"]):
+            with Worker(cell, f"tuned of {way}") as worker:
+                tuned[way] = worker.answer()
             workers[way] = stack.enter_context(Worker(cell, f"steps of {way}"))
             # One after another: the next one starts when this one waits.
             bytes_[way] = workers[way].answer()
@@ -168,7 +174,7 @@ def measured(cell: Cell, seconds: float) -> Cell:
             for way, worker in workers.items():
                 taken = worker.turn()
                 least[way] = {clock: min(taken[clock], least.get(way, taken)[clock]) for clock in taken}
-    return {"seconds": least, "bytes": bytes_}
+    return {"seconds": least, "bytes": bytes_, "tuned bytes": tuned}
 
 
 def work(options: argparse.Namespace) -> None:
@@ -176,6 +182,8 @@ def work(options: argparse.Namespace) -> None:
     require_set(options.sets[0])
     torch.set_num_threads(options.threads)
     task, _, way = options.worker.partition(" of ")
+    if task == "tuned" and not memory.tune_malloc():
+        raise SystemExit("the C library is not glibc, or torch_odt has no compiled parts")
     images, labels = batch_of(options.batches[0], options.pixels[0])
     step = make_step(way, network(options.models[0], images), images, labels)
     settle()
@@ -186,6 +194,7 @@ def work(options: argparse.Namespace) -> None:
         print_operators(step, f"{options.models[0]}, {tuple(images.shape)}: {way}")
         return
     print(json.dumps(bytes_above(level, step)), flush=True)
+    # Each line asks for a turn.
     for _ in sys.stdin:
         print(json.dumps(least_of_turn(step)), flush=True)
 
@@ -229,14 +238,19 @@ def ratios_of(cell: Cell) -> dict[str, dict[str, float]]:
         found = {"x eager": seconds[eager] / seconds[way], "x folded": seconds["folded"] / seconds[way]}
         if "bf16" in seconds:
             found["x bf16"] = seconds["bf16"] / seconds[way]
-        found["x fewer bytes"] = cell["bytes"][eager] / cell["bytes"][way]
+        for key in ("bytes", "tuned bytes"):
+            found[f"x fewer {key}"] = cell[key][eager] / cell[key][way]
         ratios[way] = found
     return ratios
 
 
 def missed_in(cell: Cell) -> Iterator[str]:
     """A line for each promise that a cell does not keep."""
-    promises = {"x eager": PROMISED_SPEED.get(cell["set"], 0.0), "x fewer bytes": PROMISED_BYTES}
+    promises = {
+        "x eager": PROMISED_SPEED.get(cell["set"], 0.0),
+        "x fewer bytes": PROMISED_BYTES,
+        "x fewer tuned bytes": PROMISED_BYTES,
+    }
     if cell["set"] == "amx":
         promises["x bf16"] = PROMISED_OVER_BF16
     for way, found in cell["ratios"].items():
@@ -251,15 +265,19 @@ def title_of(cell: Cell) -> str:
 
 def print_cell(cell: Cell, *, first: bool) -> None:
     """Milliseconds of both clocks, MiB, and int8's ratios."""
-    columns = ("x eager", "x folded", "x bf16", "x fewer bytes")
+    columns = ("x eager", "x folded", "x bf16", "x fewer bytes", "x fewer tuned bytes")
     if first:
-        print(f"{'':40s}{'way':<21s}{'ms':>9s}{'ms, wall':>10s}{'MiB':>8s}" + "".join(f"{c:>15s}" for c in columns))
+        print(
+            f"{'':40s}{'way':<21s}{'ms':>9s}{'ms, wall':>10s}{'MiB':>8s}{'tuned':>8s}"
+            + "".join(f"{c:>21s}" for c in columns)
+        )
     for way, taken in cell["seconds"].items():
         line = f"{title_of(cell):40s}{way:<21s}{taken['processor'] * 1e3:9.1f}{taken['wall'] * 1e3:10.1f}"
-        line += f"{cell['bytes'][way] / MIB:8.1f}"
+        line += f"{cell['bytes'][way] / MIB:8.1f}{cell['tuned bytes'][way] / MIB:8.1f}"
         found = cell["ratios"].get(way, {})
-        line += "".join(f"{found[column]:15.2f}" if column in found else f"{'-':>15s}" for column in columns)
-        print(line if found else line.rstrip("- "), flush=True)
+        if found:
+            line += "".join(f"{found[column]:21.2f}" if column in found else f"{'-':>21s}" for column in columns)
+        print(line, flush=True)
 
 
 def save(cells: list[Cell], options: argparse.Namespace) -> None:
