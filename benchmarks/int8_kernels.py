@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import os
 import subprocess
 import sys
 import time
@@ -28,17 +27,10 @@ from typing import Any
 
 import torch
 from frontier import describe_machine
+from instruction_sets import SETS, environment_of, require_set, sets_here
 from torch import Tensor
 
 BATCH = 8
-SETS = ("avx2", "avx_vnni", "avx512_vnni", "amx")
-# What keeps torch to a set: its own kernels, oneDNN's, MKL's. AVX-VNNI has no name in torch of its own.
-TORCH_CAPS = {
-    "avx2": ("avx2", "AVX2", "AVX2"),
-    "avx_vnni": ("avx2", "AVX2_VNNI", "AVX2"),
-    "avx512_vnni": ("avx512", "AVX512_CORE_VNNI", "AVX512"),
-    "amx": ("avx512", "AVX512_CORE_AMX", "AVX512"),
-}
 # Geometric means of fp32's seconds over int8's, for the backward pass; by set and kind of layer.
 PROMISES = {
     ("avx2", "convolutions"): 1.5,
@@ -250,12 +242,8 @@ def measure(layer: Layer, rounds_seconds: float, exact_onednn: bool) -> dict[str
 
 def work(arguments: argparse.Namespace) -> None:
     """In a process of its own: one set, one number of threads; a row a line."""
-    from torch_odt import _extensions
-
     torch.set_num_threads(arguments.threads[0])
-    used = _extensions.instruction_set()
-    if used != arguments.worker:
-        raise SystemExit(f"the kernels use {used}, not {arguments.worker}")
+    require_set(arguments.worker)
     exact = arguments.worker in ("avx512_vnni", "amx")
     with torch.no_grad():
         for layer in layers_named(arguments.layers):
@@ -264,10 +252,8 @@ def work(arguments: argparse.Namespace) -> None:
 
 def rows_of(used: str, threads: int, arguments: argparse.Namespace) -> list[dict[str, Any]]:
     """The rows of one set and number of threads."""
-    aten, onednn, mkl = TORCH_CAPS[used]
-    caps = {"TORCH_ODT_ISA": used, "ATEN_CPU_CAPABILITY": aten, "ONEDNN_MAX_CPU_ISA": onednn}
-    caps |= {"MALLOC_MMAP_THRESHOLD_": str(1 << 30), "MALLOC_TRIM_THRESHOLD_": str(1 << 40)}
-    environment = {**os.environ, **caps, "MKL_ENABLE_INSTRUCTIONS": mkl, "OMP_NUM_THREADS": str(threads)}
+    kept = {"MALLOC_MMAP_THRESHOLD_": str(1 << 30), "MALLOC_TRIM_THRESHOLD_": str(1 << 40)}
+    environment = environment_of(used, threads) | kept
     command = [
         sys.executable,
         __file__,
@@ -359,14 +345,6 @@ def print_summary(summary: dict[str, Any]) -> None:
     print(f"{means}{promised}{verdict}")
 
 
-def set_under(cap: str) -> str:
-    """The set that kernels use if they may use none behind this one: another where the processor lacks it."""
-    ask = "from torch_odt import _extensions; print(_extensions.instruction_set())"
-    environment = {**os.environ, "TORCH_ODT_ISA": cap}
-    found = subprocess.run([sys.executable, "-c", ask], env=environment, stdout=subprocess.PIPE, text=True, check=True)
-    return found.stdout.strip()
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sets", nargs="+", choices=SETS, help="default: all that the processor has")
@@ -379,7 +357,7 @@ def main() -> int:
     if arguments.worker:
         work(arguments)
         return 0
-    sets = arguments.sets or [name for name in SETS if set_under(name) == name]
+    sets = arguments.sets or sets_here()
     rows = []
     for threads in arguments.threads:
         for used in sets:

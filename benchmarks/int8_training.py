@@ -1,7 +1,7 @@
-"""A whole training step in int8 beside float32: seconds and bytes of MobileNetV2, ResNet-18 and VGG-11.
+"""A whole training step in int8 beside float32 and bf16: seconds and bytes, for each instruction set.
 
-    python benchmarks/int8_training.py --out results       # batches of 8 and 16 at 96 and 224 pixels; an hour or so
-    python benchmarks/int8_training.py --quick             # batch 8 at 96 pixels without VGG-11, in a minute or two
+    python benchmarks/int8_training.py --out results       # batches of 8 and 16 at 96 and 224 pixels; hours
+    python benchmarks/int8_training.py --quick             # batch 8 at 96 pixels without VGG-11, some minutes
     python benchmarks/int8_training.py --quick --models resnet18 --profile qas    # the operators of int8's step
 
 Each way trains the same network with its own kind of SGD, without momentum:
@@ -10,179 +10,197 @@ Each way trains the same network with its own kind of SGD, without momentum:
 |---|---|
 | eager | float32; contiguous and channels_last are both timed, the faster one counts |
 | folded | the same with BatchNorms folded into the layers before them, as `convert_` does it; channels_last |
-| bf16 | `eager` in channels_last under autocast (`--bf16`) |
-| qas | `convert_` with QAS, and `train_int8_` |
+| bf16 | `eager` in channels_last under autocast; with AMX |
+| qas | `convert_` with QAS, and `train_int8_`, each layer updated in the backward pass |
 | niti | `niti_` with folded BatchNorms, packed weights kept, and `NitiSGD` |
 
-Seconds: all ways of a cell are in one process and take turns, a step each; the least of many rounds. With one thread
-they are the processor's, which other programs add little to; with more the wall's. Bytes: a process for each way, its
-highest resident size of some steps above the level with the model and its batch in memory.
+A cell is a network at a batch on a set, to which torch is kept as well. In it each way has a process of its own, so
+that none works with the free memory that another one left. Bytes: its highest resident size of some steps above the
+level with the model and its batch in memory, with glibc's defaults, which keep much of what was freed, and in a second
+process with a malloc that gives it back (`memory.tune_malloc`). Seconds: the processes take turns of some steps, on the
+process's clock and the wall's; of each the least. The ratios are of the process's with one thread, to which other
+programs add little, and of the wall's with more; see PROMISED_SPEED and its kin; exits with 1 where one is not kept.
 """
 
 from __future__ import annotations
 
 import argparse
-import copy
 import json
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from frontier import describe_machine
+from instruction_sets import SETS, environment_of, require_set, sets_here
+from int8_training_ways import EAGER, INT8, MODELS, Step, batch_of, make_step, network, ways_on
 from process_memory import reset_high_water_mark, settle, status
-from torch import Tensor, nn
-from torch.fx.experimental.optimization import fuse
 from torch.profiler import ProfilerActivity, profile
 
-MODELS = ("mobilenet_v2", "resnet18", "vgg11")
-CLASSES = 10
+from torch_odt import memory
+
 MIB = 1 << 20
 WARM_UP_STEPS = 3
 MEMORY_STEPS = 3
+TURN_SECONDS = 0.4
+FEWEST_STEPS = 2  # of a turn; the first one finds the caches full of others' numbers
+FEWEST_ROUNDS = 3
+# Eager's seconds over int8's by set, bf16's over int8's, and eager's bytes over int8's: in every cell.
+PROMISED_SPEED = {"avx512_vnni": 3.0, "amx": 5.0}
+PROMISED_OVER_BF16 = 1.0
+PROMISED_BYTES = 4.0
 
-Step = Callable[[], None]
+Cell = dict[str, Any]
 
 
-def main() -> None:
+def main() -> int:
     options = parsed()
-    torch.set_num_threads(options.threads)
-    if options.memory_of is not None:
-        print(measured_bytes(options.memory_of, options.models[0], options.batches[0], options.pixels[0]))
-        return
-    ways = ["eager contiguous", "eager channels_last", "folded", *(["bf16"] if options.bf16 else []), "qas", "niti"]
-    cells = []
-    for name in options.models:
-        for pixels in options.pixels:
-            for batch in options.batches:
-                if options.profile:
-                    print_operators(options.profile, name, batch, pixels)
-                    continue
-                seconds = measured_seconds(ways, name, batch, pixels, options.seconds)
-                bytes_ = {} if options.no_memory else {way: in_a_process(way, name, batch, pixels) for way in ways}
-                cells.append({"model": name, "batch": batch, "pixels": pixels, "seconds": seconds, "bytes": bytes_})
-                print_cell(cells[-1], first=len(cells) == 1)
-                # After each cell: what interrupts a later one takes nothing away.
-                save(cells, options)
-
-
-def save(cells: list[dict[str, Any]], options: argparse.Namespace) -> None:
-    if options.out is not None:
-        options.out.mkdir(parents=True, exist_ok=True)
-        report = {"machine": describe_machine(), "threads": options.threads, "cells": cells}
-        (options.out / "int8_training.json").write_text(json.dumps(report, indent=1) + "\n")
+    if options.worker is not None:
+        work(options)
+        return 0
+    cells: list[Cell] = []
+    for cell in cells_of(options):
+        if options.profile is not None:
+            with Worker(cell, f"operators of {options.profile}") as worker:
+                print(worker.rest())
+            continue
+        cell |= measured(cell, options.seconds)
+        cell["ratios"] = ratios_of(cell)
+        print_cell(cell, first=not cells)
+        cells.append(cell)
+        # After each cell: what interrupts a later one takes nothing away.
+        save(cells, options)
+    missed = [line for cell in cells for line in missed_in(cell)]
+    print("\n".join(missed))
+    return 1 if missed else 0
 
 
 def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--sets", nargs="+", choices=SETS, help="default: AVX512-VNNI and AMX where the processor has them"
+    )
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--batches", type=int, nargs="+", default=[8, 16])
     parser.add_argument("--pixels", type=int, nargs="+", default=[96, 224])
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--seconds", type=float, default=20, help="of rounds, for each cell")
-    parser.add_argument("--bf16", action="store_true", help="bf16 autocast as well")
-    parser.add_argument("--no-memory", action="store_true", help="seconds alone")
+    parser.add_argument("--seconds", type=float, default=40, help="of rounds, for each cell")
     parser.add_argument(
         "--profile", metavar="WAY", help="print the operators of a way's step, and measure nothing else"
     )
     parser.add_argument("--quick", action="store_true", help="one cell each of MobileNetV2 and ResNet-18")
     parser.add_argument("--out", type=Path, help="a folder for int8_training.json")
-    parser.add_argument("--memory-of", metavar="WAY", help=argparse.SUPPRESS)
+    parser.add_argument("--worker", metavar="TASK", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.quick:
-        options.batches, options.pixels, options.seconds = [8], [96], 12
+        options.batches, options.pixels, options.seconds = [8], [96], min(options.seconds, 15)
         options.models = [name for name in options.models if name != "vgg11"]
+    if options.sets is None:
+        options.sets = [name for name in sets_here() if name in PROMISED_SPEED] or sets_here()[-1:]
     return options
 
 
-def network(name: str, images: Tensor) -> nn.Module:
-    """A network from seed 0 whose BatchNorms have seen the batch, so that they can be folded."""
-    import torchvision
-
-    torch.manual_seed(0)
-    model = torchvision.models.get_model(name, weights=None, num_classes=CLASSES)
-    for module in model.modules():
-        if isinstance(module, nn.BatchNorm2d):
-            module.momentum = 0.5
-    with torch.no_grad():
-        for _ in range(4):
-            model(images)
-    return model.train()
+def cells_of(options: argparse.Namespace) -> Iterator[Cell]:
+    for used in options.sets:
+        for name in options.models:
+            for pixels in options.pixels:
+                for batch in options.batches:
+                    yield {"set": used, "threads": options.threads, "model": name, "pixels": pixels, "batch": batch}
 
 
-def batch_of(batch: int, pixels: int) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(1)
-    images = torch.randn(batch, 3, pixels, pixels, generator=generator)
-    return images, torch.randint(CLASSES, (batch,), generator=generator)
+class Worker:
+    """A process that is kept to a cell's set.
+
+    Args:
+        cell: what it works on.
+        task: what it does, `TASK of WAY`.
+    """
+
+    def __init__(self, cell: Cell, task: str) -> None:
+        command = [sys.executable, __file__, "--worker", task, "--sets", cell["set"], "--models", cell["model"]]
+        for name, key in (("--pixels", "pixels"), ("--batches", "batch"), ("--threads", "threads")):
+            command += [name, str(cell[key])]
+        environment = environment_of(cell["set"], cell["threads"])
+        self._process = subprocess.Popen(
+            command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+
+    def __enter__(self) -> Worker:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.stdin.close()  # type: ignore[union-attr]
+        if self._process.wait():
+            raise SystemExit(f"a worker ended with {self._process.returncode}")
+
+    def answer(self) -> Any:
+        """What it says next."""
+        line = self._process.stdout.readline()  # type: ignore[union-attr]
+        if not line:
+            raise SystemExit(f"a worker ended with {self._process.wait()}")
+        return json.loads(line)
+
+    def turn(self) -> dict[str, float]:
+        """The least seconds of a step in a turn, by clock."""
+        print(file=self._process.stdin, flush=True)
+        found: dict[str, float] = self.answer()
+        return found
+
+    def rest(self) -> str:
+        """What it says until it ends."""
+        return self._process.stdout.read()  # type: ignore[union-attr]
 
 
-def make_step(way: str, model: nn.Module, images: Tensor, labels: Tensor) -> Step:
-    """A training step; the model is used up."""
-    loss_fn: Callable[..., Tensor] = F.cross_entropy
-    if way != "eager contiguous":
-        images = images.contiguous(memory_format=torch.channels_last)
-    if way in ("eager channels_last", "bf16"):
-        model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    if way == "folded":
-        model = fuse(model.eval()).train().to(memory_format=torch.channels_last)
-    optimizer: torch.optim.Optimizer
-    if way == "qas":
-        from torch_odt.quant import convert_, train_int8_
-
-        convert_(model.eval(), [images], qas=True)
-        optimizer = torch.optim.SGD(model.train().parameters(), lr=0.001)
-        train_int8_(model, optimizer)
-    elif way == "niti":
-        from torch_odt.quant import NitiSGD, PackedWeights, niti_, niti_cross_entropy
-
-        training = niti_(model, batch_norm="fold", gradient_bits=1, packs=PackedWeights())
-        optimizer, loss_fn, packs = NitiSGD(model, lr=0.001), niti_cross_entropy, training.packs
-    else:
-        optimizer, packs = torch.optim.SGD(model.parameters(), lr=0.001), None
-
-    def step() -> None:
-        optimizer.zero_grad()
-        with torch.autocast("cpu", torch.bfloat16, enabled=way == "bf16"):
-            loss = loss_fn(model(images), labels)
-        loss.backward()
-        optimizer.step()
-
-    # The operators know packed weights by number alone.
-    step.packs = packs if way == "niti" else None  # type: ignore[attr-defined]
-    return step
+def measured(cell: Cell, seconds: float) -> Cell:
+    """Bytes of a step by way, and its least seconds by way and clock."""
+    bytes_: dict[str, int] = {}
+    tuned: dict[str, int] = {}
+    least: dict[str, dict[str, float]] = {}
+    with ExitStack() as stack:
+        workers: dict[str, Worker] = {}
+        for way in ways_on(cell["set"]):
+            with Worker(cell, f"tuned of {way}") as worker:
+                tuned[way] = worker.answer()
+            workers[way] = stack.enter_context(Worker(cell, f"steps of {way}"))
+            # One after another: the next one starts when this one waits.
+            bytes_[way] = workers[way].answer()
+        rounds, began = 0, time.perf_counter()
+        while rounds < FEWEST_ROUNDS or time.perf_counter() - began < seconds:
+            rounds += 1
+            for way, worker in workers.items():
+                taken = worker.turn()
+                least[way] = {clock: min(taken[clock], least.get(way, taken)[clock]) for clock in taken}
+    return {"seconds": least, "bytes": bytes_, "tuned bytes": tuned}
 
 
-def measured_seconds(ways: list[str], name: str, batch: int, pixels: int, seconds: float) -> dict[str, float]:
-    """The least seconds of a step, all ways in turn."""
-    images, labels = batch_of(batch, pixels)
-    model = network(name, images)
-    steps = {way: make_step(way, copy.deepcopy(model), images, labels) for way in ways}
-    for step in steps.values():
-        for _ in range(WARM_UP_STEPS):
-            step()
-    clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
-    least = dict.fromkeys(ways, float("inf"))
-    began = clock()
-    while clock() - began < seconds:
-        for way, step in steps.items():
-            start = clock()
-            step()
-            least[way] = min(least[way], clock() - start)
-    return least
-
-
-def measured_bytes(way: str, name: str, batch: int, pixels: int) -> int:
-    """In a process of its own: what steps add to the model and its batch."""
-    images, labels = batch_of(batch, pixels)
-    step = make_step(way, network(name, images), images, labels)
+def work(options: argparse.Namespace) -> None:
+    """In a process of its own: one way of one cell."""
+    require_set(options.sets[0])
+    torch.set_num_threads(options.threads)
+    task, _, way = options.worker.partition(" of ")
+    if task == "tuned" and not memory.tune_malloc():
+        raise SystemExit("the C library is not glibc, or torch_odt has no compiled parts")
+    images, labels = batch_of(options.batches[0], options.pixels[0])
+    step = make_step(way, network(options.models[0], images), images, labels)
     settle()
     level = status()["VmRSS"]
     for _ in range(WARM_UP_STEPS):
         step()
+    if task == "operators":
+        print_operators(step, f"{options.models[0]}, {tuple(images.shape)}: {way}")
+        return
+    print(json.dumps(bytes_above(level, step)), flush=True)
+    # Each line asks for a turn.
+    for _ in sys.stdin:
+        print(json.dumps(least_of_turn(step)), flush=True)
+
+
+def bytes_above(level: int, step: Step) -> int:
+    """What steps add to the model and its batch."""
     settle()
     reset_high_water_mark()
     for _ in range(MEMORY_STEPS):
@@ -190,37 +208,84 @@ def measured_bytes(way: str, name: str, batch: int, pixels: int) -> int:
     return status()["VmHWM"] - level
 
 
-def in_a_process(way: str, name: str, batch: int, pixels: int) -> int:
-    command = [sys.executable, __file__, "--memory-of", way, "--models", name, "--batches", str(batch)]
-    command += ["--pixels", str(pixels), "--threads", str(torch.get_num_threads())]
-    return int(subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()[-1])
-
-
-def print_operators(way: str, name: str, batch: int, pixels: int) -> None:
-    images, labels = batch_of(batch, pixels)
-    step = make_step(way, network(name, images), images, labels)
-    for _ in range(WARM_UP_STEPS):
+def least_of_turn(step: Step) -> dict[str, float]:
+    least = {"processor": float("inf"), "wall": float("inf")}
+    steps, began = 0, time.perf_counter()
+    while steps < FEWEST_STEPS or time.perf_counter() - began < TURN_SECONDS:
+        steps += 1
+        processor, wall = time.process_time(), time.perf_counter()
         step()
+        taken = {"processor": time.process_time() - processor, "wall": time.perf_counter() - wall}
+        least = {clock: min(least[clock], taken[clock]) for clock in taken}
+    return least
+
+
+def print_operators(step: Step, title: str) -> None:
     with profile(activities=[ProfilerActivity.CPU]) as profiler:
         for _ in range(5):
             step()
-    print(f"{name}, batch {batch}, {pixels} pixels: {way}, 5 steps")
+    print(f"{title}, 5 steps")
     print(profiler.key_averages().table(sort_by="self_cpu_time_total", row_limit=30, max_name_column_width=50))
 
 
-def print_cell(cell: dict[str, Any], *, first: bool) -> None:
-    """Milliseconds, and how many times eager's and folded float32's; MiB, and how many times fewer than eager's."""
-    seconds, bytes_ = cell["seconds"], cell["bytes"]
-    fastest = min((way for way in seconds if way.startswith("eager")), key=lambda way: seconds[way])
+def ratios_of(cell: Cell) -> dict[str, dict[str, float]]:
+    """For each way of int8: how many times as fast as the others, and how many times fewer bytes than eager."""
+    clock = "processor" if cell["threads"] == 1 else "wall"
+    seconds = {way: taken[clock] for way, taken in cell["seconds"].items()}
+    eager = min(EAGER, key=lambda way: seconds[way])
+    ratios = {}
+    for way in INT8:
+        found = {"x eager": seconds[eager] / seconds[way], "x folded": seconds["folded"] / seconds[way]}
+        if "bf16" in seconds:
+            found["x bf16"] = seconds["bf16"] / seconds[way]
+        for key in ("bytes", "tuned bytes"):
+            found[f"x fewer {key}"] = cell[key][eager] / cell[key][way]
+        ratios[way] = found
+    return ratios
+
+
+def missed_in(cell: Cell) -> Iterator[str]:
+    """A line for each promise that a cell does not keep."""
+    promises = {
+        "x eager": PROMISED_SPEED.get(cell["set"], 0.0),
+        "x fewer bytes": PROMISED_BYTES,
+        "x fewer tuned bytes": PROMISED_BYTES,
+    }
+    if cell["set"] == "amx":
+        promises["x bf16"] = PROMISED_OVER_BF16
+    for way, found in cell["ratios"].items():
+        for key, promised in promises.items():
+            if found.get(key, promised) < promised:
+                yield f"MISSED: {title_of(cell)}, {way}: {found[key]:.2f} {key}, promised {promised}"
+
+
+def title_of(cell: Cell) -> str:
+    return f"{cell['set']}, {cell['model']} b{cell['batch']} @{cell['pixels']}"
+
+
+def print_cell(cell: Cell, *, first: bool) -> None:
+    """Milliseconds of both clocks, MiB, and int8's ratios."""
+    columns = ("x eager", "x folded", "x bf16", "x fewer bytes", "x fewer tuned bytes")
     if first:
-        print(f"{'':28s}{'way':<21s}{'ms':>8s}{'x eager':>9s}{'x folded':>9s}{'MiB':>8s}{'x fewer':>9s}")
-    for way, taken in seconds.items():
-        where = f"{cell['model']} b{cell['batch']} @{cell['pixels']}"
-        line = f"{where:28s}{way:<21s}{taken * 1e3:8.1f}{seconds[fastest] / taken:9.2f}{seconds['folded'] / taken:9.2f}"
-        if bytes_:
-            line += f"{bytes_[way] / MIB:8.1f}{bytes_[fastest] / bytes_[way]:9.2f}"
+        print(
+            f"{'':40s}{'way':<21s}{'ms':>9s}{'ms, wall':>10s}{'MiB':>8s}{'tuned':>8s}"
+            + "".join(f"{c:>21s}" for c in columns)
+        )
+    for way, taken in cell["seconds"].items():
+        line = f"{title_of(cell):40s}{way:<21s}{taken['processor'] * 1e3:9.1f}{taken['wall'] * 1e3:10.1f}"
+        line += f"{cell['bytes'][way] / MIB:8.1f}{cell['tuned bytes'][way] / MIB:8.1f}"
+        found = cell["ratios"].get(way, {})
+        if found:
+            line += "".join(f"{found[column]:21.2f}" if column in found else f"{'-':>21s}" for column in columns)
         print(line, flush=True)
 
 
+def save(cells: list[Cell], options: argparse.Namespace) -> None:
+    if options.out is not None:
+        options.out.mkdir(parents=True, exist_ok=True)
+        result = {"machine": describe_machine(options), "cells": cells}
+        (options.out / "int8_training.json").write_text(json.dumps(result, indent=1) + "\n")
+
+
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

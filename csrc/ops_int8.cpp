@@ -1,18 +1,15 @@
 #include "ops_int8.h"
 
 #include <algorithm>
-#include <array>
 #include <cmath>
 #include <cstring>
 #include <limits>
-
-#include <torch/headeronly/core/MemoryFormat.h>
+#include <utility>
 
 namespace torch_odt {
 
 using kernels::int8::Rounding;
 using kernels::int8::kMostTerms;
-using torch::headeronly::MemoryFormat;
 
 namespace {
 
@@ -104,7 +101,11 @@ void check_fits(float largest, const char* name) {
 }
 
 Tensor channels_last(const Tensor& tensor) {
-  return torch::stable::contiguous(tensor, MemoryFormat::ChannelsLast);
+  return as_channels_last(tensor);
+}
+
+Tensor in_memory_order(const Tensor& tensor) {
+  return tensor.dim() == 4 ? as_channels_last(tensor) : as_contiguous(tensor);
 }
 
 const int8_t* bytes_of(const Tensor& tensor) {
@@ -112,11 +113,11 @@ const int8_t* bytes_of(const Tensor& tensor) {
 }
 
 Tensor empty_image(const Pair& sizes, ScalarType dtype, const Tensor& like) {
-  return torch::stable::empty(sizes, dtype, std::nullopt, like.device(), std::nullopt, MemoryFormat::ChannelsLast);
+  return empty_channels_last(sizes, dtype, like);
 }
 
 Tensor empty_flat(int64_t count, ScalarType dtype, const Tensor& like) {
-  return torch::stable::empty({count}, dtype, std::nullopt, like.device());
+  return empty_contiguous({count}, dtype, like);
 }
 
 Threads threads_for(const Conv2d& conv) {
@@ -136,16 +137,20 @@ Rescaling rescaling(const char* name, Result result, const Tensor& scale, int64_
       ": scale must be a float32 CPU tensor of one number or of one for each of the ",
       channels,
       " output channels");
-  const Tensor dense = torch::stable::contiguous(scale);
+  const Tensor dense = as_contiguous(scale);
   const auto* const values = static_cast<const float*>(dense.const_data_ptr());
+  return rescaling(name, result, std::vector<float>(values, values + scale.numel()), channels_are_rows);
+}
+
+Rescaling rescaling(const char* name, Result result, std::vector<float> multipliers, bool channels_are_rows) {
   Rescaling made;
-  made.multipliers.assign(values, values + scale.numel());
+  made.multipliers = std::move(multipliers);
   for (const float value : made.multipliers) {
     STD_TORCH_CHECK(std::isfinite(value), name, ": scale must be finite");
   }
   made.finish.result = result;
   made.finish.multipliers = made.multipliers.data();
-  made.finish.per_channel = scale.numel() > 1;
+  made.finish.per_channel = made.multipliers.size() > 1;
   made.finish.channels_are_rows = channels_are_rows;
   return made;
 }
@@ -242,13 +247,7 @@ std::pair<int64_t, int64_t> Grid::bounds(std::optional<double> low, std::optiona
 
 // NaN, once, seen as a tensor of those sizes.
 Tensor slot_of(const Pair& sizes, const Tensor& like) {
-  const Tensor one = one_number(std::numeric_limits<float>::quiet_NaN(), like);
-  std::array<StableIValue, 3> stack{
-      torch::stable::detail::from(one),
-      torch::stable::detail::from(torch::headeronly::IntHeaderOnlyArrayRef(sizes)),
-      torch::stable::detail::from(false)};
-  STABLE_TORCH_ERROR_CODE_CHECK(torch_call_dispatcher("aten::expand", "", stack.data(), TORCH_ABI_VERSION));
-  return torch::stable::detail::to<Tensor>(stack[0]);
+  return seen_everywhere(one_number(std::numeric_limits<float>::quiet_NaN(), like), sizes);
 }
 
 } // namespace torch_odt

@@ -12,6 +12,7 @@
 #include <torch/headeronly/core/ScalarType.h>
 
 #include "kernels/int8/conv2d.h"
+#include "ops_tensors.h"
 
 // Hidden, as the types of the stable ABI are.
 namespace torch_odt [[gnu::visibility("hidden")]] {
@@ -25,7 +26,7 @@ using kernels::int8::Threads;
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
-using Pair = std::vector<int64_t>;
+using Pair = Sizes;
 
 // The arguments that say which convolution is meant, checked.
 struct Geometry {
@@ -69,6 +70,8 @@ Conv2d conv_of(
     const Tensor& weight);
 
 Tensor channels_last(const Tensor& tensor);
+// Images in channels_last, everything else contiguous.
+Tensor in_memory_order(const Tensor& tensor);
 const int8_t* bytes_of(const Tensor& tensor);
 Tensor empty_image(const Pair& sizes, ScalarType dtype, const Tensor& like);
 Tensor empty_flat(int64_t count, ScalarType dtype, const Tensor& like);
@@ -84,6 +87,7 @@ struct Rescaling {
 };
 
 Rescaling rescaling(const char* name, Result result, const Tensor& scale, int64_t channels, bool channels_are_rows);
+Rescaling rescaling(const char* name, Result result, std::vector<float> multipliers, bool channels_are_rows);
 void set_rounding(const char* name, int64_t rounding, int64_t seed, Rescaling& made);
 void set_range(const char* name, int64_t zero_point, int64_t low, int64_t high, Finish& finish);
 
@@ -109,31 +113,36 @@ struct Grid {
 // NaN, once, seen as a tensor of those sizes: see torch_odt/quant/activation.py.
 Tensor slot_of(const Pair& sizes, const Tensor& like);
 
-// Operators that others are made of.
+// Of an update of an int8 weight in place: its seed and the number of updates, or how many weights were clamped; weights
+// and what they become, checked; and what rounding draws from.
+int64_t* counters_of(const char* name, Tensor& tensor, int64_t count, const char* argument);
+void check_update(const char* name, const Tensor& weight, const Tensor& floats, const char* argument);
+uint64_t update_seed(const int64_t* seed_and_updates);
+
+// Operators that others are made of; as they are called from there, numbers are no tensors.
+using Numbers = std::vector<float>;
+
 Tensor int8_conv2d_scaled(
     const Tensor& input,
     const Tensor& weight,
-    const std::optional<Tensor>& packed,
-    const std::optional<Tensor>& bias,
-    const Tensor& scale,
+    const std::optional<std::vector<int32_t>>& bias,
+    Numbers scale,
     int64_t input_zero_point,
     const Pair& stride,
     const Pair& padding,
     const Pair& dilation,
     int64_t groups);
 
-std::tuple<Tensor, Tensor, Tensor> int8_conv2d_quantized(
+// Rounded to the nearest; the output and its mask.
+std::tuple<Tensor, Tensor> int8_conv2d_quantized(
     const Tensor& input,
     const Tensor& weight,
-    const std::optional<Tensor>& packed,
-    const std::optional<Tensor>& bias,
-    const Tensor& scale,
+    const std::optional<std::vector<int32_t>>& bias,
+    Numbers scale,
     int64_t input_zero_point,
     int64_t output_zero_point,
     int64_t low,
     int64_t high,
-    int64_t rounding,
-    int64_t seed,
     const Pair& stride,
     const Pair& padding,
     const Pair& dilation,
@@ -142,18 +151,17 @@ std::tuple<Tensor, Tensor, Tensor> int8_conv2d_quantized(
 Tensor int8_conv2d_grad_input_scaled(
     const Tensor& grad_output,
     const Tensor& weight,
-    const std::optional<Tensor>& packed,
-    const Tensor& scale,
+    float scale,
     const Pair& input_size,
     const Pair& stride,
     const Pair& padding,
     const Pair& dilation,
     int64_t groups);
 
-std::tuple<Tensor, Tensor> int8_conv2d_grad_weight_scaled(
+Tensor int8_conv2d_grad_weight_scaled(
     const Tensor& grad_output,
     const Tensor& input,
-    const Tensor& scale,
+    Numbers scale,
     int64_t input_zero_point,
     const Pair& kernel_size,
     const Pair& stride,
@@ -161,7 +169,16 @@ std::tuple<Tensor, Tensor> int8_conv2d_grad_weight_scaled(
     const Pair& dilation,
     int64_t groups);
 
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> int8_quantize_gradient(
+// What int8_quantize_gradient returns; tensors that were not asked for are empty.
+struct RoundedGradient {
+  Tensor for_input;
+  Tensor for_weight;
+  float input_step;
+  Numbers weight_steps;
+  Numbers sums;
+};
+
+RoundedGradient int8_quantize_gradient(
     const Tensor& gradient, const std::optional<Tensor>& mask, const std::optional<Tensor>& weight_scale, bool for_weight);
 
 } // namespace torch_odt

@@ -1,7 +1,10 @@
 // Convolutions of int8 tensors, see kernels/int8. Shapes for tracing are registered in torch_odt/ops.
 
 #include <cstring>
+#include <optional>
 #include <tuple>
+#include <utility>
+#include <vector>
 
 #include <torch/csrc/stable/library.h>
 
@@ -12,6 +15,9 @@ namespace {
 using namespace torch_odt;
 using kernels::int8::forward;
 using kernels::int8::workspace_bytes;
+
+constexpr char kScaled[] = "int8_conv2d_scaled";
+constexpr char kQuantized[] = "int8_conv2d_quantized";
 
 Tensor pack(
     const Tensor& weight,
@@ -50,17 +56,10 @@ struct ForwardArguments {
     return {conv.batch, conv.out_channels, conv.rows.output, conv.columns.output};
   }
 
-  float run(const Conv2d& conv, const std::optional<Tensor>& bias, const Finish& finish) const {
-    STD_TORCH_CHECK(
-        !bias ||
-            (bias->is_cpu() && bias->scalar_type() == ScalarType::Int && bias->dim() == 1 &&
-             bias->size(0) == conv.out_channels),
-        geometry.name,
-        ": bias must be an int32 CPU tensor with one number for each output channel");
+  float run(const Conv2d& conv, const int32_t* bias, const Finish& finish) const {
     const Threads threads = threads_for(conv);
     const Tensor weights = packed_for(conv, Pass::forward, weight, packed, threads);
     const Tensor image = channels_last(input);
-    const Tensor dense_bias = bias ? torch::stable::contiguous(*bias) : input;
     Tensor workspace =
         empty_flat(workspace_bytes(conv, Pass::forward) * threads.count, ScalarType::Byte, input);
     return forward(
@@ -68,12 +67,56 @@ struct ForwardArguments {
         bytes_of(image),
         static_cast<int32_t>(input_zero_point),
         data_of_packed(weights),
-        bias ? static_cast<const int32_t*>(dense_bias.const_data_ptr()) : nullptr,
+        bias,
         finish,
         threads,
         workspace.mutable_data_ptr());
   }
+
+  Tensor scaled(const Conv2d& conv, const int32_t* bias, Rescaling made) const {
+    Tensor output = empty_image(output_sizes(conv), ScalarType::Float, input);
+    made.finish.output = output.mutable_data_ptr();
+    run(conv, bias, made.finish);
+    return output;
+  }
+
+  // The output, its mask, and the largest absolute value before rounding.
+  std::tuple<Tensor, Tensor, float> quantized(const Conv2d& conv, const int32_t* bias, Rescaling made) const {
+    Tensor output = empty_image(output_sizes(conv), ScalarType::Char, input);
+    const int64_t mask_bytes = (output.numel() + 7) / 8;
+    Tensor mask = empty_flat(mask_bytes, ScalarType::Byte, input);
+    std::memset(mask.mutable_data_ptr(), 0, static_cast<size_t>(mask_bytes));
+    made.finish.output = output.mutable_data_ptr();
+    made.finish.mask = static_cast<uint8_t*>(mask.mutable_data_ptr());
+    const float largest = run(conv, bias, made.finish);
+    return {output, mask, largest};
+  }
 };
+
+// A bias that is given as a tensor, checked.
+struct Bias {
+  std::optional<Tensor> dense;
+
+  Bias(const char* name, const std::optional<Tensor>& bias, const Conv2d& conv) {
+    STD_TORCH_CHECK(
+        !bias ||
+            (bias->is_cpu() && bias->scalar_type() == ScalarType::Int && bias->dim() == 1 &&
+             bias->size(0) == conv.out_channels),
+        name,
+        ": bias must be an int32 CPU tensor with one number for each output channel");
+    if (bias) {
+      dense = as_contiguous(*bias);
+    }
+  }
+
+  const int32_t* numbers() const {
+    return dense ? static_cast<const int32_t*>(dense->const_data_ptr()) : nullptr;
+  }
+};
+
+const int32_t* numbers_of(const std::optional<std::vector<int32_t>>& bias) {
+  return bias ? bias->data() : nullptr;
+}
 
 Tensor conv2d(
     const Tensor& input,
@@ -90,15 +133,11 @@ Tensor conv2d(
   Tensor output = empty_image(arguments.output_sizes(conv), ScalarType::Int, input);
   Finish finish;
   finish.output = output.mutable_data_ptr();
-  check_fits(arguments.run(conv, std::nullopt, finish), arguments.geometry.name);
+  check_fits(arguments.run(conv, nullptr, finish), arguments.geometry.name);
   return output;
 }
 
-} // namespace
-
-namespace torch_odt {
-
-Tensor int8_conv2d_scaled(
+Tensor conv2d_scaled(
     const Tensor& input,
     const Tensor& weight,
     const std::optional<Tensor>& packed,
@@ -110,16 +149,14 @@ Tensor int8_conv2d_scaled(
     const Pair& dilation,
     int64_t groups) {
   const ForwardArguments arguments{
-      input, weight, packed, input_zero_point, {"int8_conv2d_scaled", stride, padding, dilation, groups}};
+      input, weight, packed, input_zero_point, {kScaled, stride, padding, dilation, groups}};
   const Conv2d conv = arguments.conv();
-  Rescaling made = rescaling(arguments.geometry.name, Result::floats, scale, conv.out_channels, false);
-  Tensor output = empty_image(arguments.output_sizes(conv), ScalarType::Float, input);
-  made.finish.output = output.mutable_data_ptr();
-  arguments.run(conv, bias, made.finish);
-  return output;
+  const Bias added(kScaled, bias, conv);
+  return arguments.scaled(
+      conv, added.numbers(), rescaling(kScaled, Result::floats, scale, conv.out_channels, false));
 }
 
-std::tuple<Tensor, Tensor, Tensor> int8_conv2d_quantized(
+std::tuple<Tensor, Tensor, Tensor> conv2d_quantized(
     const Tensor& input,
     const Tensor& weight,
     const std::optional<Tensor>& packed,
@@ -136,20 +173,57 @@ std::tuple<Tensor, Tensor, Tensor> int8_conv2d_quantized(
     const Pair& dilation,
     int64_t groups) {
   const ForwardArguments arguments{
-      input, weight, packed, input_zero_point, {"int8_conv2d_quantized", stride, padding, dilation, groups}};
-  const char* const name = arguments.geometry.name;
+      input, weight, packed, input_zero_point, {kQuantized, stride, padding, dilation, groups}};
   const Conv2d conv = arguments.conv();
-  Rescaling made = rescaling(name, Result::int8, scale, conv.out_channels, false);
-  set_rounding(name, rounding, seed, made);
-  set_range(name, output_zero_point, low, high, made.finish);
-  Tensor output = empty_image(arguments.output_sizes(conv), ScalarType::Char, input);
-  const int64_t mask_bytes = (output.numel() + 7) / 8;
-  Tensor mask = empty_flat(mask_bytes, ScalarType::Byte, input);
-  std::memset(mask.mutable_data_ptr(), 0, static_cast<size_t>(mask_bytes));
-  made.finish.output = output.mutable_data_ptr();
-  made.finish.mask = static_cast<uint8_t*>(mask.mutable_data_ptr());
-  const float largest = arguments.run(conv, bias, made.finish);
+  Rescaling made = rescaling(kQuantized, Result::int8, scale, conv.out_channels, false);
+  set_rounding(kQuantized, rounding, seed, made);
+  set_range(kQuantized, output_zero_point, low, high, made.finish);
+  const Bias added(kQuantized, bias, conv);
+  const auto [output, mask, largest] = arguments.quantized(conv, added.numbers(), std::move(made));
   return {output, mask, one_number(largest, input)};
+}
+
+} // namespace
+
+namespace torch_odt {
+
+Tensor int8_conv2d_scaled(
+    const Tensor& input,
+    const Tensor& weight,
+    const std::optional<std::vector<int32_t>>& bias,
+    Numbers scale,
+    int64_t input_zero_point,
+    const Pair& stride,
+    const Pair& padding,
+    const Pair& dilation,
+    int64_t groups) {
+  const std::optional<Tensor> packed;
+  const ForwardArguments arguments{
+      input, weight, packed, input_zero_point, {kScaled, stride, padding, dilation, groups}};
+  return arguments.scaled(
+      arguments.conv(), numbers_of(bias), rescaling(kScaled, Result::floats, std::move(scale), false));
+}
+
+std::tuple<Tensor, Tensor> int8_conv2d_quantized(
+    const Tensor& input,
+    const Tensor& weight,
+    const std::optional<std::vector<int32_t>>& bias,
+    Numbers scale,
+    int64_t input_zero_point,
+    int64_t output_zero_point,
+    int64_t low,
+    int64_t high,
+    const Pair& stride,
+    const Pair& padding,
+    const Pair& dilation,
+    int64_t groups) {
+  const std::optional<Tensor> packed;
+  const ForwardArguments arguments{
+      input, weight, packed, input_zero_point, {kQuantized, stride, padding, dilation, groups}};
+  Rescaling made = rescaling(kQuantized, Result::int8, std::move(scale), false);
+  set_range(kQuantized, output_zero_point, low, high, made.finish);
+  const auto [output, mask, largest] = arguments.quantized(arguments.conv(), numbers_of(bias), std::move(made));
+  return {output, mask};
 }
 
 } // namespace torch_odt
@@ -173,6 +247,6 @@ STABLE_TORCH_LIBRARY_FRAGMENT(torch_odt, m) {
 STABLE_TORCH_LIBRARY_IMPL(torch_odt, CPU, m) {
   m.impl("int8_pack_weight", TORCH_BOX(&pack));
   m.impl("int8_conv2d", TORCH_BOX(&conv2d));
-  m.impl("int8_conv2d_scaled", TORCH_BOX(&int8_conv2d_scaled));
-  m.impl("int8_conv2d_quantized", TORCH_BOX(&int8_conv2d_quantized));
+  m.impl("int8_conv2d_scaled", TORCH_BOX(&conv2d_scaled));
+  m.impl("int8_conv2d_quantized", TORCH_BOX(&conv2d_quantized));
 }

@@ -1,6 +1,9 @@
 // The gradients of int8 convolutions, see kernels/int8. Shapes for tracing are registered in torch_odt/ops.
 
+#include <optional>
 #include <tuple>
+#include <utility>
+#include <vector>
 
 #include <torch/csrc/stable/library.h>
 
@@ -13,6 +16,9 @@ using kernels::int8::grad_input;
 using kernels::int8::grad_weight;
 using kernels::int8::grad_weight_workspace_bytes;
 using kernels::int8::workspace_bytes;
+
+constexpr char kGradInputScaled[] = "int8_conv2d_grad_input_scaled";
+constexpr char kGradWeightScaled[] = "int8_conv2d_grad_weight_scaled";
 
 // The arguments of all operators that compute the input's gradient.
 struct GradInputArguments {
@@ -56,6 +62,13 @@ struct GradInputArguments {
     return grad_input(
         conv, bytes_of(gradient), data_of_packed(weights), finish, threads, workspace.mutable_data_ptr());
   }
+
+  Tensor scaled(const Conv2d& conv, Rescaling made) const {
+    Tensor result = empty_image(sizes(conv), ScalarType::Float, grad_output);
+    made.finish.output = result.mutable_data_ptr();
+    run(conv, made.finish);
+    return result;
+  }
 };
 
 Tensor conv2d_grad_input(
@@ -77,11 +90,7 @@ Tensor conv2d_grad_input(
   return result;
 }
 
-} // namespace
-
-namespace torch_odt {
-
-Tensor int8_conv2d_grad_input_scaled(
+Tensor conv2d_grad_input_scaled(
     const Tensor& grad_output,
     const Tensor& weight,
     const std::optional<Tensor>& packed,
@@ -92,18 +101,9 @@ Tensor int8_conv2d_grad_input_scaled(
     const Pair& dilation,
     int64_t groups) {
   const GradInputArguments arguments{
-      grad_output, weight, packed, input_size, {"int8_conv2d_grad_input_scaled", stride, padding, dilation, groups}};
-  const Conv2d conv = arguments.conv();
-  Rescaling made = rescaling(arguments.geometry.name, Result::floats, scale, 1, false);
-  Tensor result = empty_image(arguments.sizes(conv), ScalarType::Float, grad_output);
-  made.finish.output = result.mutable_data_ptr();
-  arguments.run(conv, made.finish);
-  return result;
+      grad_output, weight, packed, input_size, {kGradInputScaled, stride, padding, dilation, groups}};
+  return arguments.scaled(arguments.conv(), rescaling(kGradInputScaled, Result::floats, scale, 1, false));
 }
-
-} // namespace torch_odt
-
-namespace {
 
 std::tuple<Tensor, Tensor> conv2d_grad_input_quantized(
     const Tensor& grad_output,
@@ -175,12 +175,15 @@ struct GradWeightArguments {
     return empty_flat(conv.out_channels, ScalarType::Long, input);
   }
 
-  // Writes the sums of the output's gradient over all pixels to grad_bias.
   float run(const Conv2d& conv, const Finish& finish, Tensor& grad_bias) const {
+    return run(conv, finish, static_cast<int64_t*>(grad_bias.mutable_data_ptr()));
+  }
+
+  // Writes the sums of the output's gradient over all pixels to `sums`.
+  float run(const Conv2d& conv, const Finish& finish, int64_t* sums) const {
     const Threads threads = threads_for(conv);
     const Tensor gradient = channels_last(grad_output);
     const Tensor image = channels_last(input);
-    auto* const sums = static_cast<int64_t*>(grad_bias.mutable_data_ptr());
     Tensor workspace =
         empty_flat(grad_weight_workspace_bytes(conv, threads) * threads.count, ScalarType::Byte, input);
     return grad_weight(
@@ -192,6 +195,13 @@ struct GradWeightArguments {
         finish,
         threads,
         workspace.mutable_data_ptr());
+  }
+
+  Tensor scaled(const Conv2d& conv, Rescaling made, int64_t* sums) const {
+    Tensor result = empty_image(weight_sizes(conv), ScalarType::Float, input);
+    made.finish.output = result.mutable_data_ptr();
+    run(conv, made.finish, sums);
+    return result;
   }
 };
 
@@ -216,11 +226,7 @@ std::tuple<Tensor, Tensor> conv2d_grad_weight(
   return {result, grad_bias};
 }
 
-} // namespace
-
-namespace torch_odt {
-
-std::tuple<Tensor, Tensor> int8_conv2d_grad_weight_scaled(
+std::tuple<Tensor, Tensor> conv2d_grad_weight_scaled(
     const Tensor& grad_output,
     const Tensor& input,
     const Tensor& scale,
@@ -231,19 +237,15 @@ std::tuple<Tensor, Tensor> int8_conv2d_grad_weight_scaled(
     const Pair& dilation,
     int64_t groups) {
   const GradWeightArguments arguments{
-      grad_output, input, input_zero_point, {"int8_conv2d_grad_weight_scaled", stride, padding, dilation, groups}};
+      grad_output, input, input_zero_point, {kGradWeightScaled, stride, padding, dilation, groups}};
   const Conv2d conv = arguments.conv(kernel_size);
-  Rescaling made = rescaling(arguments.geometry.name, Result::floats, scale, conv.out_channels, true);
-  Tensor result = empty_image(arguments.weight_sizes(conv), ScalarType::Float, input);
-  made.finish.output = result.mutable_data_ptr();
   Tensor grad_bias = arguments.empty_bias(conv);
-  arguments.run(conv, made.finish, grad_bias);
+  Tensor result = arguments.scaled(
+      conv,
+      rescaling(kGradWeightScaled, Result::floats, scale, conv.out_channels, true),
+      static_cast<int64_t*>(grad_bias.mutable_data_ptr()));
   return {result, grad_bias};
 }
-
-} // namespace torch_odt
-
-namespace {
 
 Tensor conv2d_update_weight_(
     Tensor weight,
@@ -318,13 +320,50 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> conv2d_backward(
   const auto [of_input, largest] = conv2d_grad_input_quantized(
       grad_output, weight, packed, grad_input_scale, rounding, seed, {input.size(2), input.size(3)}, stride, padding,
       dilation, groups);
-  const auto [of_weight, of_bias] = int8_conv2d_grad_weight_scaled(
+  const auto [of_weight, of_bias] = conv2d_grad_weight_scaled(
       grad_output, input, grad_weight_scale, input_zero_point, {weight.size(2), weight.size(3)}, stride, padding,
       dilation, groups);
   return {of_input, largest, of_weight, of_bias};
 }
 
 } // namespace
+
+namespace torch_odt {
+
+Tensor int8_conv2d_grad_input_scaled(
+    const Tensor& grad_output,
+    const Tensor& weight,
+    float scale,
+    const Pair& input_size,
+    const Pair& stride,
+    const Pair& padding,
+    const Pair& dilation,
+    int64_t groups) {
+  const std::optional<Tensor> packed;
+  const GradInputArguments arguments{
+      grad_output, weight, packed, input_size, {kGradInputScaled, stride, padding, dilation, groups}};
+  return arguments.scaled(arguments.conv(), rescaling(kGradInputScaled, Result::floats, Numbers{scale}, false));
+}
+
+Tensor int8_conv2d_grad_weight_scaled(
+    const Tensor& grad_output,
+    const Tensor& input,
+    Numbers scale,
+    int64_t input_zero_point,
+    const Pair& kernel_size,
+    const Pair& stride,
+    const Pair& padding,
+    const Pair& dilation,
+    int64_t groups) {
+  const GradWeightArguments arguments{
+      grad_output, input, input_zero_point, {kGradWeightScaled, stride, padding, dilation, groups}};
+  const Conv2d conv = arguments.conv(kernel_size);
+  std::vector<int64_t> sums(static_cast<size_t>(conv.out_channels));
+  return arguments.scaled(
+      conv, rescaling(kGradWeightScaled, Result::floats, std::move(scale), true), sums.data());
+}
+
+} // namespace torch_odt
 
 STABLE_TORCH_LIBRARY_FRAGMENT(torch_odt, m) {
   m.def(
@@ -356,9 +395,9 @@ STABLE_TORCH_LIBRARY_FRAGMENT(torch_odt, m) {
 STABLE_TORCH_LIBRARY_IMPL(torch_odt, CPU, m) {
   m.impl("int8_conv2d_backward", TORCH_BOX(&conv2d_backward));
   m.impl("int8_conv2d_grad_input", TORCH_BOX(&conv2d_grad_input));
-  m.impl("int8_conv2d_grad_input_scaled", TORCH_BOX(&int8_conv2d_grad_input_scaled));
+  m.impl("int8_conv2d_grad_input_scaled", TORCH_BOX(&conv2d_grad_input_scaled));
   m.impl("int8_conv2d_grad_input_quantized", TORCH_BOX(&conv2d_grad_input_quantized));
   m.impl("int8_conv2d_grad_weight", TORCH_BOX(&conv2d_grad_weight));
-  m.impl("int8_conv2d_grad_weight_scaled", TORCH_BOX(&int8_conv2d_grad_weight_scaled));
+  m.impl("int8_conv2d_grad_weight_scaled", TORCH_BOX(&conv2d_grad_weight_scaled));
   m.impl("int8_conv2d_update_weight_", TORCH_BOX(&conv2d_update_weight_));
 }

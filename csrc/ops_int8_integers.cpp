@@ -26,7 +26,7 @@ Tensor dense(const Tensor& tensor) {
       return ordered;
     }
   }
-  return torch::stable::contiguous(tensor);
+  return as_contiguous(tensor);
 }
 
 // An int8 tensor that lies as another one, which is dense.
@@ -37,7 +37,7 @@ Tensor empty_as(const Tensor& source) {
   }
   return source.dim() == 4 && !source.is_contiguous()
       ? empty_image(sizes, ScalarType::Char, source)
-      : torch::stable::empty(sizes, ScalarType::Char, std::nullopt, source.device());
+      : empty_contiguous(sizes, ScalarType::Char, source);
 }
 
 void check_shapes(const Tensor& one, const Tensor& other, const char* name) {
@@ -51,7 +51,7 @@ void check_shapes(const Tensor& one, const Tensor& other, const char* name) {
 
 // Another tensor's elements in the order of one that is dense.
 Tensor as_dense(const Tensor& other, const Tensor& one) {
-  return one.dim() == 4 && !one.is_contiguous() ? channels_last(other) : torch::stable::contiguous(other);
+  return one.dim() == 4 && !one.is_contiguous() ? channels_last(other) : as_contiguous(other);
 }
 
 Tensor shift_sums(const Tensor& sums, int64_t shift, int64_t rounding) {

@@ -2,7 +2,6 @@
 // each pass. Shapes for tracing, gradients and the same in plain torch are in torch_odt/quant/layer.py.
 
 #include <algorithm>
-#include <array>
 #include <cmath>
 #include <optional>
 #include <tuple>
@@ -28,7 +27,7 @@ Tensor image(const Tensor& tensor) {
   STD_TORCH_CHECK(tensor.dim() > 0, kName, ": a tensor has no dimensions");
   const int64_t features = tensor.size(tensor.dim() - 1);
   const Pair sizes{features > 0 ? tensor.numel() / features : 0, features, 1, 1};
-  return torch::stable::reshape(tensor, sizes);
+  return seen_contiguous(as_contiguous(tensor), sizes);
 }
 
 Pair output_sizes(const Tensor& values, const Tensor& output) {
@@ -46,41 +45,36 @@ Pair output_sizes(const Tensor& values, const Tensor& output) {
 }
 
 Tensor shaped(const Tensor& tensor, const Pair& sizes) {
-  return sizes.size() == 4 ? tensor : torch::stable::reshape(tensor, sizes);
+  return sizes.size() == 4 ? tensor : seen_contiguous(tensor, sizes);
 }
 
 // A weight's gradient in the order of memory, which is that of its slot.
-Tensor by_rows(const Tensor& gradient) {
-  const Pair order{0, 2, 3, 1};
-  std::array<StableIValue, 2> stack{
-      torch::stable::detail::from(gradient),
-      torch::stable::detail::from(torch::headeronly::IntHeaderOnlyArrayRef(order))};
-  STABLE_TORCH_ERROR_CODE_CHECK(torch_call_dispatcher("aten::permute", "", stack.data(), TORCH_ABI_VERSION));
-  return torch::stable::detail::to<Tensor>(stack[0]);
+Tensor by_rows(const Tensor& gradient, const Tensor& weight) {
+  return weight.dim() == 4
+      ? seen_contiguous(gradient, {weight.size(0), weight.size(2), weight.size(3), weight.size(1)})
+      : seen_contiguous(gradient, {weight.size(0), weight.size(1)});
 }
 
 // The bias in units of the sums.
-std::optional<Tensor> whole_bias(
+std::optional<std::vector<int32_t>> whole_bias(
     const std::optional<Tensor>& bias, const Tensor& input_step, const Grid& grid, int64_t channels) {
   if (!bias) {
     return std::nullopt;
   }
   const float ratio = *floats_of(kName, input_step, 1, "input_step") / grid.step;
   const float* const values = floats_of(kName, *bias, channels, "bias");
-  Tensor whole = empty_flat(channels, ScalarType::Int, *bias);
-  auto* const to = static_cast<int32_t*>(whole.mutable_data_ptr());
+  std::vector<int32_t> whole(static_cast<size_t>(channels));
   for (int64_t i = 0; i < channels; ++i) {
-    to[i] = static_cast<int32_t>(std::clamp(std::nearbyint(values[i] * ratio), -kMostBias, kMostBias));
+    whole[static_cast<size_t>(i)] = static_cast<int32_t>(std::clamp(std::nearbyint(values[i] * ratio), -kMostBias, kMostBias));
   }
   return whole;
 }
 
 template <typename Function>
-Tensor for_channels(int64_t channels, const Tensor& like, const Function& function) {
-  Tensor result = empty_flat(channels, ScalarType::Float, like);
-  auto* const to = static_cast<float*>(result.mutable_data_ptr());
+Numbers for_channels(int64_t channels, const Function& function) {
+  Numbers result(static_cast<size_t>(channels));
   for (int64_t i = 0; i < channels; ++i) {
-    to[i] = function(i);
+    result[static_cast<size_t>(i)] = function(i);
   }
   return result;
 }
@@ -110,11 +104,10 @@ std::tuple<Tensor, Tensor, Tensor> layer(
   const int64_t channels = weight.size(0);
   const float* const scales = floats_of(kName, weight_scale, channels, "weight_scale");
   const auto [least, most] = to.bounds(low, high);
-  const Tensor scale = for_channels(channels, weight, [&](int64_t i) { return from.step * scales[i] / to.step; });
-  constexpr int64_t kNearest = 0;
-  const auto [output, mask, largest] = int8_conv2d_quantized(
-      image(values), image(weight), std::nullopt, whole_bias(bias, input_step, from, channels), scale, from.zero,
-      to.zero, least, most, kNearest, 0, stride, padding, dilation, groups);
+  const auto [output, mask] = int8_conv2d_quantized(
+      image(values), image(weight), whole_bias(bias, input_step, from, channels),
+      for_channels(channels, [&](int64_t i) { return from.step * scales[i] / to.step; }), from.zero, to.zero, least, most,
+      stride, padding, dilation, groups);
   const Pair sizes = output_sizes(values, output);
   return {shaped(output, sizes), slot_of(sizes, weight), mask};
 }
@@ -139,10 +132,10 @@ Tensor layer_to_float(
   const Grid from(kName, grid, "grid");
   const int64_t channels = weight.size(0);
   const float* const scales = floats_of(kName, weight_scale, channels, "weight_scale");
-  const Tensor scale = for_channels(channels, weight, [&](int64_t i) { return from.step * scales[i]; });
   const Tensor output = int8_conv2d_scaled(
-      image(values), image(weight), std::nullopt, whole_bias(bias, input_step, from, channels), scale, from.zero, stride,
-      padding, dilation, groups);
+      image(values), image(weight), whole_bias(bias, input_step, from, channels),
+      for_channels(channels, [&](int64_t i) { return from.step * scales[i]; }), from.zero, stride, padding, dilation,
+      groups);
   return shaped(output, output_sizes(values, output));
 }
 
@@ -165,39 +158,42 @@ std::tuple<Tensor, Tensor, Tensor> layer_backward(
     int64_t groups) {
   const int64_t channels = weight.size(0);
   const float* const scales = floats_of(kName, weight_scale, channels, "weight_scale");
-  const auto [whole, whole_for_weight, step, steps, sums] = int8_quantize_gradient(
+  const RoundedGradient rounded = int8_quantize_gradient(
       image(gradient), mask, for_input ? std::optional<Tensor>(weight_scale) : std::nullopt, for_weight);
-  Tensor of_input = empty_flat(0, ScalarType::Float, gradient);
-  Tensor of_weight = empty_flat(0, ScalarType::Float, gradient);
-  Tensor of_bias = empty_flat(0, ScalarType::Float, gradient);
+  const auto made = [&](bool wanted, const auto& function) {
+    return wanted ? function() : empty_flat(0, ScalarType::Float, gradient);
+  };
   const Tensor weights = image(weight);
   // The gradient of what is counted in units of a real number is that of the real number times the unit; QAS divides by
   // the unit's square.
   const auto counted = [&](float unit) { return scales_gradients ? 1 / unit : unit; };
-  if (for_input) {
+  const Tensor of_input = made(for_input, [&] {
     const bool has_pixels = input_shape.size() == 4;
     const Pair size = has_pixels ? Pair{input_shape[2], input_shape[3]} : Pair{1, 1};
-    of_input = shaped(
-        int8_conv2d_grad_input_scaled(whole, weights, std::nullopt, step, size, stride, padding, dilation, groups),
+    return shaped(
+        int8_conv2d_grad_input_scaled(
+            rounded.for_input, weights, rounded.input_step, size, stride, padding, dilation, groups),
         input_shape);
-  }
-  if (for_weight) {
+  });
+  const Tensor of_weight = made(for_weight, [&] {
     STD_TORCH_CHECK(values.has_value(), kName, ": the weight's gradient needs the input");
     const Grid from(kName, grid, "grid");
-    const float* const of_channels = floats_of(kName, steps, channels, "steps");
-    const Tensor scale = for_channels(
-        channels, weight, [&](int64_t i) { return of_channels[i] * from.step * counted(scales[i]); });
-    of_weight = std::get<0>(int8_conv2d_grad_weight_scaled(
-        whole_for_weight, image(*values), scale, from.zero, {weights.size(2), weights.size(3)}, stride, padding, dilation,
-        groups));
-    of_weight = weight.dim() == 4 ? by_rows(of_weight)
-                                  : torch::stable::reshape(of_weight, Pair{weight.size(0), weight.size(1)});
-  }
-  if (for_bias) {
-    const float* const found = floats_of(kName, sums, channels, "sums");
+    const Numbers& steps = rounded.weight_steps;
+    const auto scale = [&](int64_t i) { return steps[static_cast<size_t>(i)] * from.step * counted(scales[i]); };
+    const Tensor found = int8_conv2d_grad_weight_scaled(
+        rounded.for_weight, image(*values), for_channels(channels, scale), from.zero, {weights.size(2), weights.size(3)},
+        stride, padding, dilation, groups);
+    return by_rows(found, weight);
+  });
+  const Tensor of_bias = made(for_bias, [&] {
     const float unit = *floats_of(kName, input_step, 1, "input_step");
-    of_bias = for_channels(channels, weight, [&](int64_t i) { return found[i] * counted(unit * scales[i]); });
-  }
+    Tensor result = empty_flat(channels, ScalarType::Float, gradient);
+    auto* const to = static_cast<float*>(result.mutable_data_ptr());
+    for (int64_t i = 0; i < channels; ++i) {
+      to[i] = rounded.sums[static_cast<size_t>(i)] * counted(unit * scales[i]);
+    }
+    return result;
+  });
   return {of_input, of_weight, of_bias};
 }
 

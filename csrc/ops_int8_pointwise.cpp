@@ -27,11 +27,6 @@ Grid8 numbers_of(const Grid& grid) {
   return {grid.step, static_cast<float>(grid.zero)};
 }
 
-// Images in channels_last, everything else contiguous.
-Tensor in_order(const Tensor& tensor) {
-  return tensor.dim() == 4 ? channels_last(tensor) : torch::stable::contiguous(tensor);
-}
-
 Pair sizes_of(const Tensor& tensor) {
   Pair sizes;
   for (int64_t i = 0; i < tensor.dim(); ++i) {
@@ -50,7 +45,7 @@ struct Made {
   Made(const Tensor& like, const Grid& grid, std::optional<double> low, std::optional<double> high)
       : values(
             like.dim() == 4 ? empty_image(sizes_of(like), ScalarType::Char, like)
-                            : torch::stable::empty(sizes_of(like), ScalarType::Char, std::nullopt, like.device())),
+                            : empty_contiguous(sizes_of(like), ScalarType::Char, like)),
         slot(slot_of(sizes_of(like), like)),
         mask(empty_flat(kernels::packed_bytes(like.numel()), ScalarType::Byte, like)) {
     const auto [least, most] = grid.bounds(low, high);
@@ -84,7 +79,7 @@ struct Made {
 std::tuple<Tensor, Tensor, Tensor> quantize(const Tensor& input, const Tensor& grid) {
   STD_TORCH_CHECK(
       input.is_cpu() && input.scalar_type() == ScalarType::Float, kQuantize, ": the input must be float32, and on the CPU");
-  const Tensor source = in_order(input);
+  const Tensor source = in_memory_order(input);
   const Made made(input, Grid(kQuantize, grid, "grid"), std::nullopt, std::nullopt);
   const auto* const from = static_cast<const float*>(source.const_data_ptr());
   std::atomic<bool> is_number = true;
@@ -114,8 +109,8 @@ std::tuple<Tensor, Tensor, Tensor> add(
         tensor->is_cpu() && tensor->scalar_type() == ScalarType::Char, kAdd, ": both must be int8 CPU tensors");
   }
   STD_TORCH_CHECK(sizes_of(left) == sizes_of(right), kAdd, ": the shapes of both differ");
-  const Tensor one = in_order(left);
-  const Tensor other = in_order(right);
+  const Tensor one = in_memory_order(left);
+  const Tensor other = in_memory_order(right);
   const Grid8 one_grid = numbers_of(Grid(kAdd, left_grid, "left_grid"));
   const Grid8 other_grid = numbers_of(Grid(kAdd, right_grid, "right_grid"));
   const Made made(left, Grid(kAdd, output_grid, "output_grid"), low, high);

@@ -7,6 +7,7 @@
 #include <limits>
 #include <optional>
 #include <tuple>
+#include <utility>
 #include <vector>
 
 #include <torch/csrc/stable/library.h>
@@ -86,7 +87,7 @@ Tensor of_numbers(const std::vector<float>& numbers, const Tensor& like) {
 
 namespace torch_odt {
 
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> int8_quantize_gradient(
+RoundedGradient int8_quantize_gradient(
     const Tensor& gradient, const std::optional<Tensor>& mask, const std::optional<Tensor>& weight_scale, bool for_weight) {
   STD_TORCH_CHECK(
       gradient.is_cpu() && gradient.scalar_type() == ScalarType::Float && gradient.dim() == 4,
@@ -112,7 +113,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> int8_quantize_gradient(
       channels,
       mask ? static_cast<const uint8_t*>(mask->const_data_ptr()) : nullptr};
   const Threads threads = threads_of(rows);
-  const Scanned found = scanned(rows, threads, gradient);
+  Scanned found = scanned(rows, threads, gradient);
   STD_TORCH_CHECK(
       all_finite(found.largest), "int8_layer: a gradient is not finite: the loss has diverged, or it overflows");
 
@@ -121,7 +122,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> int8_quantize_gradient(
   std::vector<float> factors = padded(steps.size());
   std::vector<float> input_factors = padded(steps.size());
   float input_step = 1;
-  const Tensor scale = weight_scale ? torch::stable::contiguous(*weight_scale) : gradient;
+  const Tensor scale = weight_scale ? as_contiguous(*weight_scale) : gradient;
   if (weight_scale) {
     const auto* const scales = static_cast<const float*>(scale.const_data_ptr());
     float most = 0;
@@ -152,17 +153,13 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> int8_quantize_gradient(
     kernels::int8::round_rows(
         rows, seed_of(found.largest), weight_scale ? to_input : to_weight, both ? &to_weight : nullptr, threads);
   }
-  return {of_input, of_weight, one_number(input_step, gradient), of_numbers(steps, gradient), of_numbers(found.sums, gradient)};
+  return {of_input, of_weight, input_step, std::move(steps), std::move(found.sums)};
 }
 
-} // namespace torch_odt
-
-namespace {
-
-int64_t* counters_of(Tensor& tensor, int64_t count, const char* argument) {
+int64_t* counters_of(const char* name, Tensor& tensor, int64_t count, const char* argument) {
   STD_TORCH_CHECK(
       tensor.is_cpu() && tensor.scalar_type() == ScalarType::Long && tensor.is_contiguous() && tensor.numel() == count,
-      kStore,
+      name,
       ": ",
       argument,
       " must be a contiguous int64 CPU tensor of ",
@@ -171,35 +168,58 @@ int64_t* counters_of(Tensor& tensor, int64_t count, const char* argument) {
   return static_cast<int64_t*>(tensor.mutable_data_ptr());
 }
 
-void store_rounded_(Tensor weight, const Tensor& steps, Tensor rounding, Tensor saturated) {
-  int64_t* const seed_and_updates = counters_of(rounding, 2, "rounding");
-  int64_t* const clamped = counters_of(saturated, 1, "saturated");
+void check_update(const char* name, const Tensor& weight, const Tensor& floats, const char* argument) {
   STD_TORCH_CHECK(
-      weight.is_cpu() && weight.scalar_type() == ScalarType::Char && steps.is_cpu() &&
-          steps.scalar_type() == ScalarType::Float && weight.dim() == steps.dim() &&
+      weight.is_cpu() && weight.scalar_type() == ScalarType::Char && floats.is_cpu() &&
+          floats.scalar_type() == ScalarType::Float && weight.dim() == floats.dim() &&
           (weight.dim() == 2 || weight.dim() == 4),
-      kStore,
-      ": weight must be int8 and steps float32, CPU tensors of 2 or of 4 dimensions");
+      name,
+      ": weight must be int8 and ",
+      argument,
+      " float32, CPU tensors of 2 or of 4 dimensions");
   for (int64_t i = 0; i < weight.dim(); ++i) {
-    STD_TORCH_CHECK(weight.size(i) == steps.size(i), kStore, ": weight and steps must be of the same shape");
+    STD_TORCH_CHECK(
+        weight.size(i) == floats.size(i), name, ": weight and ", argument, " must be of the same shape");
   }
-  const auto ordered = [&](const Tensor& tensor) {
-    return tensor.dim() == 4 ? channels_last(tensor) : torch::stable::contiguous(tensor);
-  };
-  const Tensor dense = ordered(weight);
+  const Tensor dense = in_memory_order(weight);
   STD_TORCH_CHECK(
       dense.const_data_ptr() == weight.const_data_ptr(),
-      kStore,
+      name,
       ": weight is updated in place, and must be contiguous, with 4 dimensions in memory_format=torch.channels_last");
-  const Tensor source = ordered(steps);
+}
+
+uint64_t update_seed(const int64_t* seed_and_updates) {
+  constexpr uint64_t kFactor = 0x9e3779b97f4a7c15; // 2^64 over the golden ratio
+  return static_cast<uint64_t>(seed_and_updates[0]) * kFactor + static_cast<uint64_t>(seed_and_updates[1]);
+}
+
+} // namespace torch_odt
+
+namespace {
+
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> quantize_gradient(
+    const Tensor& gradient, const std::optional<Tensor>& mask, const std::optional<Tensor>& weight_scale, bool for_weight) {
+  const RoundedGradient made = int8_quantize_gradient(gradient, mask, weight_scale, for_weight);
+  return {
+      made.for_input,
+      made.for_weight,
+      one_number(made.input_step, gradient),
+      of_numbers(made.weight_steps, gradient),
+      of_numbers(made.sums, gradient)};
+}
+
+void store_rounded_(Tensor weight, const Tensor& steps, Tensor rounding, Tensor saturated) {
+  int64_t* const seed_and_updates = counters_of(kStore, rounding, 2, "rounding");
+  int64_t* const clamped = counters_of(kStore, saturated, 1, "saturated");
+  check_update(kStore, weight, steps, "steps");
+  const Tensor source = in_memory_order(steps);
   const int64_t count = weight.size(0);
   const Rows rows{static_cast<const float*>(source.const_data_ptr()), count, count > 0 ? weight.numel() / count : 0};
   const Threads threads = threads_of(rows);
   STD_TORCH_CHECK(
       all_finite(scanned(rows, threads, steps).largest),
       "an update of int8 weights is not finite: the loss has diverged");
-  constexpr uint64_t kFactor = 0x9e3779b97f4a7c15; // 2^64 over the golden ratio
-  const uint64_t seed = static_cast<uint64_t>(seed_and_updates[0]) * kFactor + static_cast<uint64_t>(seed_and_updates[1]);
+  const uint64_t seed = update_seed(seed_and_updates);
   if (weight.numel() > 0) {
     *clamped += kernels::int8::round_rows(
         rows, seed, {static_cast<int8_t*>(weight.mutable_data_ptr())}, nullptr, threads);
@@ -218,6 +238,6 @@ STABLE_TORCH_LIBRARY_FRAGMENT(torch_odt, m) {
 }
 
 STABLE_TORCH_LIBRARY_IMPL(torch_odt, CPU, m) {
-  m.impl("int8_quantize_gradient", TORCH_BOX(&int8_quantize_gradient));
+  m.impl("int8_quantize_gradient", TORCH_BOX(&quantize_gradient));
   m.impl("int8_store_rounded_", TORCH_BOX(&store_rounded_));
 }

@@ -159,7 +159,7 @@ def test_an_update_has_the_bits_of_plain_torch(shape: tuple[int, ...], threads: 
     for _ in range(2):
         before, version = ours.clone(), ours._version
         int8_store_rounded_(ours, steps, *states[0])
-        int8_rows._store_plain(theirs, steps, *states[1])
+        int8_rows.store_plain(theirs, steps, *states[1])
         assert torch.equal(ours, theirs) and ours._version > version
         assert all(torch.equal(*pair) for pair in zip(*states, strict=True))
         assert not ours.numel() or not torch.equal(ours, before)
@@ -172,7 +172,7 @@ def test_an_update_that_is_not_finite_changes_nothing() -> None:
     weight, steps = a_weight((65, 33, 3, 3))
     steps[64, 32, 2, 2] = float("nan")
     rounding, saturated = torch.tensor([7, 1]), torch.tensor(0)
-    for store in (odt.int8_store_rounded_, int8_rows._store_plain):
+    for store in (odt.int8_store_rounded_, int8_rows.store_plain):
         with pytest.raises(RuntimeError, match="update of int8 weights is not finite"):
             store(weight, steps, rounding, saturated)
         assert not weight.any() and rounding.tolist() == [7, 1] and not saturated
@@ -181,7 +181,7 @@ def test_an_update_that_is_not_finite_changes_nothing() -> None:
 def test_bad_updates_are_named() -> None:
     weight, steps = a_weight((6, 4, 3, 3))
     state = (torch.tensor([7, 1]), torch.tensor(0))
-    for store in (odt.int8_store_rounded_, int8_rows._store_plain):
+    for store in (odt.int8_store_rounded_, int8_rows.store_plain):
         with pytest.raises(RuntimeError, match="the same shape"):
             store(weight, steps[1:], *state)
         with pytest.raises(RuntimeError, match="channels_last"):

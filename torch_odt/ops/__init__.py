@@ -27,6 +27,7 @@ from torch_odt.ops.int8_convolution import (
     int8_conv2d_quantized,
     int8_conv2d_scaled,
 )
+from torch_odt.ops.int8_descent import int8_descend_
 from torch_odt.ops.int8_gradients import (
     int8_conv2d_grad_input,
     int8_conv2d_grad_input_quantized,
@@ -97,6 +98,7 @@ __all__ = [
     "int8_conv2d_quantized",
     "int8_conv2d_scaled",
     "int8_conv2d_update_weight_",
+    "int8_descend_",
     "int8_keep_between",
     "int8_linear",
     "int8_linear_grad_input",

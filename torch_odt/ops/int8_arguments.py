@@ -59,7 +59,7 @@ class ConvolutionGradients(NamedTuple):
 
     Attributes:
         input: int8 of the input's shape, in torch.channels_last.
-        largest: float32 of shape (1,): the largest absolute value of the input's gradient before rounding, in its steps.
+        largest: float32 of shape (1,): the largest absolute value of the input's gradient before rounding.
         weight: float32 of the weight's shape, in torch.channels_last.
         bias: int64 of shape (out_channels,): the output's gradient summed over all pixels, not scaled.
     """

@@ -37,8 +37,9 @@ def int8_conv2d_backward(
 ) -> ConvolutionGradients:
     """The gradients of a convolution's input in int8, and of its weight and bias.
 
-    When to choose it: in place of `int8_conv2d_grad_input_quantized` and `int8_conv2d_grad_weight_scaled` where both are
-    wanted from the same grad_output. It makes what they make; of small layers, one call less is a tenth of the time.
+    When to choose it: in place of `int8_conv2d_grad_input_quantized` and `int8_conv2d_grad_weight_scaled` where both
+    are wanted from the same grad_output. It makes what they make; of small layers, one call less is a tenth of the
+    time.
 
     Args:
         grad_output: int8 of the output's shape, whose zero is 0.
@@ -52,8 +53,8 @@ def int8_conv2d_backward(
         stride, padding, dilation, groups: as they were given to `int8_conv2d`.
 
     Returns:
-        The input's gradient, its largest absolute value before rounding, the weight's gradient in float32, and the exact
-        sums of the bias's in int64.
+        The input's gradient, its largest absolute value before rounding, the weight's gradient in float32, and the
+        exact sums of the bias's in int64.
 
     Raises:
         RuntimeError: a shape, dtype or device is another; the message names the argument.

@@ -171,21 +171,28 @@ def _quantize_fake(
     return of_input, of_weight, gradient.new_empty(1), steps, torch.empty_like(steps)
 
 
-def _store_plain(weight: Tensor, steps: Tensor, rounding: Tensor, saturated: Tensor) -> None:
-    name = "int8_store_rounded_"
-    for argument, tensor, count in (("rounding", rounding, 2), ("saturated", saturated, 1)):
+def require_update(
+    name: str, weight: Tensor, floats: Tensor, argument: str, rounding: Tensor, saturated: Tensor
+) -> None:
+    """What compiled operators check of an update in place."""
+    for counter, tensor, count in (("rounding", rounding, 2), ("saturated", saturated, 1)):
         if tensor.dtype != torch.int64 or tensor.numel() != count or not tensor.is_contiguous():
-            raise RuntimeError(f"{name}: {argument} must be a contiguous int64 CPU tensor of {count} numbers")
-    if weight.dtype != torch.int8 or steps.dtype != torch.float32 or weight.dim() not in (2, 4):
-        raise RuntimeError(f"{name}: weight must be int8 and steps float32, CPU tensors of 2 or of 4 dimensions")
-    if weight.shape != steps.shape:
-        raise RuntimeError(f"{name}: weight and steps must be of the same shape")
+            raise RuntimeError(f"{name}: {counter} must be a contiguous int64 CPU tensor of {count} numbers")
+    if weight.dtype != torch.int8 or floats.dtype != torch.float32 or weight.dim() not in (2, 4):
+        raise RuntimeError(f"{name}: weight must be int8 and {argument} float32, CPU tensors of 2 or of 4 dimensions")
+    if weight.shape != floats.shape:
+        raise RuntimeError(f"{name}: weight and {argument} must be of the same shape")
     order = torch.channels_last if weight.dim() == 4 else torch.contiguous_format
     if not weight.is_contiguous(memory_format=order):
         raise RuntimeError(
             f"{name}: weight is updated in place, and must be contiguous, with 4 dimensions in "
             "memory_format=torch.channels_last"
         )
+
+
+def store_plain(weight: Tensor, steps: Tensor, rounding: Tensor, saturated: Tensor) -> None:
+    """`int8_store_rounded_` in plain torch."""
+    require_update("int8_store_rounded_", weight, steps, "steps", rounding, saturated)
     if not bool(steps.isfinite().all()):
         raise RuntimeError("an update of int8 weights is not finite: the loss has diverged")
     ordered = plain.by_pixels(steps) if weight.dim() == 4 else steps
@@ -209,6 +216,6 @@ register(
 register(
     "int8_store_rounded_",
     "(Tensor(a!) weight, Tensor steps, Tensor(b!) rounding, Tensor(c!) saturated) -> ()",
-    _store_plain,
+    store_plain,
     lambda weight, steps, rounding, saturated: None,
 )

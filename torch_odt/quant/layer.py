@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -41,8 +41,7 @@ from torch_odt.quant.activation import (
 BIAS_MOST = 2.0**30
 
 
-@dataclass(frozen=True)
-class LayerTensors:
+class LayerTensors(NamedTuple):
     """What a layer computes with, beside its input.
 
     Attributes:
@@ -71,8 +70,8 @@ class Windows:
     groups: int = 1
 
     @property
-    def numbers(self) -> tuple[list[int], list[int], list[int], int]:
-        return list(self.stride), list(self.padding), list(self.dilation), self.groups
+    def numbers(self) -> tuple[tuple[int, int], tuple[int, int], tuple[int, int], int]:
+        return self.stride, self.padding, self.dilation, self.groups
 
 
 def int8_layer(
@@ -102,11 +101,9 @@ def int8_layer(
     Raises:
         RuntimeError: a shape, dtype or device is another, or a gradient is not finite.
     """
-    t = tensors
-    values, slot, _ = torch.ops.torch_odt.int8_layer(
-        input.values, input.slot, input.grid, t.weight, t.weight_slot, t.weight_scale, t.bias, t.input_step,
-        output_grid, low, high, scales_gradients, *windows.numbers,
-    )  # fmt: skip
+    values, slot, _ = torch.ops.torch_odt.int8_layer.default(
+        *input, *tensors, output_grid, low, high, scales_gradients, *windows.numbers
+    )
     return Int8Activation(values, slot, output_grid)
 
 
@@ -117,11 +114,9 @@ def int8_layer_to_float(
 
     When to choose it: at the end of the int8 part, as for a classifier.
     """
-    t = tensors
-    output: Tensor = torch.ops.torch_odt.int8_layer_to_float(
-        input.values, input.slot, input.grid, t.weight, t.weight_slot, t.weight_scale, t.bias, t.input_step,
-        scales_gradients, *windows.numbers,
-    )  # fmt: skip
+    output: Tensor = torch.ops.torch_odt.int8_layer_to_float.default(
+        *input, *tensors, scales_gradients, *windows.numbers
+    )
     return output
 
 
@@ -288,7 +283,7 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 
 
 def _pass_back(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-    found = torch.ops.torch_odt.int8_layer_backward(
+    found = torch.ops.torch_odt.int8_layer_backward.default(
         gradient, *ctx.saved_tensors, ctx.input_shape, *ctx.wanted, *ctx.options
     )
     gradients: list[Tensor | None] = [None] * ctx.inputs

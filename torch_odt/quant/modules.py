@@ -8,7 +8,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from torch_odt.ops import int8_store_rounded_
+from torch_odt.ops import int8_descend_, int8_store_rounded_
 from torch_odt.quant import joining, pointwise
 from torch_odt.quant.activation import (
     WEIGHT_MOST,
@@ -115,14 +115,31 @@ class Int8Layer(nn.Module):
 
     def forward(self, x: Int8Activation) -> Int8Activation | Tensor:
         x = require_activation(x, type(self).__name__)
-        slot = self.weight_slot if self.masters == "none" else by_rows(self.master)
-        tensors = LayerTensors(self.int8_weight(), slot, self.weight_scale, self.bias, self.input_step)
-        if self.output_grid is None:
+        # Attributes of modules that are tensors take long to be found, beside what a small layer takes.
+        parameters, buffers = self._parameters, self._buffers
+        weight, slot = (
+            (buffers["weight"], parameters["weight_slot"])
+            if self.masters == "none"
+            else (self.int8_weight(), by_rows(self.master))
+        )
+        scale, input_step, output_grid = buffers["weight_scale"], buffers["input_step"], buffers["output_grid"]
+        assert weight is not None and slot is not None and scale is not None and input_step is not None
+        tensors = LayerTensors(weight, slot, scale, parameters.get("bias"), input_step)
+        if output_grid is None:
             return int8_layer_to_float(x, tensors, self.windows, scales_gradients=self.scales_gradients)
         return int8_layer(
-            x, tensors, self.windows, self.output_grid, low=self.low, high=self.high,
-            scales_gradients=self.scales_gradients,
-        )  # fmt: skip
+            x, tensors, self.windows, output_grid, low=self.low, high=self.high, scales_gradients=self.scales_gradients
+        )
+
+    def descend_(self, rate: float, weight_decay: float) -> None:
+        """Take `rate` times the gradient in `weight_slot` off the weight, as SGD does, rounded as `pack_` rounds.
+
+        Raises:
+            RuntimeError: a number is not finite; what becomes of the weight is not told.
+        """
+        assert self.weight_slot.grad is not None
+        gradient = weight_of(self.weight_slot.grad)
+        int8_descend_(self.weight, gradient, self.rounding, self.saturated, rate=rate, weight_decay=weight_decay)
 
     def unpack_(self) -> None:
         """Give `weight_slot` the weight's numbers, in steps, for an optimizer to change."""

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from torch_odt.quant.modules import Int8Layer
-from torch_odt.quant.updates import Int8Updates
+from torch_odt.quant.updates import PARTWISE, Int8Updates
 
 
 def int8_layers(model: nn.Module) -> dict[str, Int8Layer]:
@@ -76,7 +76,7 @@ class Int8Training:
         self._updates.stop()
 
 
-def train_int8_(model: nn.Module, optimizer: torch.optim.Optimizer) -> Int8Training:
+def train_int8_(model: nn.Module, optimizer: torch.optim.Optimizer, *, in_backward: bool = False) -> Int8Training:
     """Let an optimizer of torch change the int8 weights of a converted model in place.
 
     Choose it always, unless the model was converted with `masters="fp32"`. In `optimizer.step()` the weights that have
@@ -84,19 +84,27 @@ def train_int8_(model: nn.Module, optimizer: torch.optim.Optimizer) -> Int8Train
     are rounded to int8, stochastically: up with the probability of the fraction. An update of a hundredth of a step
     moves one of a hundred weights by one, so that small updates are not lost, and nothing in float32 is kept. The draws
     depend on the layer and on the number of its updates, both in the model's state_dict: a run that is resumed goes on
-    bit for bit.
+    bit for bit. SGD without momentum takes one pass over gradient and weight, which is fastest.
+
+    The gradients of all weights in float32 are most of what a step of a large network needs. With `in_backward` each
+    layer is updated in the backward pass as soon as its gradient is there, which is dropped at once; `optimizer.step()`
+    changes biases and everything else. Choose it where each step is one `backward()`, and nothing looks at gradients of
+    int8 weights or changes them in between: they are not clipped, accumulated or unscaled. Weights come out the same.
+    `TrainStep` and `wrap` update behind their backward pass all the same.
 
     Without it the optimizer ends with torch's error that a tensor's elements share memory.
 
     Args:
         model: a converted one.
         optimizer: made from its parameters; any one whose `step` takes no closure.
+        in_backward: see above; layers whose weights do not train as of now are left to `optimizer.step()`.
 
     Returns:
         What counts the weights that are clamped, and can be stopped.
 
     Raises:
-        ValueError: the model has no int8 weights, or the optimizer holds none of them.
+        ValueError: the model has no int8 weights, or the optimizer holds none of them; or it is none of torch.optim
+            that can update in the backward pass.
 
     Example:
         >>> import torch_odt as odt
@@ -117,8 +125,11 @@ def train_int8_(model: nn.Module, optimizer: torch.optim.Optimizer) -> Int8Train
     layers = {name: layer for name, layer in layers.items() if id(layer.weight_slot) in held}
     if not layers:
         raise ValueError("the optimizer holds no int8 weight of this model: make it from model.parameters() as of now")
+    if in_backward and type(optimizer) not in PARTWISE:
+        names = ", ".join(kind.__name__ for kind in PARTWISE)
+        raise ValueError(f"{type(optimizer).__name__} cannot update in the backward pass; those that can: {names}")
 
-    updates = Int8Updates(optimizer, list(layers.values()))
+    updates = Int8Updates(optimizer, list(layers.values()), in_backward)
     return Int8Training(layers, updates)
 
 

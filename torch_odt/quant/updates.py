@@ -1,14 +1,18 @@
-"""How an optimizer of torch changes int8 weights: float32 for a moment, some layers at a time.
+"""How an optimizer of torch changes int8 weights, in its step or in the backward pass.
 
 A copy of all weights in float32 would be as large as the model was before it was converted, and would be read and
-written in main memory. Some layers at a time stay in a cache.
+written in main memory. What SGD does without momentum is one pass over gradient and weight, and needs no copy. For
+other optimizers some layers at a time are float32 for a moment, which stay in a cache.
+
+In the backward pass a layer's gradient is used up as soon as it is there. All of them would be as large as the model
+in float32.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,45 +36,62 @@ PARTWISE: tuple[type[torch.optim.Optimizer], ...] = (
 PART_WEIGHTS = 1 << 20  # four megabytes in float32
 
 
+class Descent(NamedTuple):
+    """What SGD does without momentum."""
+
+    rate: float
+    weight_decay: float
+
+
 class Int8Updates:
-    """Hooks of an optimizer's step that change the int8 weights of layers.
+    """Hooks that change the int8 weights of layers as an optimizer's step does.
 
     Args:
         optimizer: whose step is meant; one of another class than those of torch.optim takes all layers at once.
         layers: whose weights are int8 alone.
+        in_backward: update a layer in the backward pass, when its gradient is there, and drop the gradient. The
+            optimizer is one of `PARTWISE` then.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, layers: list[Int8Layer]) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, layers: list[Int8Layer], in_backward: bool = False) -> None:
+        self._optimizer = optimizer
         self._layers = layers
         self._in_parts = type(optimizer) in PARTWISE
         self._gradients: list[tuple[Tensor, Tensor]] = []
+        self._known_groups: list[dict[str, Any]] | None = None
+        self._known_count = 0
+        self._group_of: dict[int, dict[str, Any]] = {}
         self._handles = [
             optimizer.register_step_pre_hook(self._before),
             optimizer.register_step_post_hook(self._after),
         ]
+        if in_backward:
+            self._handles += [
+                layer.weight_slot.register_post_accumulate_grad_hook(self._hook_of(layer))
+                for layer in layers
+                if layer.weight_slot.requires_grad
+            ]
 
     def stop(self) -> None:
         """The optimizer is as before."""
         while self._handles:
             self._handles.pop().remove()
 
-    def _before(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    def _hook_of(self, layer: Int8Layer) -> Callable[[Tensor], None]:
+        def update(slot: Tensor) -> None:
+            if slot.grad is not None:
+                self._update([layer])
+                slot.grad = None
+
+        return update
+
+    def _before(self, *_: Any) -> None:
         due = [layer for layer in self._layers if layer.weight_slot.grad is not None]
         if not self._in_parts:
             for layer in due:
                 layer.unpack_()
             return
-        for part in _parts_of(due):
-            with _only(optimizer, {id(layer.weight_slot) for layer in part}) as step:
-                try:
-                    for layer in part:
-                        layer.unpack_()
-                    step()
-                    for layer in part:
-                        layer.pack_()
-                finally:
-                    for layer in part:
-                        layer.discard_()
+        self._update(due)
         # The step proper is to leave them as they are.
         for layer in due:
             gradient: Tensor = layer.weight_slot.grad  # type: ignore[assignment]
@@ -85,6 +106,44 @@ class Int8Updates:
         while self._gradients:
             slot, gradient = self._gradients.pop()
             slot.grad = gradient
+
+    def _update(self, due: list[Int8Layer]) -> None:
+        """What the optimizer's step does to layers that have gradients."""
+        others = []
+        for layer in due:
+            descent = self._descent_of(layer)
+            if descent is None:
+                others.append(layer)
+            else:
+                layer.descend_(*descent)
+        for part in _parts_of(others):
+            with _only(self._optimizer, {id(layer.weight_slot) for layer in part}) as step:
+                try:
+                    for layer in part:
+                        layer.unpack_()
+                    step()
+                    for layer in part:
+                        layer.pack_()
+                finally:
+                    for layer in part:
+                        layer.discard_()
+
+    def _descent_of(self, layer: Int8Layer) -> Descent | None:
+        """What becomes of a layer, where that is no more than gradient descent; as the optimizer's options are now."""
+        if type(self._optimizer) is not torch.optim.SGD:
+            return None
+        group = self._groups().get(id(layer.weight_slot))
+        if group is None or group["momentum"] != 0 or group["maximize"]:
+            return None
+        return Descent(float(group["lr"]), float(group["weight_decay"]))
+
+    def _groups(self) -> dict[int, dict[str, Any]]:
+        """The optimizer's groups by their parameters; loading a state makes another list, a new group a longer one."""
+        groups = self._optimizer.param_groups
+        if groups is not self._known_groups or len(groups) != self._known_count:
+            self._known_groups, self._known_count = groups, len(groups)
+            self._group_of = {id(parameter): group for group in groups for parameter in group["params"]}
+        return self._group_of
 
 
 def _parts_of(layers: list[Int8Layer]) -> Iterator[list[Int8Layer]]:

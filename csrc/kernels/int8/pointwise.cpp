@@ -4,6 +4,7 @@
 #include <cstring>
 
 #include "lanes.h"
+#include "widened.h"
 
 namespace torch_odt::kernels::int8 {
 
@@ -33,14 +34,8 @@ struct Word {
     return bits;
   }
 
-  TORCH_ODT_INLINE static Floats widened(const int8_t* from) {
-    Narrow values;
-    __builtin_memcpy(&values, from, sizeof(values));
-    return __builtin_convertvector(values, Floats);
-  }
-
   TORCH_ODT_INLINE static Floats real(const int8_t* from, const Grid8& grid) {
-    return L::product(widened(from) - grid.zero, Floats{} + grid.step);
+    return L::product(widened<kBytes>(L::template load<Narrow>(from)) - grid.zero, Floats{} + grid.step);
   }
 
   // Stores some elements; returns the bits of their mask.

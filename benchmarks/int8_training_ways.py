@@ -1,0 +1,82 @@
+"""The ways of `int8_training.py`: one network, trained in float32, bf16 and int8."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.fx.experimental.optimization import fuse
+
+MODELS = ("mobilenet_v2", "resnet18", "vgg11")
+# What int8 is compared with, and int8.
+EAGER = ("eager contiguous", "eager channels_last")
+INT8 = ("qas", "niti")
+CLASSES = 10
+
+Step = Callable[[], None]
+
+
+def ways_on(used: str) -> list[str]:
+    """The ways that are measured on a set: bf16 where the processor multiplies it (AMX)."""
+    return [*EAGER, "folded", *(["bf16"] if used == "amx" else []), *INT8]
+
+
+def network(name: str, images: Tensor) -> nn.Module:
+    """A network from seed 0 whose BatchNorms have seen the batch, so that they can be folded."""
+    import torchvision
+
+    torch.manual_seed(0)
+    model = torchvision.models.get_model(name, weights=None, num_classes=CLASSES)
+    for module in model.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            module.momentum = 0.5
+    with torch.no_grad():
+        for _ in range(4):
+            model(images)
+    return model.train()
+
+
+def batch_of(batch: int, pixels: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    images = torch.randn(batch, 3, pixels, pixels, generator=generator)
+    return images, torch.randint(CLASSES, (batch,), generator=generator)
+
+
+def make_step(way: str, model: nn.Module, images: Tensor, labels: Tensor) -> Step:
+    """A training step; the model is used up."""
+    loss_fn: Callable[..., Tensor] = F.cross_entropy
+    if way != "eager contiguous":
+        images = images.contiguous(memory_format=torch.channels_last)
+    if way in ("eager channels_last", "bf16"):
+        model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    if way == "folded":
+        model = fuse(model.eval()).train().to(memory_format=torch.channels_last)
+    optimizer: torch.optim.Optimizer
+    packs: Any = None
+    if way == "qas":
+        from torch_odt.quant import convert_, train_int8_
+
+        convert_(model.eval(), [images], qas=True)
+        optimizer = torch.optim.SGD(model.train().parameters(), lr=0.001)
+        train_int8_(model, optimizer, in_backward=True)
+    elif way == "niti":
+        from torch_odt.quant import NitiSGD, PackedWeights, niti_, niti_cross_entropy
+
+        packs = niti_(model, batch_norm="fold", gradient_bits=1, packs=PackedWeights()).packs
+        optimizer, loss_fn = NitiSGD(model, lr=0.001), niti_cross_entropy
+    else:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.001)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16, enabled=way == "bf16"):
+            loss = loss_fn(model(images), labels)
+        loss.backward()
+        optimizer.step()
+
+    # The operators know packed weights by number alone.
+    step.packs = packs  # type: ignore[attr-defined]
+    return step
