@@ -12,10 +12,12 @@ Left pack_pixels(
     const Table& kernels, const Image& image, const Range& depth, const Outputs& outputs, int64_t row_bytes, char* to) {
   const int64_t rows = outputs.end - outputs.begin;
   const int8_t* const first = image.data + outputs.begin * image.channels + image.first_channel + depth.first;
-  const bool whole = depth.count % kernels.depth_multiple == 0;
-  if (kernels.value_bytes == 1 && kernels.left_offset == 0 && whole && outputs.end + kSlackRows <= outputs.all) {
+  // What lies behind a row's own values is multiplied by zeros; but something has to lie there.
+  const bool inside = (outputs.all - outputs.end - kSlackRows) * image.channels >= kernels.depth_multiple;
+  if (kernels.value_bytes == 1 && kernels.left_offset == 0 && inside) {
     return {first, image.channels};
   }
+  const bool whole = depth.count % kernels.depth_multiple == 0;
   if (depth.count == image.channels && whole) {
     kernels.pack_left_rows({first, image.end, 0, 1, rows * image.depth, to, 0});
     return {to, image.depth * kernels.value_bytes};
