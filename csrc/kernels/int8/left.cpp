@@ -37,6 +37,9 @@ Left gather_left(
     const Outputs& outputs,
     int64_t row_bytes,
     char* to) {
+  if (depth.count == 0) {
+    return {to, row_bytes};
+  }
   if (is_pointwise(rows, columns)) {
     return pack_pixels(kernels, image, depth, outputs, row_bytes, to);
   }
