@@ -6,6 +6,7 @@
 #include "conv2d.h"
 #include "depthwise.h"
 #include "gather.h"
+#include "grad_weight_blocks.h"
 #include "memory.h"
 #include "short_rows.h"
 #include "sums.h"
@@ -13,108 +14,6 @@
 namespace torch_odt::kernels::int8 {
 
 namespace {
-
-constexpr int64_t kMostRows = 256;
-constexpr int64_t kMostColumns = 512;
-constexpr int64_t kWideColumns = 256; // of sums in 64 bits
-// Where there are few pixels, writing the gradient is most of the work: sums have to stay in the first cache.
-constexpr int64_t kFewPixels = 128;
-constexpr int64_t kFewRows = 64;
-constexpr int64_t kFewColumns = 512;
-constexpr int64_t kMostPixels = 2048;
-constexpr int64_t kPackedBytes = 393216;
-
-// How the gradient of a group's weight, out_depth rows of taps x in_depth columns, is cut into blocks, and the pixels,
-// over which is summed, into chunks.
-struct Cut {
-  const Table* kernels;
-  int64_t block_rows;
-  int64_t block_panels;
-  int64_t row_blocks;
-  int64_t column_blocks;
-  int64_t chunk_pixels;
-  bool by_taps; // panels hold channels of one tap
-  bool wide; // more pixels than int32 can sum over
-
-  Cut(const Conv2d& conv, const Threads& threads) : kernels(&table_for_depth(conv.out_pixels())) {
-    const int64_t rows = conv.out_depth();
-    const int64_t panels = divided(conv.taps() * conv.in_depth(), kPanelColumns);
-    by_taps = conv.taps() == 1 || conv.in_depth() % kPanelColumns == 0;
-    wide = conv.out_pixels() > kMostDepth;
-    const bool few = conv.out_pixels() <= kFewPixels;
-    row_blocks = divided(rows, few ? kFewRows : kMostRows);
-    column_blocks = divided(panels, (few ? kFewColumns : wide ? kWideColumns : kMostColumns) / kPanelColumns);
-    const int64_t wanted = divided(threads.count, conv.groups);
-    if (row_blocks * column_blocks < wanted) {
-      column_blocks = std::min(panels, divided(wanted, row_blocks));
-      row_blocks = std::max(row_blocks, std::min(divided(rows, kSlackRows), divided(wanted, column_blocks)));
-    }
-    block_rows = divided(divided(rows, row_blocks), kPanelColumns) * kPanelColumns;
-    row_blocks = divided(rows, block_rows);
-    block_panels = divided(panels, column_blocks);
-    column_blocks = divided(panels, block_panels);
-    const int64_t packed_values = block_rows + kSlackRows + block_panels * kPanelColumns;
-    const int64_t gathered_values = by_taps ? 0 : gathered_row_bytes();
-    const int64_t pixel_bytes = packed_values * kernels->value_bytes + gathered_values;
-    const int64_t fitting = kPackedBytes / pixel_bytes / kAlignment * kAlignment;
-    const int64_t all = divided(conv.out_pixels(), kAlignment) * kAlignment;
-    chunk_pixels = std::min(std::clamp(fitting, kAlignment, kMostPixels), std::max(all, kAlignment));
-  }
-
-  int64_t block_columns() const {
-    return block_panels * kPanelColumns;
-  }
-  // The columns for one output, and what copies overwrite behind them.
-  int64_t gathered_row_bytes() const {
-    return block_columns() + divided(kSlackValues, kPanelColumns) * kPanelColumns;
-  }
-  // Of the left operand: its rows side by side in each step, or each row on its own.
-  int64_t left_step_bytes() const {
-    return kernels->left_by_rows ? kStepBytes : (block_rows + kSlackRows) * kStepBytes;
-  }
-  int64_t left_row_bytes() const {
-    return kernels->left_by_rows ? chunk_pixels * kernels->value_bytes + kAlignment : kStepBytes;
-  }
-  int64_t left_bytes() const {
-    return aligned((block_rows + kSlackRows) * (chunk_pixels * kernels->value_bytes + kAlignment));
-  }
-  int64_t panel_bytes() const {
-    return kernels->steps(chunk_pixels) * kPanelStepBytes;
-  }
-};
-
-// A thread's own memory.
-struct Workspace {
-  Pieces pieces;
-  int32_t* sums;
-  int64_t* wide_sums;
-  int32_t* column_sums;
-  int32_t* row_sums; // of the output's gradient
-  int64_t* wide_row_sums;
-  int8_t* zeros;
-  int8_t* padding; // what lies around the image
-  int8_t* gathered;
-  const int8_t** left_rows;
-  const int8_t** right_rows;
-  char* left;
-  char* right;
-
-  Workspace(const Cut& cut, void* at) : pieces(at) {
-    const int64_t sums_count = (cut.block_rows + kSlackRows) * cut.block_columns();
-    sums = pieces.take<int32_t>(sums_count);
-    wide_sums = pieces.take<int64_t>(cut.wide ? sums_count : 0);
-    column_sums = pieces.take<int32_t>(cut.block_columns());
-    row_sums = pieces.take<int32_t>(cut.block_rows);
-    wide_row_sums = pieces.take<int64_t>(cut.block_rows);
-    zeros = pieces.take<int8_t>(std::max(cut.block_rows, cut.block_columns()) + kAlignment);
-    padding = pieces.take<int8_t>(cut.block_columns() + kAlignment);
-    gathered = pieces.take<int8_t>(cut.by_taps ? 0 : cut.chunk_pixels * cut.gathered_row_bytes() + kAlignment);
-    left_rows = pieces.take<const int8_t*>(cut.chunk_pixels);
-    right_rows = pieces.take<const int8_t*>(cut.chunk_pixels);
-    left = pieces.take<char>(cut.left_bytes());
-    right = pieces.take<char>(cut.block_panels * cut.panel_bytes());
-  }
-};
 
 struct Operands {
   const int8_t* grad_output;
@@ -125,7 +24,7 @@ struct Operands {
 // One block of one group.
 class BlockGradient {
  public:
-  BlockGradient(const Conv2d& conv, const Cut& cut, const Operands& operands, char* workspace)
+  BlockGradient(const Conv2d& conv, const GradientCut& cut, const Operands& operands, char* workspace)
       : conv_(conv),
         cut_(cut),
         operands_(operands),
@@ -159,7 +58,7 @@ class BlockGradient {
     const int64_t pixels = conv_.out_pixels();
     const bool by_columns = how.per_channel && !how.channels_are_rows;
     if (how.result == Result::floats && !by_columns && cut_.kernels->multiply_to_floats != nullptr && pixels > 0 &&
-        pixels <= std::min(kFewPixels, cut_.chunk_pixels)) {
+        pixels <= std::min(kFewGradientPixels, cut_.chunk_pixels)) {
       return sum_to_floats(how);
     }
     sum(0, pixels);
@@ -172,11 +71,11 @@ class BlockGradient {
     begin_sums();
     pack(0, pixels);
     end_sums();
-    std::array<int32_t, kMostRows> row_terms;
+    std::array<int32_t, kMostGradientRows> row_terms;
     for (int64_t row = 0; row < rows_; ++row) {
       row_terms[static_cast<size_t>(row)] = row_term<int32_t>(row);
     }
-    alignas(kAlignment) std::array<int32_t, kMostColumns> column_terms;
+    alignas(kAlignment) std::array<int32_t, kMostGradientColumns> column_terms;
     for (int64_t column = 0; column < cut_.block_columns(); ++column) {
       column_terms[static_cast<size_t>(column)] = column_term(column);
     }
@@ -385,8 +284,8 @@ class BlockGradient {
   float finish_block(const Sum* sums, const Finish& how) const {
     const int64_t width = conv_.taps() * conv_.in_depth();
     const int64_t channel = group_ * conv_.out_depth() + first_row_;
-    std::array<Sum, kMostRows> row_terms;
-    std::array<int64_t, kMostRows> places;
+    std::array<Sum, kMostGradientRows> row_terms;
+    std::array<int64_t, kMostGradientRows> places;
     float largest = 0;
     for (int64_t first = 0; first < columns_; first += kBlockColumns) {
       const int64_t columns = std::min(kBlockColumns, columns_ - first);
@@ -418,9 +317,9 @@ class BlockGradient {
   }
 
   const Conv2d& conv_;
-  const Cut& cut_;
+  const GradientCut& cut_;
   const Operands& operands_;
-  const Workspace own_;
+  const GradientWorkspace own_;
   const Taps rows_taps_;
   const Taps columns_taps_;
   int64_t group_ = -1;
@@ -466,7 +365,7 @@ int64_t grad_weight_workspace_bytes(const Conv2d& conv, const Threads& threads) 
   if (goes_by_lines(conv)) {
     return depthwise_grad_weight_workspace_bytes(conv);
   }
-  return Workspace(Cut(conv, threads), nullptr).pieces.bytes();
+  return GradientWorkspace(GradientCut(conv, threads), nullptr).pieces.bytes();
 }
 
 float grad_weight(
@@ -485,7 +384,7 @@ float grad_weight(
   if (goes_by_lines(conv)) {
     return depthwise_grad_weight(conv, grad_output, input, zero_point, grad_bias, how, threads, workspace);
   }
-  const Cut cut(conv, threads);
+  const GradientCut cut(conv, threads);
   const Operands operands{grad_output, input, zero_point};
   const int64_t thread_bytes = grad_weight_workspace_bytes(conv, threads);
   const int64_t blocks = cut.row_blocks * cut.column_blocks;
