@@ -114,6 +114,10 @@ struct Task {
   float operator()(int64_t begin, int64_t end, int64_t first_panel, int64_t last_panel, const Workspace& own) const {
     std::array<int64_t, kMostRows> places;
     find_places(part, target, begin, end, places);
+    if (sizes.depth == 0 && nothing_is_zeros() && first_panel == 0 && last_panel == sizes.panels) {
+      clear(end - begin, places);
+      return 0;
+    }
     Left left{};
     float largest = 0;
     for (int64_t group = 0; group < groups; ++group) {
@@ -146,6 +150,21 @@ struct Task {
   }
 
  private:
+  // Whether sums of no terms, as phases without a tap have them, become zeros.
+  bool nothing_is_zeros() const {
+    const bool limits = how.zero_point != 0 || how.low > 0 || how.high < 0 || how.mask != nullptr;
+    const bool stays = how.result == Result::sums || how.result == Result::floats;
+    return source.bias == nullptr && (stays || (how.result == Result::int8 && !limits));
+  }
+
+  void clear(int64_t rows, const std::array<int64_t, kMostRows>& places) const {
+    const int64_t bytes = how.result == Result::int8 ? 1 : 4;
+    for (int64_t i = 0; i < rows; ++i) {
+      char* const to = static_cast<char*>(how.output) + places[static_cast<size_t>(i)] * bytes;
+      std::memset(to, 0, static_cast<size_t>(target.channels * bytes));
+    }
+  }
+
   const char* group_of(const Panels& panels) const {
     return packed + panels.group * sizes.group_bytes;
   }
