@@ -44,6 +44,7 @@ PROMISES = {
     ("amx", "linear, batch 8"): 1.0,
 }
 PROMISE_OVER_BF16 = 1.5
+PROMISE_BESIDE_ONEDNN = 1.0  # its int8, pointwise and spatial
 
 
 @dataclass(frozen=True)
@@ -332,6 +333,9 @@ def summaries(rows: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
 def keeps(summary: dict[str, Any]) -> bool:
     """Whether a summary is at least what was promised."""
     if summary["promised"] is not None and summary["x fp32 backward"] < summary["promised"]:
+        return False
+    beside_onednn = summary.get("x onednn int8 forward") if summary["kind"] in ("pointwise", "spatial") else None
+    if beside_onednn is not None and beside_onednn < PROMISE_BESIDE_ONEDNN:
         return False
     over_bf16 = summary["set"] == "amx" and summary["kind"] == "convolutions"
     return not over_bf16 or summary["x bf16 backward"] >= PROMISE_OVER_BF16

@@ -2,7 +2,6 @@
 
 #include <array>
 #include <cstddef>
-#include <optional>
 
 #include <torch/csrc/stable/ops.h>
 #include <torch/headeronly/core/MemoryFormat.h>

@@ -77,10 +77,11 @@ def test_what_is_not_finite_is_told(bad: float) -> None:
     weight, gradient = a_weight((65, 33, 3, 3))
     gradient[64, 32, 2, 2] = bad
     rounding, saturated = counters()
+    before = weight.clone()
     for descend in (odt.int8_descend_, int8_descent._descend_plain):
         with pytest.raises(RuntimeError, match="update of int8 weights is not finite"):
             descend(weight, gradient, rounding, saturated, 0.1, 0.0)
-        assert rounding.tolist() == [7, 1] and not saturated
+        assert rounding.tolist() == [7, 1] and not saturated and torch.equal(weight, before)
 
 
 def test_bad_arguments_are_named() -> None:

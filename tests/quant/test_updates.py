@@ -145,6 +145,28 @@ def test_rates_are_those_of_the_moment() -> None:
     assert not all(torch.equal(before[name], layer.weight) for name, layer in int8_layers(model).items())
 
 
+def test_groups_may_be_exchanged() -> None:
+    model, optimizer = stepped(torch.optim.SGD, PLAIN, steps=1)
+    layer = int8_layers(model)[next(iter(int8_layers(model)))]
+    optimizer.param_groups[0] = {**optimizer.param_groups[0], "lr": 0.0, "weight_decay": 0.0}
+    before = layer.weight.clone()
+    F.cross_entropy(model(images(8, 5)), labels(8, 5)).backward()
+    optimizer.step()
+    assert torch.equal(layer.weight, before)
+
+
+def test_fused_descent_unscales_by_itself() -> None:
+    models = []
+    for fused in (False, True):
+        model, optimizer = stepped(torch.optim.SGD, {**PLAIN, "fused": fused}, steps=0)
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16)
+        scaler.scale(F.cross_entropy(model(images(8, 5)), labels(8, 5))).backward()
+        scaler.step(optimizer)
+        models.append(model)
+    for one, other in zip(int8_layers(models[0]).values(), int8_layers(models[1]).values(), strict=True):
+        assert int((one.weight.int() - other.weight.int()).abs().max()) <= 1
+
+
 def test_layers_that_do_not_train_and_stopped_updates_stay_out() -> None:
     model = trained_a_little("residual")
     odt.quant.convert_(model, calibration(), qas=True)

@@ -38,8 +38,7 @@ def int8_conv2d_backward(
     """The gradients of a convolution's input in int8, and of its weight and bias.
 
     When to choose it: in place of `int8_conv2d_grad_input_quantized` and `int8_conv2d_grad_weight_scaled` where both
-    are wanted from the same grad_output. It makes what they make; of small layers, one call less is a tenth of the
-    time.
+    are wanted from the same grad_output. It makes what they make, with one call less.
 
     Args:
         grad_output: int8 of the output's shape, whose zero is 0.

@@ -26,8 +26,8 @@ def int8_descend_(
         weight_decay: so many times the weight are added to the gradient first.
 
     Raises:
-        RuntimeError: a shape, dtype or layout is another, and everything as it was; or a number is not finite before it
-            is rounded: the counters are as they were, but not the weight.
+        RuntimeError: a shape, dtype or layout is another, or a number is not finite before it is rounded; weight and
+            counters are as they were.
 
     Example:
         >>> weight, rounding, saturated = torch.ones(1, 2, dtype=torch.int8), torch.tensor([7, 0]), torch.tensor(0)

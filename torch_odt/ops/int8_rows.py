@@ -41,7 +41,7 @@ def int8_quantize_gradient(
     """Rounds the gradient of a layer's output to int8, twice, and sums it up.
 
     When to choose it: in the backward pass of an int8 layer whose gradients arrive in float32. Rounding is stochastic:
-    up with the probability of the fraction. The draws depend on the largest values of the channels, and so does their
+    up with the probability of the fraction, to a 256th. The draws depend on the largest values of the channels, and so does their
     seed: the same gradient is rounded the same way again.
 
     Args:

@@ -90,7 +90,7 @@ def train_int8_(model: nn.Module, optimizer: torch.optim.Optimizer, *, in_backwa
     layer is updated in the backward pass as soon as its gradient is there, which is dropped at once; `optimizer.step()`
     changes biases and everything else. Choose it where each step is one `backward()`, and nothing looks at gradients of
     int8 weights or changes them in between: they are not clipped, accumulated or unscaled. Weights come out the same.
-    `TrainStep` and `wrap` update behind their backward pass all the same.
+    `TrainStep` updates behind its backward pass all the same.
 
     Without it the optimizer ends with torch's error that a tensor's elements share memory.
 

@@ -58,8 +58,7 @@ class Int8Updates:
         self._layers = layers
         self._in_parts = type(optimizer) in PARTWISE
         self._gradients: list[tuple[Tensor, Tensor]] = []
-        self._known_groups: list[dict[str, Any]] | None = None
-        self._known_count = 0
+        self._known_groups: list[tuple[dict[str, Any], int]] = []
         self._group_of: dict[int, dict[str, Any]] = {}
         self._handles = [
             optimizer.register_step_pre_hook(self._before),
@@ -132,16 +131,24 @@ class Int8Updates:
         """What becomes of a layer, where that is no more than gradient descent; as the optimizer's options are now."""
         if type(self._optimizer) is not torch.optim.SGD:
             return None
+        # A fused step unscales gradients itself, by what a scaler notes at the optimizer.
+        if any(getattr(self._optimizer, name, None) is not None for name in ("grad_scale", "found_inf")):
+            return None
         group = self._groups().get(id(layer.weight_slot))
-        if group is None or group["momentum"] != 0 or group["maximize"]:
+        if group is None or group["momentum"] != 0 or group["maximize"] or group.get("fused"):
             return None
         return Descent(float(group["lr"]), float(group["weight_decay"]))
 
     def _groups(self) -> dict[int, dict[str, Any]]:
-        """The optimizer's groups by their parameters; loading a state makes another list, a new group a longer one."""
+        """The optimizer's groups by their parameters, found anew where one is another or has other parameters."""
         groups = self._optimizer.param_groups
-        if groups is not self._known_groups or len(groups) != self._known_count:
-            self._known_groups, self._known_count = groups, len(groups)
+        known = self._known_groups
+        same = len(groups) == len(known) and all(
+            group is other and len(group["params"]) == count
+            for group, (other, count) in zip(groups, known, strict=True)
+        )
+        if not same:
+            self._known_groups = [(group, len(group["params"])) for group in groups]
             self._group_of = {id(parameter): group for group in groups for parameter in group["params"]}
         return self._group_of
 

@@ -8,7 +8,7 @@
 namespace torch_odt::kernels::int8 {
 
 // Each weight w becomes w - rate * (gradient + decay * w), up or down by chance, clamped to -127 and 127. What is drawn is
-// what round_rows draws.
+// what round_rows draws for weights.
 struct Descent {
   const float* gradients;
   int8_t* weights;
@@ -21,18 +21,16 @@ struct Descent {
 
 struct Descended {
   int64_t clamped;
-  // Otherwise some number was none before it was rounded, and what it became is not told.
+  // False if a result could be NaN or infinite before it is rounded; the weights are as they were then.
   bool is_finite;
 };
 
-// Rows [begin, end), as one thread takes them; adds to `clamped` and raises `largest`, the bits of the largest absolute value
-// before it was rounded.
+// Rows [begin, end), as one thread takes them; adds to `clamped`.
 struct DescentPart {
   Descent how;
   int64_t begin;
   int64_t end;
   int64_t clamped;
-  int32_t largest;
 };
 
 Descended descend(const Descent& how, const Threads& threads);

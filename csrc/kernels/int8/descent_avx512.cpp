@@ -30,14 +30,8 @@ TORCH_ODT_TARGET_INLINE __m512i hashes(__m512i steps, uint32_t first) {
   return _mm512_xor_si512(bits, _mm512_srli_epi32(bits, 16));
 }
 
-// What is kept from one place to the next.
-struct Kept {
-  int64_t clamped = 0;
-  __m512i largest;
-};
-
 template <bool kAll>
-TORCH_ODT_TARGET_INLINE void lanes(const Descent& how, int64_t index, int64_t left, __m512i draws, Kept& kept) {
+TORCH_ODT_TARGET_INLINE void lanes(const Descent& how, int64_t index, int64_t left, __m512i draws, int64_t& clamped) {
   const auto inside = static_cast<__mmask16>(kAll ? 0xffff : (1U << left) - 1);
   int8_t* const to = how.weights + index;
   const __m128i bytes = kAll ? _mm_loadu_si128((const __m128i*)to) : _mm_maskz_loadu_epi8(inside, to);
@@ -45,15 +39,13 @@ TORCH_ODT_TARGET_INLINE void lanes(const Descent& how, int64_t index, int64_t le
   const __m512 before = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes));
   const __m512 slopes = _mm512_add_ps(gradients, product(before, _mm512_set1_ps(how.decay)));
   const __m512 after = _mm512_sub_ps(before, product(slopes, _mm512_set1_ps(how.rate)));
-  const __m512i magnitude = _mm512_and_si512(_mm512_castps_si512(after), _mm512_set1_epi32(0x7fffffff));
-  kept.largest = _mm512_max_epi32(kept.largest, magnitude);
   // The draw is a product that is exact: with a fused multiply-add the sum has the same bits.
   __m512 raised = _mm512_fmadd_ps(_mm512_cvtepi32_ps(draws), _mm512_set1_ps(kHalfUnit), after);
   // What int32 does not hold becomes its lowest number, which needs care above zero.
   raised = _mm512_min_ps(raised, _mm512_set1_ps(4194304.0F));
   const __m512i whole = _mm512_cvt_roundps_epi32(raised, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
   const __m512i between = _mm512_min_epi32(_mm512_max_epi32(whole, _mm512_set1_epi32(-127)), _mm512_set1_epi32(127));
-  kept.clamped += __builtin_popcount(_mm512_mask_cmpneq_epi32_mask(inside, whole, between));
+  clamped += __builtin_popcount(_mm512_mask_cmpneq_epi32_mask(inside, whole, between));
   const __m128i result = _mm512_cvtepi32_epi8(between);
   if constexpr (kAll) {
     _mm_storeu_si128((__m128i*)to, result);
@@ -70,8 +62,7 @@ TORCH_ODT_TARGET void descend_avx512(DescentPart& part) {
   const __m512i steps = _mm512_mullo_epi32(lane, _mm512_set1_epi32(static_cast<int32_t>(kGolden)));
   const __m512i low_half = _mm512_set1_epi32(0xffff);
   Keys keys(how.seed);
-  Kept kept;
-  kept.largest = _mm512_setzero_si512();
+  int64_t clamped = 0;
   for (int64_t row = part.begin; row < part.end; ++row) {
     const int64_t begins = row * how.columns;
     const uint32_t key = keys.at(begins);
@@ -81,21 +72,19 @@ TORCH_ODT_TARGET void descend_avx512(DescentPart& part) {
     };
     for (; column + 2 * kLanes <= how.columns; column += 2 * kLanes) {
       const __m512i bits = draw();
-      lanes<true>(how, begins + column, kLanes, _mm512_and_si512(bits, low_half), kept);
-      lanes<true>(how, begins + column + kLanes, kLanes, _mm512_srli_epi32(bits, 16), kept);
+      lanes<true>(how, begins + column, kLanes, _mm512_and_si512(bits, low_half), clamped);
+      lanes<true>(how, begins + column + kLanes, kLanes, _mm512_srli_epi32(bits, 16), clamped);
     }
     if (column < how.columns) {
       const __m512i bits = draw();
       const int64_t left = how.columns - column;
-      lanes<false>(how, begins + column, left < kLanes ? left : kLanes, _mm512_and_si512(bits, low_half), kept);
+      lanes<false>(how, begins + column, left < kLanes ? left : kLanes, _mm512_and_si512(bits, low_half), clamped);
       if (left > kLanes) {
-        lanes<false>(how, begins + column + kLanes, left - kLanes, _mm512_srli_epi32(bits, 16), kept);
+        lanes<false>(how, begins + column + kLanes, left - kLanes, _mm512_srli_epi32(bits, 16), clamped);
       }
     }
   }
-  part.clamped += kept.clamped;
-  const int32_t largest = _mm512_reduce_max_epi32(kept.largest);
-  part.largest = largest > part.largest ? largest : part.largest;
+  part.clamped += clamped;
 }
 
 } // namespace torch_odt::kernels::int8

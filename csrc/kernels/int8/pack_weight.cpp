@@ -4,7 +4,7 @@
 
 #include "correlation.h"
 #include "depthwise.h"
-#include "interleave.h"
+#include "shuffle.h"
 #include "patches.h"
 #include "sums.h"
 

@@ -240,13 +240,12 @@ struct Task {
     return finish_rows(sums, terms, panels, rows, places.data());
   }
 
-  // How many rows, whole vectors of bytes, are one to what finishes them, because their sums and their elements lie side by side. Draws depend
-  // on where a row begins.
+  // How many rows are finished as one, as whole vectors, where their sums and elements lie side by side. Draws depend on
+  // where a row begins.
   int64_t rows_joined(const Panels& panels) const {
     const int64_t width = panels.columns();
     const int64_t joined = std::lcm(width, int64_t{64}) / width;
-    const bool draws = how.rounding == Rounding::stochastic &&
-        (how.result == Result::int8 || how.result == Result::int8_update);
+    const bool draws = how.rounding == Rounding::stochastic && how.result == Result::int8;
     const bool adjoin = part.rows.output_step == 1 && part.columns.output_step == 1 &&
         columns_of(panels) == target.channels && columns_of(panels) == width;
     return draws || !adjoin || joined * width > kBlockColumns ? 1 : joined;

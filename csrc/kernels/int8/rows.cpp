@@ -183,7 +183,7 @@ struct Round {
         }
       }
       for (int i = 0; i < kCount; ++i) {
-        of->clamped += clamped[i];
+        of->clamped += kScaled ? 0 : clamped[i];
       }
     }
   };

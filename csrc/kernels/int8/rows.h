@@ -34,11 +34,11 @@ struct RoundedRows {
   const float* factors = nullptr;
 };
 
-// Rounds rows to one or two results, both by the same draws. Returns how many elements of the first were clamped.
+// Rounds rows to one or two results, both by the same draws. Returns how many weights were clamped; of gradients nothing.
 int64_t round_rows(
     const Rows& rows, uint64_t seed, const RoundedRows& first, const RoundedRows* second, const Threads& threads);
 
-// Rows [begin, end), as one thread rounds them; adds to `clamped`.
+// Rows [begin, end), as one thread rounds them; adds to `clamped` where they are weights.
 struct RowsPart {
   Rows rows;
   int64_t begin;

@@ -124,9 +124,9 @@ int8_t clamped(const Finish& how, double value) {
 }
 
 template <typename Sum>
-void check_int8(Finish how, const Sums<Sum>& sums, int64_t columns, bool with_mask) {
+void check_int8(Finish how, const Sums<Sum>& sums, int64_t columns, bool with_mask, int64_t slack = 64) {
   const bool update = how.result == Result::int8_update;
-  std::vector<int8_t> output(static_cast<size_t>(kRows * columns + 64));
+  std::vector<int8_t> output(static_cast<size_t>(kRows * columns + slack + 24));
   for (size_t i = 0; i < output.size(); ++i) {
     output[i] = static_cast<int8_t>(i * 29);
   }
@@ -196,6 +196,39 @@ void check_all_int8() {
               check_int8(how, sums, columns, true);
               check_int8(how, without_row_terms, columns, true);
             }
+          }
+        }
+      }
+    }
+  }
+}
+
+// Rows whose columns begin where those that share draws do, and multipliers that 256 times as much overflows or lacks bits
+// of: what vectors of 64 columns take, and leave to others.
+TEST(whole_columns_become_int8) {
+  for (const int64_t columns : {1, 15, 16, 17, 31, 32, 33, 48, 63, 64, 65, 80, 96, 100, 127, 128, 129, 144}) {
+    const Context width("columns " + text_of(columns));
+    for (const float multiplier : {0x1p-110F, 0x1p-9F, 0.0021F, 0.7F, 300.0F, 0x1p70F}) {
+      for (const int64_t first : {0, 32, 64, 192}) {
+        Sums<int32_t> sums(columns, multiplier);
+        sums.row_terms.clear();
+        sums.first_column = first;
+        for (int64_t& place : sums.places) {
+          place += first;
+        }
+        for (const Rounding rounding : {Rounding::nearest, Rounding::stochastic}) {
+          for (const bool per_channel : {false, true}) {
+            Finish how;
+            how.result = Result::int8;
+            how.per_channel = per_channel;
+            how.rounding = rounding;
+            how.seed = 0xfedcba9876543210;
+            check_int8(how, sums, columns, false, first);
+            check_int8(how, sums, columns, true, first);
+            how.low = -5;
+            check_int8(how, sums, columns, true, first);
+            how.zero_point = 20;
+            check_int8(how, sums, columns, true, first);
           }
         }
       }
