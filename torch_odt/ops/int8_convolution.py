@@ -139,9 +139,9 @@ def int8_conv2d_quantized(
         bias: int32 of shape (out_channels,), in units of the sums, or None; int32 has to hold the sums with it.
         output_zero_point: which value of the output stands for 0.
         low, high: the bounds of the output, values of int8.
-        rounding: "nearest" (to even), "stochastic" (up with the probability of the fraction, to a 256th; the same on every
-            instruction set and number of threads) or "pseudo_stochastic" (NITI's, arXiv 2009.13108, section 3.3; one
-            scale, a power of two).
+        rounding: "nearest" (to even), "stochastic" (up with the probability of the fraction, to a 256th; the same on
+            every instruction set and number of threads) or "pseudo_stochastic" (NITI's, arXiv 2009.13108, section 3.3;
+            one scale, a power of two).
         seed: of stochastic rounding: give each call its own.
 
     Returns:

@@ -41,8 +41,8 @@ def int8_quantize_gradient(
     """Rounds the gradient of a layer's output to int8, twice, and sums it up.
 
     When to choose it: in the backward pass of an int8 layer whose gradients arrive in float32. Rounding is stochastic:
-    up with the probability of the fraction, to a 256th. The draws depend on the largest values of the channels, and so does their
-    seed: the same gradient is rounded the same way again.
+    up with the probability of the fraction, to a 256th. The draws depend on the largest values of the channels, and so
+    does their seed: the same gradient is rounded the same way again.
 
     Args:
         gradient: float32 of shape (N, channels, H, W), best in torch.channels_last; another layout costs a copy.
