@@ -2,7 +2,7 @@
 
 #if defined(__x86_64__) && defined(__GNUC__)
 
-#include "draws.h"
+#include "draws_avx512.h"
 #include "intrinsics_x86.h"
 
 #define TORCH_ODT_TARGET [[gnu::target("avx512f,avx512bw,avx512vl,avx512dq")]]
@@ -19,15 +19,6 @@ TORCH_ODT_TARGET_INLINE __m512 product(__m512 a, __m512 b) {
   __m512 result = _mm512_mul_ps(a, b);
   asm("" : "+v"(result));
   return result;
-}
-
-TORCH_ODT_TARGET_INLINE __m512i hashes(__m512i steps, uint32_t first) {
-  __m512i bits = _mm512_add_epi32(steps, _mm512_set1_epi32(static_cast<int32_t>(first)));
-  bits = _mm512_xor_si512(bits, _mm512_srli_epi32(bits, 16));
-  bits = _mm512_mullo_epi32(bits, _mm512_set1_epi32(static_cast<int32_t>(kFirstFactor)));
-  bits = _mm512_xor_si512(bits, _mm512_srli_epi32(bits, 15));
-  bits = _mm512_mullo_epi32(bits, _mm512_set1_epi32(static_cast<int32_t>(kSecondFactor)));
-  return _mm512_xor_si512(bits, _mm512_srli_epi32(bits, 16));
 }
 
 template <bool kAll>
@@ -58,8 +49,7 @@ TORCH_ODT_TARGET_INLINE void lanes(const Descent& how, int64_t index, int64_t le
 
 TORCH_ODT_TARGET void descend_avx512(DescentPart& part) {
   const Descent how = part.how;
-  const __m512i lane = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-  const __m512i steps = _mm512_mullo_epi32(lane, _mm512_set1_epi32(static_cast<int32_t>(kGolden)));
+  const __m512i steps = golden_steps();
   const __m512i low_half = _mm512_set1_epi32(0xffff);
   Keys keys(how.seed);
   int64_t clamped = 0;

@@ -2,7 +2,7 @@
 
 #if defined(__x86_64__) && defined(__GNUC__)
 
-#include "draws.h"
+#include "draws_avx512.h"
 #include "intrinsics_x86.h"
 
 #define TORCH_ODT_SETS "avx512f,avx512bw,avx512vl,avx512dq"
@@ -29,16 +29,6 @@ struct Constants {
   __m512i lost;
   __m512i lower;
 };
-
-// Of numbers side by side from `first` on, each times kGolden.
-TORCH_ODT_TARGET_INLINE __m512i hashes(__m512i draw_steps, uint32_t first) {
-  __m512i bits = _mm512_add_epi32(draw_steps, _mm512_set1_epi32(static_cast<int32_t>(first)));
-  bits = _mm512_xor_si512(bits, _mm512_srli_epi32(bits, 16));
-  bits = _mm512_mullo_epi32(bits, _mm512_set1_epi32(static_cast<int32_t>(kFirstFactor)));
-  bits = _mm512_xor_si512(bits, _mm512_srli_epi32(bits, 15));
-  bits = _mm512_mullo_epi32(bits, _mm512_set1_epi32(static_cast<int32_t>(kSecondFactor)));
-  return _mm512_xor_si512(bits, _mm512_srli_epi32(bits, 16));
-}
 
 // The nearest whole numbers; what int32 does not hold keeps its sign, and is clamped later on. kHeld: int32 holds all.
 template <bool kHeld = false>
@@ -69,12 +59,11 @@ TORCH_ODT_TARGET_INLINE __m512i shifted(__m512i sum, const Constants& all) {
 }
 
 TORCH_ODT_TARGET_INLINE Constants constants_of(const Finish& how) {
-  const __m512i lane = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
   return {
       _mm512_set1_epi32(how.low),
       _mm512_set1_epi32(how.high),
       _mm512_set1_epi32(how.zero_point),
-      _mm512_mullo_epi32(lane, _mm512_set1_epi32(static_cast<int32_t>(kGolden))),
+      golden_steps(),
       _mm_cvtsi64_si128(how.shift),
       _mm_cvtsi64_si128(how.shift / 2),
       _mm_cvtsi64_si128(how.shift - 2 * (how.shift / 2)),
@@ -259,7 +248,7 @@ TORCH_ODT_TARGET float rows_to_int8(const Finish& how, const Block<int32_t>& of,
       _mm512_set1_epi16(static_cast<int16_t>(how.zero_point)),
       _mm512_set1_epi16(static_cast<int16_t>(how.low)),
       _mm512_set1_epi16(static_cast<int16_t>(how.high))};
-  const __m512i draw_steps = constants_of(how).draw_steps;
+  const __m512i draw_steps = golden_steps();
   const int64_t wholes_end = block.columns / kWhole * kWhole;
   const auto tail = static_cast<__mmask64>((uint64_t{1} << (block.columns - wholes_end)) - 1);
   const int64_t hashes_before = block.first_column / kByteColumns * kByteHashes - block.first_column;

@@ -2,7 +2,7 @@
 
 #if defined(__x86_64__) && defined(__GNUC__)
 
-#include "draws.h"
+#include "draws_avx512.h"
 #include "intrinsics_x86.h"
 
 #define TORCH_ODT_TARGET [[gnu::target("avx512f,avx512bw,avx512vl,avx512dq")]]
@@ -13,20 +13,6 @@ namespace torch_odt::kernels::int8 {
 namespace {
 
 constexpr int64_t kLanes = 16;
-
-TORCH_ODT_TARGET_INLINE __m512i hashes(__m512i steps, uint32_t first) {
-  __m512i bits = _mm512_add_epi32(steps, _mm512_set1_epi32(static_cast<int32_t>(first)));
-  bits = _mm512_xor_si512(bits, _mm512_srli_epi32(bits, 16));
-  bits = _mm512_mullo_epi32(bits, _mm512_set1_epi32(static_cast<int32_t>(kFirstFactor)));
-  bits = _mm512_xor_si512(bits, _mm512_srli_epi32(bits, 15));
-  bits = _mm512_mullo_epi32(bits, _mm512_set1_epi32(static_cast<int32_t>(kSecondFactor)));
-  return _mm512_xor_si512(bits, _mm512_srli_epi32(bits, 16));
-}
-
-TORCH_ODT_TARGET_INLINE __m512i golden_steps() {
-  const __m512i lane = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-  return _mm512_mullo_epi32(lane, _mm512_set1_epi32(static_cast<int32_t>(kGolden)));
-}
 
 // The bits of 16 elements; bits behind the last byte are 0.
 TORCH_ODT_TARGET_INLINE uint32_t bits_at(const uint8_t* mask, int64_t bytes, int64_t index) {
