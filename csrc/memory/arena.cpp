@@ -14,10 +14,13 @@ namespace {
 
 constexpr int64_t kAlignment = 64;
 constexpr int64_t kDynamicMinimum = 4096;
-// What goes of pages that are merely touched, by what is lacking.
+// What goes of pages that are merely touched, by what is lacking...
 constexpr int64_t kGiveWayTimes = 4;
-// Nobody has so much, and four times that is still a number.
-constexpr int64_t kMostBytes = std::numeric_limits<int64_t>::max() / 8;
+// ... and all of them go for more than this part: who lacks so much runs a model beside the plan, whose convolutions
+// take workspaces of several times what torch counts.
+constexpr int64_t kMuchIsOnePartOf = 16;
+// Nobody has so much, and as many times that is still a number.
+constexpr int64_t kMostBytes = std::numeric_limits<int64_t>::max() / (2 * kMuchIsOnePartOf);
 constexpr size_t kMissSample = 32;
 
 // The plan that the calling thread is in. Free of constructors, because every allocation looks at it.
@@ -405,7 +408,9 @@ void ArenaCore::give_way(int64_t outside_bytes) {
     // Each page that goes has to be cleared again in the next step. Held pages may be gone for good, so that no more of
     // them go than must; of those that are merely touched some more, because libraries that run meanwhile take more
     // than torch counts. Whole huge pages, that the next small allocation need not ask again.
-    const int64_t going = lacking * (stats_.held_bytes > 0 ? 1 : kGiveWayTimes);
+    const bool is_much = lacking * kMuchIsOnePartOf > stats_.resident_bytes;
+    const int64_t merely_touched = is_much ? stats_.resident_bytes : lacking * kGiveWayTimes;
+    const int64_t going = stats_.held_bytes > 0 ? lacking : merely_touched;
     const int64_t left = std::max<int64_t>(0, stats_.resident_bytes - going);
     discard_pages(left / kHugePageBytes * kHugePageBytes);
     ++stats_.yields;

@@ -84,21 +84,33 @@ TEST(an_idle_arena_gives_way_above_its_limit) {
   CHECK_EQUAL(yields(), 1);
 }
 
-TEST(an_idle_arena_gives_way_with_four_times_what_is_lacking_of_what_it_has_touched) {
+TEST(an_idle_arena_gives_way_with_four_times_the_little_that_is_lacking_of_what_it_has_touched) {
   const int64_t huge = memory::kHugePageBytes;
-  const auto arena = ArenaCore::create(16 * huge);
-  arena->select(arena->load(table_of({{{0, 16 * huge}}})));
+  const auto arena = ArenaCore::create(32 * huge);
+  arena->select(arena->load(table_of({{{0, 32 * huge}}})));
   arena->begin(0);
-  arena->free_block(serve(arena.get(), 16 * huge));
+  arena->free_block(serve(arena.get(), 32 * huge));
   arena->end();
-  arena->set_yield_limit(20 * huge);
+  arena->set_yield_limit(36 * huge);
   memory::arenas_give_way(4 * huge);
-  CHECK_EQUAL(arena->stats().resident_bytes, 16 * huge);
-  memory::arenas_give_way(5 * huge);
-  CHECK_EQUAL(arena->stats().resident_bytes, 12 * huge);
-  memory::arenas_give_way(8 * huge);
+  CHECK_EQUAL(arena->stats().resident_bytes, 32 * huge);
+  memory::arenas_give_way(6 * huge);
+  CHECK_EQUAL(arena->stats().resident_bytes, 24 * huge);
+  memory::arenas_give_way(12 * huge);
   CHECK_EQUAL(arena->stats().yields, 1);
-  memory::arenas_give_way(11 * huge);
+  memory::arenas_give_way(13 * huge);
+  CHECK_EQUAL(arena->stats().resident_bytes, 20 * huge);
+}
+
+TEST(an_idle_arena_gives_way_with_all_that_it_has_touched_where_much_is_lacking) {
+  const int64_t huge = memory::kHugePageBytes;
+  const auto arena = ArenaCore::create(32 * huge);
+  arena->select(arena->load(table_of({{{0, 32 * huge}}})));
+  arena->begin(0);
+  arena->free_block(serve(arena.get(), 32 * huge));
+  arena->end();
+  arena->set_yield_limit(36 * huge);
+  memory::arenas_give_way(7 * huge);
   CHECK_EQUAL(arena->stats().resident_bytes, 0);
 }
 
