@@ -17,6 +17,7 @@ namespace {
 // Channels and sums at a time, so that they and the rows that they come from stay in caches near the processor.
 constexpr int64_t kChannelsAtOnce = 192;
 constexpr int64_t kSumsAtOnce = 24576;
+constexpr int64_t kCachedSums = 8192; // where nothing else needs the first cache
 // What a thread's workspace has room for.
 constexpr int64_t kMostPackedBytes = 1 << 20;
 constexpr int64_t kFewOutputs = 8; // of a row at a time
@@ -39,6 +40,12 @@ struct Phase {
   int64_t group() const {
     const bool together = rows.spacing == 1 && rows.count > 0;
     return together ? 1 + (row_steps() * rows_of_step() - rows.count) / rows.step : 1;
+  }
+  // Whether the table has sums that come straight from the image.
+  bool goes_by_columns() const {
+    const bool one_step = row_steps() == 1 && rows.spacing == 1;
+    const bool three_taps = columns.count == 3 && columns.spacing == 1 && columns.step <= 2;
+    return depthwise_table().sum_columns != nullptr && one_step && three_taps;
   }
   int64_t output_weights_bytes() const {
     return row_steps() * columns.count * kPanelStepBytes;
@@ -81,7 +88,8 @@ struct Cut {
     const int64_t pieces = std::max<int64_t>(1, divided(phase.channels, kChannelsAtOnce));
     panels = std::min(phase.blocks(), divided(divided(phase.blocks(), pieces), kWhole) * kWhole);
     outputs = phase.columns.outputs;
-    for (int64_t parts = 2; outputs > kFewOutputs && sums_count(phase) > kSumsAtOnce; ++parts) {
+    const int64_t at_once = phase.goes_by_columns() ? kCachedSums : kSumsAtOnce;
+    for (int64_t parts = 2; outputs > kFewOutputs && sums_count(phase) > at_once; ++parts) {
       outputs = divided(phase.columns.outputs, parts);
     }
     while (panels > 1 && phase.packed_rows_bytes(outputs, panels) > kMostPackedBytes) {
@@ -107,7 +115,10 @@ struct Workspace {
   int32_t* terms; // added to the sums of each channel
   int8_t* padding;
   int64_t* places;
+  // One way or the other.
+  int64_t packed; // outputs
   PackedRows rows;
+  PixelColumns columns;
 
   Workspace(const Phase& phase, void* at)
       : pieces(at),
@@ -116,7 +127,9 @@ struct Workspace {
         terms(pieces.take<int32_t>(cut.channels())),
         padding(pieces.take<int8_t>(cut.channels() + kAlignment)),
         places(pieces.take<int64_t>(cut.outputs * phase.group())),
-        rows(phase.steps(), phase.width_of(cut.outputs), cut.channels(), false, pieces) {}
+        packed(phase.goes_by_columns() ? 0 : cut.outputs),
+        rows(phase.steps(), phase.width_of(packed), cut.channels(), false, pieces),
+        columns(rows_of_step(), 1, phase.width_of(cut.outputs - packed), pieces) {}
 };
 
 } // namespace
@@ -238,9 +251,13 @@ struct Rows {
           channels};
       for (int64_t line = begin; line < end; line += phase.group()) {
         const int64_t start = phase.rows.start + line * phase.rows.step;
-        own.rows.move_to<true>(strip, start, line > begin, own.padding);
         const int64_t lines = std::min(phase.group(), end - line);
-        sum(lines, outputs, channel, channels, own);
+        if (phase.goes_by_columns()) {
+          sum_columns(strip, start, lines, outputs, channel, own);
+        } else {
+          own.rows.move_to<true>(strip, start, line > begin, own.padding);
+          sum(lines, outputs, channel, channels, own);
+        }
         largest = std::max(largest, finish_lines(sample, line, lines, first, outputs, channel, channels, own));
       }
     }
@@ -277,6 +294,31 @@ struct Rows {
          own.cut.channels()});
   }
 
+  void sum_columns(
+      const Strip& strip, int64_t start, int64_t lines, int64_t outputs, int64_t channel, const Workspace& own) const {
+    const int64_t block_bytes = phase.group() * phase.output_weights_bytes();
+    std::array<int64_t, 4> line_sums;
+    for (size_t i = 0; i < line_sums.size(); ++i) {
+      line_sums[i] = static_cast<int64_t>(i) * outputs * own.cut.channels();
+    }
+    depthwise_table().sum_columns(
+        {own.columns.find(strip, start, own.padding),
+         rows_of_step(),
+         phase.columns.count,
+         phase.columns.step,
+         lines,
+         outputs,
+         strip.channels,
+         weights + channel / kPanelColumns * block_bytes,
+         block_bytes,
+         phase.output_weights_bytes(),
+         own.terms,
+         0,
+         own.sums,
+         own.cut.channels(),
+         line_sums.data()});
+  }
+
   float finish_lines(
       int64_t sample,
       int64_t line,
@@ -296,10 +338,11 @@ struct Rows {
         *place++ = (row * target_columns + column) * phase.channels + channel;
       }
     }
+    const int32_t* const terms = phase.goes_by_columns() ? nullptr : own.terms;
     return finish(
         how,
         Block<int32_t>{
-            own.sums, own.cut.channels(), lines * outputs, channels, own.places, channel, channel, own.terms, nullptr});
+            own.sums, own.cut.channels(), lines * outputs, channels, own.places, channel, channel, terms, nullptr});
   }
 };
 

@@ -152,53 +152,6 @@ TORCH_ODT_TARGET void sum_taps(const DepthwiseGradient& of, int64_t block, int64
   }
 }
 
-// Three taps side by side that move on by one: each output loads only what the last taps see for the first time.
-TORCH_ODT_TARGET void sum_sliding_taps(const DepthwiseGradient& of, int64_t block) {
-  constexpr int kRows = 3;
-  constexpr int kTaps = 3;
-  __m512i sums[kRows][kTaps];
-  __m512i seen[kRows][kTaps];
-  const char* pixels[kRows];
-  int32_t* const to = of.sums + block * kPanelColumns;
-#pragma GCC unroll 3
-  for (int i = 0; i < kRows; ++i) {
-    pixels[i] = of.pixels[i] + block * of.pixels_block_bytes;
-#pragma GCC unroll 3
-    for (int j = 0; j < kTaps; ++j) {
-      sums[i][j] = _mm512_loadu_si512(to + (i * kTaps + j) * of.sums_stride);
-      seen[i][j] = _mm512_loadu_si512(pixels[i] + (j < 2 ? j : 0) * kPanelStepBytes);
-    }
-    pixels[i] += 2 * kPanelStepBytes;
-  }
-  const char* gradients = of.grad_output + block * of.grad_output_block_bytes;
-  for (int64_t output = 0; output < of.outputs; output += kTaps) {
-#pragma GCC unroll 3
-    for (int turn = 0; turn < kTaps; ++turn) {
-      if (turn > 0 && output + turn == of.outputs) {
-        break;
-      }
-      const __m512i gradient = _mm512_loadu_si512(gradients);
-      gradients += kPanelStepBytes;
-#pragma GCC unroll 3
-      for (int i = 0; i < kRows; ++i) {
-        seen[i][(turn + 2) % kTaps] = _mm512_loadu_si512(pixels[i]);
-        pixels[i] += kPanelStepBytes;
-#pragma GCC unroll 3
-        for (int j = 0; j < kTaps; ++j) {
-          sums[i][j] = _mm512_dpbusd_epi32(sums[i][j], seen[i][(turn + j) % kTaps], gradient);
-        }
-      }
-    }
-  }
-#pragma GCC unroll 3
-  for (int i = 0; i < kRows; ++i) {
-#pragma GCC unroll 3
-    for (int j = 0; j < kTaps; ++j) {
-      _mm512_storeu_si512(to + (i * kTaps + j) * of.sums_stride, sums[i][j]);
-    }
-  }
-}
-
 template <int kRows>
 void sum_kernel_rows(const DepthwiseGradient& of, int64_t block, int64_t row) {
   int64_t tap = 0;
@@ -211,12 +164,7 @@ void sum_kernel_rows(const DepthwiseGradient& of, int64_t block, int64_t row) {
 }
 
 void sum_gradient(const DepthwiseGradient& of) {
-  const bool slides = of.kernel_rows == 3 && of.taps == 3 && of.step == 1 && of.spacing == 1;
   for (int64_t block = 0; block < of.blocks; ++block) {
-    if (slides) {
-      sum_sliding_taps(of, block);
-      continue;
-    }
     int64_t row = 0;
     for (; row + 3 <= of.kernel_rows; row += 3) {
       sum_kernel_rows<3>(of, block, row);
@@ -230,7 +178,12 @@ void sum_gradient(const DepthwiseGradient& of) {
 } // namespace
 
 const DepthwiseTable& depthwise_avx512_vnni() {
-  static constexpr DepthwiseTable result = {avx512_vnni_table, sum_rows, sum_gradient};
+  static constexpr DepthwiseTable result = {
+      avx512_vnni_table,
+      sum_rows,
+      sum_gradient,
+      depthwise_sum_columns_avx512_vnni,
+      depthwise_sum_columns_gradient_avx512_vnni};
   return result;
 }
 

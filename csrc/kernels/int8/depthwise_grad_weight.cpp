@@ -4,6 +4,7 @@
 #include <vector>
 
 #include "depthwise.h"
+#include "depthwise_columns.h"
 #include "depthwise_rows.h"
 #include "depthwise_tables.h"
 #include "memory.h"
@@ -53,6 +54,18 @@ RowSteps pixel_steps(const Conv2d& conv) {
   return {conv.rows.kernel, conv.rows.dilation, conv.rows.stride, rows_of_step() * conv.rows.stride};
 }
 
+// Whether the table has sums that come straight from the images.
+bool goes_by_columns(const Conv2d& conv) {
+  const auto fits = [](const WindowAxis& axis) { return axis.kernel == 3 && axis.dilation == 1; };
+  const bool evenly = conv.rows.stride == conv.columns.stride && conv.rows.stride <= 2;
+  return depthwise_table().sum_columns_gradient != nullptr && fits(conv.rows) && fits(conv.columns) && evenly;
+}
+
+// Those that four rows of outputs see.
+int64_t rows_of_columns(const Conv2d& conv) {
+  return (rows_of_step() - 1) * conv.rows.stride + conv.rows.kernel;
+}
+
 struct Workspace {
   Pieces pieces;
   Cut cut;
@@ -61,8 +74,13 @@ struct Workspace {
   int32_t* part_bias; // of the output's gradient
   int8_t* zeros;
   int8_t* padding;
+  // One way or the other.
+  int64_t packed; // outputs
   PackedRows gradients;
   PackedRows pixels;
+  int64_t read;
+  PixelColumns gradient_columns;
+  PixelColumns pixel_columns;
 
   Workspace(const Conv2d& conv, void* at)
       : pieces(at),
@@ -72,8 +90,12 @@ struct Workspace {
         part_bias(pieces.take<int32_t>(cut.channels())),
         zeros(pieces.take<int8_t>(cut.channels() + kAlignment)),
         padding(pieces.take<int8_t>(cut.channels() + kAlignment)),
-        gradients({1, 1, 1, rows_of_step()}, cut.outputs, cut.channels(), true, pieces),
-        pixels(pixel_steps(conv), Cut::width_of(conv, cut.outputs), cut.channels(), true, pieces) {}
+        packed(goes_by_columns(conv) ? 0 : cut.outputs),
+        gradients({1, 1, 1, rows_of_step()}, packed, cut.channels(), true, pieces),
+        pixels(pixel_steps(conv), Cut::width_of(conv, packed), cut.channels(), true, pieces),
+        read(cut.outputs - packed),
+        gradient_columns(rows_of_step(), 1, read, pieces),
+        pixel_columns(rows_of_columns(conv), 1, Cut::width_of(conv, read), pieces) {}
 };
 
 // Some channels' gradient.
@@ -143,10 +165,26 @@ class ChannelsGradient {
         clear();
       }
       terms_ += terms;
+      if (by_columns_) {
+        add_columns(gradients, pixels, line);
+        continue;
+      }
       own_.gradients.move_to<false>(gradients, line, false, own_.zeros, adds_columns() ? own_.part_bias : nullptr);
       own_.pixels.move_to<true>(pixels, conv_.rows.position(line, 0), line > 0, own_.padding);
       add_lines(outputs);
     }
+  }
+
+  void add_columns(const Strip& gradients, const Strip& pixels, int64_t line) {
+    depthwise_table().sum_columns_gradient(
+        {own_.gradient_columns.find(gradients, line, own_.zeros),
+         own_.pixel_columns.find(pixels, conv_.rows.position(line, 0), own_.padding),
+         conv_.columns.stride,
+         gradients.width,
+         channels_,
+         own_.sums,
+         own_.cut.channels(),
+         own_.part_bias});
   }
 
   void add_lines(int64_t outputs) {
@@ -221,6 +259,7 @@ class ChannelsGradient {
   }
 
   const Conv2d& conv_;
+  const bool by_columns_ = goes_by_columns(conv_);
   const int8_t* const grad_output_;
   const int8_t* const input_;
   const int32_t zero_point_;

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "depthwise_columns.h"
 #include "depthwise_tables.h"
 #include "memory.h"
 
@@ -29,17 +30,6 @@ struct RowSteps {
   }
 };
 
-// An image's part: some columns, the first of which may lie before it, and some channels.
-struct Strip {
-  const int8_t* image;
-  int64_t rows;
-  int64_t columns;
-  int64_t pixel_stride;
-  int64_t first_column;
-  int64_t width;
-  int64_t channels; // from where `image` points on
-};
-
 class PackedRows {
  public:
   // `by_lanes`: see Interleaving.
@@ -47,7 +37,7 @@ class PackedRows {
       : steps_(steps),
         by_lanes_(by_lanes),
         slot_bytes_(divided(most_channels, kPanelColumns) * most_width * kPanelStepBytes),
-        pixels_(pieces.take<const int8_t*>(rows_of_step() * most_width)),
+        pixels_(rows_of_step(), steps.spacing, most_width, pieces),
         places_(pieces.take<const char*>(steps.count)),
         packed_(pieces.take<char>(steps.count * slot_bytes_)) {}
 
@@ -81,50 +71,16 @@ class PackedRows {
 
   template <bool kAsPixels>
   void pack(const Strip& strip, int64_t start, char* to, const int8_t* padding, int32_t* sums) const {
-    find_pixels(strip, start, padding);
+    const int8_t* const* const pixels = pixels_.find(strip, start, padding);
     const Table& packing = depthwise_table().packing();
     const auto function = kAsPixels ? packing.pack_left_columns : packing.pack_right;
-    function({pixels_, strip.width, strip.channels, to, strip.width * kPanelStepBytes, kPanelStepBytes, sums, by_lanes_});
-  }
-
-  // Column by column, where each row's first channel lies.
-  void find_pixels(const Strip& strip, int64_t start, const int8_t* padding) const {
-    const int64_t rows = rows_of_step();
-    const int64_t first_inside = std::clamp<int64_t>(-strip.first_column, 0, strip.width);
-    const int64_t last_inside = std::clamp<int64_t>(strip.columns - strip.first_column, first_inside, strip.width);
-    std::fill_n(pixels_, first_inside * rows, padding);
-    std::fill(pixels_ + last_inside * rows, pixels_ + strip.width * rows, padding);
-    const auto first_of = [&](int64_t i) {
-      const int64_t row = start + i * steps_.spacing;
-      const bool shown = row >= 0 && row < strip.rows;
-      const int64_t place = (row * strip.columns + strip.first_column + first_inside) * strip.pixel_stride;
-      return shown ? Run{strip.image + place, strip.pixel_stride} : Run{padding, 0};
-    };
-    const int8_t** const to = pixels_ + first_inside * rows;
-    for (int64_t i = 0; i < rows; i += 2) {
-      find_two(first_of(i), first_of(i + 1), last_inside - first_inside, rows, to + i);
-    }
-  }
-
-  // Pixels that lie as far apart as each other.
-  struct Run {
-    const int8_t* pixel;
-    int64_t stride;
-  };
-
-  static void find_two(Run first, Run second, int64_t count, int64_t rows, const int8_t** to) {
-    for (int64_t i = 0; i < count; ++i, to += rows) {
-      to[0] = first.pixel;
-      to[1] = second.pixel;
-      first.pixel += first.stride;
-      second.pixel += second.stride;
-    }
+    function({pixels, strip.width, strip.channels, to, strip.width * kPanelStepBytes, kPanelStepBytes, sums, by_lanes_});
   }
 
   const RowSteps steps_;
   const bool by_lanes_;
   const int64_t slot_bytes_;
-  const int8_t** const pixels_;
+  const PixelColumns pixels_;
   const char** const places_;
   char* const packed_;
   int64_t first_slot_ = 0;

@@ -46,11 +46,48 @@ struct DepthwiseGradient {
   int32_t* grad_bias;
 };
 
+// The same sums straight from the image, where one step holds all rows under the kernel: of one tap a row, or of three
+// side by side, one or two columns from one output to the next.
+struct DepthwiseColumns {
+  // The first channels of each column's four pixels, which lie below each other.
+  const int8_t* const* pixels;
+  int64_t column_pixels; // from one column to the next
+  int64_t taps;
+  int64_t step;
+  int64_t lines;
+  int64_t outputs;
+  int64_t channels;
+  const char* weights; // as in DepthwiseRows, of any number of lines
+  int64_t weights_block_bytes;
+  int64_t weights_line_bytes;
+  const int32_t* terms; // added to the sums of each channel, for whole blocks
+  int64_t terms_stride; // from one line to the next
+  int32_t* sums;
+  int64_t sums_stride; // from one output to the next
+  const int64_t* line_sums; // where each line begins
+};
+
+// The same gradient straight from both images, for kernels of three by three and one or two pixels from one output to
+// the next: each column of pixels has those that four rows of outputs see.
+struct DepthwiseColumnsGradient {
+  const int8_t* const* grad_outputs; // [output][4]
+  const int8_t* const* pixels; // [column][3 + 3 * step]
+  int64_t step;
+  int64_t outputs;
+  int64_t channels;
+  int32_t* sums; // [kernel row][tap][channel], whole 64 channels in the order of lanes
+  int64_t sums_stride;
+  int32_t* grad_bias; // in the same order
+};
+
 struct DepthwiseTable {
   // Pixels are packed as left operands with the depth along, weights and gradients as right ones.
   const Table& (*packing)();
   void (*sum_rows)(const DepthwiseRows& rows);
   void (*sum_gradient)(const DepthwiseGradient& rows);
+  // Null where a set has no such functions.
+  void (*sum_columns)(const DepthwiseColumns& columns) = nullptr;
+  void (*sum_columns_gradient)(const DepthwiseColumnsGradient& columns) = nullptr;
 };
 
 // Calls sum(part, steps, weights, sums) for every line of every block: those of the rows alone.
@@ -73,6 +110,8 @@ const DepthwiseTable& depthwise_plain();
 #if defined(__x86_64__) && defined(__GNUC__)
 const DepthwiseTable& depthwise_avx2();
 const DepthwiseTable& depthwise_avx512_vnni();
+void depthwise_sum_columns_avx512_vnni(const DepthwiseColumns& columns);
+void depthwise_sum_columns_gradient_avx512_vnni(const DepthwiseColumnsGradient& columns);
 #endif
 
 } // namespace torch_odt::kernels::int8
