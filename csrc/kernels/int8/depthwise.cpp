@@ -5,7 +5,9 @@
 #include <cstring>
 #include <vector>
 
+#include "depthwise_joined.h"
 #include "depthwise_rows.h"
+#include "depthwise_share.h"
 #include "depthwise_tables.h"
 #include "memory.h"
 #include "taps.h"
@@ -21,7 +23,6 @@ constexpr int64_t kCachedSums = 8192; // where nothing else needs the first cach
 // What a thread's workspace has room for.
 constexpr int64_t kMostPackedBytes = 1 << 20;
 constexpr int64_t kFewOutputs = 8; // of a row at a time
-constexpr int64_t kLinesAtOnce = 8; // a multiple of eight, so that threads share no byte of a mask
 
 // One phase of a pass, see taps.h.
 struct Phase {
@@ -147,6 +148,9 @@ bool goes_by_channels(const Conv2d& conv, Pass pass) {
 }
 
 int64_t depthwise_packed_bytes(const Conv2d& conv, Pass pass) {
+  if (has_joined_phases(conv, pass)) {
+    return joined_packed_bytes(conv);
+  }
   int64_t bytes = 0;
   for (int64_t i = 0; i < phases_of(conv, pass); ++i) {
     bytes += phase_of(conv, pass, i).packed_bytes();
@@ -191,6 +195,10 @@ void pack_phase(const Phase& phase, const int8_t* weight, int64_t kernel_columns
 } // namespace
 
 void depthwise_pack_weight(const Conv2d& conv, Pass pass, const int8_t* weight, void* packed) {
+  if (has_joined_phases(conv, pass)) {
+    joined_pack_weight(conv, weight, packed);
+    return;
+  }
   std::memset(packed, 0, static_cast<size_t>(depthwise_packed_bytes(conv, pass)));
   auto* to = static_cast<char*>(packed);
   for (int64_t index = 0; index < phases_of(conv, pass); ++index) {
@@ -201,6 +209,9 @@ void depthwise_pack_weight(const Conv2d& conv, Pass pass, const int8_t* weight, 
 }
 
 int64_t depthwise_workspace_bytes(const Conv2d& conv, Pass pass) {
+  if (has_joined_phases(conv, pass)) {
+    return joined_workspace_bytes(conv);
+  }
   int64_t most = 0;
   for (int64_t i = 0; i < phases_of(conv, pass); ++i) {
     most = std::max(most, Workspace(phase_of(conv, pass, i), nullptr).pieces.bytes());
@@ -358,6 +369,9 @@ float depthwise_pass(
     const Finish& how,
     const Threads& threads,
     void* workspace) {
+  if (has_joined_phases(conv, pass)) {
+    return joined_grad_input(conv, source, packed, how, threads, workspace);
+  }
   const bool forward = pass == Pass::forward;
   const int64_t target_rows = forward ? conv.rows.output : conv.rows.input;
   const int64_t target_columns = forward ? conv.columns.output : conv.columns.input;
@@ -372,36 +386,17 @@ float depthwise_pass(
     at += phases.back().packed_bytes();
     lines = std::max(lines, phases.back().rows.outputs);
   }
-  // Threads share no byte of a mask: where samples begin within one, they are taken eight at a time.
-  const bool masked = how.mask != nullptr;
-  const bool whole = masked && target_rows * target_columns * conv.in_channels % 8 != 0;
-  const int64_t samples_at_once = whole ? 8 : 1;
-  const int64_t lines_at_once = whole ? std::max<int64_t>(1, lines) : kLinesAtOnce;
-  const int64_t chunks = divided(lines, lines_at_once);
-  // Few rows are shared out by channels, if masks allow it.
-  const int64_t items = divided(conv.batch, samples_at_once) * chunks;
-  const int64_t panels = phases.front().blocks();
-  const bool by_channels = items < threads.count && (!masked || conv.in_channels % 8 == 0);
-  const int64_t cuts = by_channels ? std::min(panels, threads.count) : 1;
-  std::vector<float> largest(static_cast<size_t>(threads.count), 0.0F);
-  threads.share(items * cuts, [&](int64_t thread, int64_t begin, int64_t end) {
-    float& most = largest[static_cast<size_t>(thread)];
-    for (int64_t item = begin; item < end; ++item) {
-      const int64_t cut = item % cuts;
-      const int64_t first = item / cuts / chunks * samples_at_once;
-      const int64_t line = item / cuts % chunks * lines_at_once;
-      for (int64_t sample = first; sample < std::min(conv.batch, first + samples_at_once); ++sample) {
-        for (size_t index = 0; index < phases.size(); ++index) {
-          const Phase& phase = phases[index];
-          Workspace own(phase, static_cast<char*>(workspace) + thread * thread_bytes);
-          const Rows rows{phase, source, zero_point, weights[index], bias, how, target_rows, target_columns};
-          const int64_t last = std::min(phase.rows.outputs, line + lines_at_once);
-          most = std::max(most, rows(sample, line, last, panels * cut / cuts, panels * (cut + 1) / cuts, own));
-        }
-      }
+  return share_lines(conv, target_rows * target_columns, lines, how, threads, [&](int64_t thread, const Lines& some) {
+    float largest = 0;
+    for (size_t index = 0; index < phases.size(); ++index) {
+      const Phase& phase = phases[index];
+      Workspace own(phase, static_cast<char*>(workspace) + thread * thread_bytes);
+      const Rows rows{phase, source, zero_point, weights[index], bias, how, target_rows, target_columns};
+      const int64_t end = std::min(phase.rows.outputs, some.end);
+      largest = std::max(largest, rows(some.sample, some.begin, end, some.first_panel, some.last_panel, own));
     }
+    return largest;
   });
-  return *std::max_element(largest.begin(), largest.end());
 }
 
 } // namespace torch_odt::kernels::int8

@@ -191,9 +191,12 @@ struct Whole {
   int8_t* output;
   __m512i bits;
 
+  template <bool kTerms>
   TORCH_ODT_TARGET_INLINE __m512 values(const Whole& at, int part) {
-    const __m512i terms = _mm512_load_si512(at.terms + part * kLanes);
-    const __m512i sums = _mm512_add_epi32(_mm512_loadu_si512(at.sums + part * kLanes), terms);
+    __m512i sums = _mm512_loadu_si512(at.sums + part * kLanes);
+    if constexpr (kTerms) {
+      sums = _mm512_add_epi32(sums, _mm512_load_si512(at.terms + part * kLanes));
+    }
     return _mm512_mul_ps(_mm512_cvtepi32_ps(sums), _mm512_load_ps(at.multipliers + part * kLanes));
   }
 };
@@ -201,7 +204,7 @@ struct Whole {
 // The first `kParts` sixteens of 64 columns, all of them or some of the last. Multipliers are 256 times as large where
 // rounding is stochastic. kPlain: nothing but int8's own ends limits what is written, and there is no mask. Returns which
 // columns the limits changed nothing of.
-template <Rounding kRounding, bool kPlain, bool kHeld, int kParts>
+template <Rounding kRounding, bool kPlain, bool kHeld, bool kTerms, int kParts>
 TORCH_ODT_TARGET_INLINE __mmask64
 whole_to_int8(const Whole& at, const Limits& limits, __mmask64 inside, __m512& largest) {
   __m512i whole[2] = {_mm512_setzero_si512(), _mm512_setzero_si512()};
@@ -212,7 +215,7 @@ whole_to_int8(const Whole& at, const Limits& limits, __mmask64 inside, __m512& l
 #pragma GCC unroll 2
     for (int half = 0; half < 2; ++half) {
       if (2 * pair + half < kParts) {
-        const __m512 values = Whole::values(at, 2 * pair + half);
+        const __m512 values = Whole::values<kTerms>(at, 2 * pair + half);
         largest = _mm512_range_ps(largest, values, 0xb);
         words[half] = nearest<kHeld>(values);
       }
@@ -238,7 +241,7 @@ whole_to_int8(const Whole& at, const Limits& limits, __mmask64 inside, __m512& l
 }
 
 // Rows whose last columns, which are no 64 any more, are in `kTail` sixteens.
-template <Rounding kRounding, bool kPlain, bool kHeld, int kTail>
+template <Rounding kRounding, bool kPlain, bool kHeld, bool kTerms, int kTail>
 TORCH_ODT_TARGET float rows_to_int8(const Finish& how, const Block<int32_t>& of, const Columns& columns) {
   // Copies, so that no store makes them be read again.
   const Block<int32_t> block = of;
@@ -270,7 +273,7 @@ TORCH_ODT_TARGET float rows_to_int8(const Finish& how, const Block<int32_t>& of,
       if constexpr (kRounding == Rounding::stochastic) {
         at.bits = hashes(draw_steps, first);
       }
-      const __mmask64 kept = whole_to_int8<kRounding, kPlain, kHeld, 4>(at, limits, ~__mmask64{0}, largest);
+      const __mmask64 kept = whole_to_int8<kRounding, kPlain, kHeld, kTerms, 4>(at, limits, ~__mmask64{0}, largest);
       if (!kPlain && mask != nullptr) {
         note_mask(mask, place + column, kept, ~__mmask64{0});
       }
@@ -280,7 +283,7 @@ TORCH_ODT_TARGET float rows_to_int8(const Finish& how, const Block<int32_t>& of,
       if constexpr (kRounding == Rounding::stochastic) {
         at.bits = hashes(draw_steps, first);
       }
-      const __mmask64 kept = whole_to_int8<kRounding, kPlain, kHeld, kTail>(at, limits, tail, largest);
+      const __mmask64 kept = whole_to_int8<kRounding, kPlain, kHeld, kTerms, kTail>(at, limits, tail, largest);
       if (!kPlain && mask != nullptr) {
         note_mask(mask, place + wholes_end, kept, tail);
       }
@@ -290,19 +293,19 @@ TORCH_ODT_TARGET float rows_to_int8(const Finish& how, const Block<int32_t>& of,
   return _mm512_reduce_max_ps(_mm512_abs_ps(largest)) * kUnit;
 }
 
-template <Rounding kRounding, bool kPlain, bool kHeld>
+template <Rounding kRounding, bool kPlain, bool kHeld, bool kTerms>
 float rows_to_int8(const Finish& how, const Block<int32_t>& block, const Columns& columns) {
   switch ((block.columns % kWhole + kLanes - 1) / kLanes) {
     case 0:
-      return rows_to_int8<kRounding, kPlain, kHeld, 0>(how, block, columns);
+      return rows_to_int8<kRounding, kPlain, kHeld, kTerms, 0>(how, block, columns);
     case 1:
-      return rows_to_int8<kRounding, kPlain, kHeld, 1>(how, block, columns);
+      return rows_to_int8<kRounding, kPlain, kHeld, kTerms, 1>(how, block, columns);
     case 2:
-      return rows_to_int8<kRounding, kPlain, kHeld, 2>(how, block, columns);
+      return rows_to_int8<kRounding, kPlain, kHeld, kTerms, 2>(how, block, columns);
     case 3:
-      return rows_to_int8<kRounding, kPlain, kHeld, 3>(how, block, columns);
+      return rows_to_int8<kRounding, kPlain, kHeld, kTerms, 3>(how, block, columns);
     default:
-      return rows_to_int8<kRounding, kPlain, kHeld, 4>(how, block, columns);
+      return rows_to_int8<kRounding, kPlain, kHeld, kTerms, 4>(how, block, columns);
   }
 }
 
@@ -326,8 +329,11 @@ TORCH_ODT_TARGET float wholes_to_int8(const Finish& how, const Block<int32_t>& b
       _mm512_store_ps(at, _mm512_mul_ps(_mm512_load_ps(at), _mm512_set1_ps(kByteSteps)));
     }
   }
-  return are_between(columns, block.columns, 0, 1) ? rows_to_int8<kRounding, kPlain, true>(how, block, columns)
-                                                   : rows_to_int8<kRounding, kPlain, false>(how, block, columns);
+  if (!are_between(columns, block.columns, 0, 1)) {
+    return rows_to_int8<kRounding, kPlain, false, true>(how, block, columns);
+  }
+  return block.column_terms == nullptr ? rows_to_int8<kRounding, kPlain, true, false>(how, block, columns)
+                                       : rows_to_int8<kRounding, kPlain, true, true>(how, block, columns);
 }
 
 bool is_plain(const Finish& how) {
