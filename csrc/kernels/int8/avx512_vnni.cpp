@@ -54,15 +54,20 @@ TORCH_ODT_TARGET_INLINE void add_steps(
 }
 
 template <int kRows, int kPanels>
-TORCH_ODT_TARGET void multiply_tile(const Product& of, const char* left, const char* right, int32_t* sums) {
+TORCH_ODT_TARGET void multiply_tile(
+    const Product& of, const char* left, const char* right, const int32_t* start, int32_t* sums) {
   __m512i tile[kRows][kPanels];
 #pragma GCC unroll 16
   for (int row = 0; row < kRows; ++row) {
 #pragma GCC unroll 4
     for (int panel = 0; panel < kPanels; ++panel) {
-      tile[row][panel] = of.accumulate
-          ? _mm512_loadu_si512(sums + row * of.sums_stride + panel * kPanelColumns)
-          : _mm512_setzero_si512();
+      if (of.accumulate) {
+        tile[row][panel] = _mm512_loadu_si512(sums + row * of.sums_stride + panel * kPanelColumns);
+      } else if (start != nullptr) {
+        tile[row][panel] = _mm512_loadu_si512(start + panel * kPanelColumns);
+      } else {
+        tile[row][panel] = _mm512_setzero_si512();
+      }
     }
   }
   add_steps<kRows, kPanels>(of, left, right, tile);
@@ -78,9 +83,10 @@ TORCH_ODT_TARGET void multiply_tile(const Product& of, const char* left, const c
 template <int kRows, int kPanels>
 void multiply_panels(const Product& of, int64_t panel) {
   const char* const right = static_cast<const char*>(of.right) + panel * of.panel_bytes;
+  const int32_t* const start = of.start == nullptr ? nullptr : of.start + panel * kPanelColumns;
   for (int64_t row = 0; row < of.rows; row += kRows) {
     const char* const left = static_cast<const char*>(of.left) + row * of.left_row_bytes;
-    multiply_tile<kRows, kPanels>(of, left, right, of.sums + row * of.sums_stride + panel * kPanelColumns);
+    multiply_tile<kRows, kPanels>(of, left, right, start, of.sums + row * of.sums_stride + panel * kPanelColumns);
   }
 }
 
@@ -179,7 +185,7 @@ TORCH_ODT_TARGET void add_column_sums(const void* panel, int64_t steps, int32_t*
 } // namespace
 
 const Table& avx512_vnni_table() {
-  static constexpr Table result = {"avx512_vnni", 1, 4, 128, false, pack_left_rows, pack_left_columns, pack_right, multiply, add_column_sums, multiply_to_floats, true, true};
+  static constexpr Table result = {"avx512_vnni", 1, 4, 128, false, pack_left_rows, pack_left_columns, pack_right, multiply, add_column_sums, multiply_to_floats, true, true, true};
   return result;
 }
 

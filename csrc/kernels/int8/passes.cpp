@@ -123,6 +123,7 @@ struct Task {
     for (int64_t group = 0; group < groups; ++group) {
       for (int64_t panel = first_panel; panel < last_panel; panel += kCachedColumns / kPanelColumns) {
         const Panels panels{group, panel, std::min(last_panel - panel, kCachedColumns / kPanelColumns)};
+        const auto terms = terms_of<int32_t>(panels);
         int64_t first = 0;
         do {
           const Range depth{first, std::min(sizes.chunk, sizes.depth - first)};
@@ -137,13 +138,18 @@ struct Task {
             const Outputs outputs{begin, end, pixels};
             left = gather_left(part.kernels(), image, part.rows, part.columns, depth, outputs, sizes.left_row_bytes, own.left);
           }
-          multiply(left, panels, depth, end - begin, own.sums);
+          multiply(left, panels, depth, end - begin, starts() ? terms.data() : nullptr, own.sums);
           if (sizes.wide) {
             widen(panels, depth, end - begin, own);
           }
           first += sizes.chunk;
         } while (first < sizes.depth);
-        largest = std::max(largest, finish_panels(panels, end - begin, places, own));
+        if (sizes.wide) {
+          largest = std::max(largest, finish_sums(own.wide_sums, nullptr, panels, end - begin, places));
+        } else {
+          const int32_t* const left_over = starts() || !has_terms() ? nullptr : terms.data();
+          largest = std::max(largest, finish_sums(own.sums, left_over, panels, end - begin, places));
+        }
       }
     }
     return largest;
@@ -173,7 +179,17 @@ struct Task {
     return std::min(panels.columns(), part.target_depth - panels.first_column());
   }
 
-  void multiply(const Left& left, const Panels& panels, const Range& depth, int64_t rows, int32_t* sums) const {
+  bool has_terms() const {
+    return source.bias != nullptr || source.zero_point + part.kernels().left_offset != 0;
+  }
+
+  // Whether sums begin with their terms.
+  bool starts() const {
+    return has_terms() && part.kernels().starts_sums && !sizes.wide;
+  }
+
+  void multiply(
+      const Left& left, const Panels& panels, const Range& depth, int64_t rows, const int32_t* start, int32_t* sums) const {
     part.kernels().multiply(
         {left.data,
          left.row_bytes,
@@ -185,7 +201,8 @@ struct Task {
          part.kernels().steps(depth.count),
          sums,
          panels.columns(),
-         depth.first > 0 && !sizes.wide});
+         depth.first > 0 && !sizes.wide,
+         start});
   }
 
   // What is added to each column: its bias, and what takes the offsets of the left operand off.
@@ -195,7 +212,7 @@ struct Task {
         reinterpret_cast<const int32_t*>(group_of(panels) + sizes.panels * sizes.panel_bytes) + panels.first_column();
     const int64_t channel = panels.group * part.target_depth + panels.first_column();
     const int64_t offset = source.zero_point + part.kernels().left_offset;
-    std::array<Sum, kCachedColumns> terms;
+    std::array<Sum, kCachedColumns> terms{};
     for (int64_t i = 0; i < columns_of(panels); ++i) {
       const int64_t bias = source.bias == nullptr ? 0 : source.bias[channel + i];
       terms[static_cast<size_t>(i)] = static_cast<Sum>(bias - offset * column_sums[i]);
@@ -213,14 +230,6 @@ struct Task {
         own.wide_sums[at] = before + own.sums[at];
       }
     }
-  }
-
-  float finish_panels(
-      const Panels& panels, int64_t rows, const std::array<int64_t, kMostRows>& places, const Workspace& own) const {
-    if (sizes.wide) {
-      return finish_sums(own.wide_sums, nullptr, panels, rows, places);
-    }
-    return finish_sums(own.sums, terms_of<int32_t>(panels).data(), panels, rows, places);
   }
 
   template <typename Sum>

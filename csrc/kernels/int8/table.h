@@ -36,6 +36,9 @@ struct Product {
   int32_t* sums;
   int64_t sums_stride; // in elements, kPanelColumns for each panel at least
   bool accumulate;
+  // What sums begin with that do not accumulate, for each column of whole panels, by a table that says it does so; or
+  // null, for zeros.
+  const int32_t* start = nullptr;
 };
 
 // What sums become where they are fp32 at once: (sum + column term + row term) * multiplier.
@@ -109,6 +112,8 @@ struct Table {
   bool adds_columns = false;
   // Whether packing leaves columns in the order of lanes where it may.
   bool packs_by_lanes = false;
+  // Whether sums begin with what they are told to, see Product.
+  bool starts_sums = false;
 
   int64_t step_values() const {
     return kStepBytes / value_bytes;
