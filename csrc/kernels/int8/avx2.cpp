@@ -5,9 +5,9 @@
 #include "intrinsics_x86.h"
 #include "short_rows.h"
 #include "table.h"
-#include "tiles.h"
 
 #define TORCH_ODT_TARGET [[gnu::target("avx2")]]
+#define TORCH_ODT_TARGET_INLINE [[gnu::target("avx2"), gnu::always_inline]] static inline
 
 namespace torch_odt::kernels::int8 {
 
@@ -47,16 +47,9 @@ TORCH_ODT_TARGET void interleave(const Interleaving& of) {
   }
 }
 
-constexpr int kRows = 6;
-
-TORCH_ODT_TARGET void multiply_tile(const Product& of, const char* left, const char* right, int32_t* sums) {
-  __m256i tile[kRows][2];
-#pragma GCC unroll 6
-  for (int row = 0; row < kRows; ++row) {
-    const auto* const from = (const __m256i*)(sums + row * of.sums_stride);
-    tile[row][0] = of.accumulate ? _mm256_loadu_si256(from) : _mm256_setzero_si256();
-    tile[row][1] = of.accumulate ? _mm256_loadu_si256(from + 1) : _mm256_setzero_si256();
-  }
+// Of 16 registers, what is left after sums is for a step of the right operand and one value of the left.
+template <int kRows>
+TORCH_ODT_TARGET_INLINE void add_steps(const Product& of, const char* left, const char* right, __m256i (&tile)[kRows][2]) {
   for (int64_t step = 0; step < of.steps; ++step) {
     const __m256i low = _mm256_loadu_si256((const __m256i*)right);
     const __m256i high = _mm256_loadu_si256((const __m256i*)(right + 32));
@@ -71,6 +64,18 @@ TORCH_ODT_TARGET void multiply_tile(const Product& of, const char* left, const c
     left += of.left_step_bytes;
     right += kPanelStepBytes;
   }
+}
+
+template <int kRows>
+TORCH_ODT_TARGET void multiply_tile(const Product& of, const char* left, const char* right, int32_t* sums) {
+  __m256i tile[kRows][2];
+#pragma GCC unroll 6
+  for (int row = 0; row < kRows; ++row) {
+    const auto* const from = (const __m256i*)(sums + row * of.sums_stride);
+    tile[row][0] = of.accumulate ? _mm256_loadu_si256(from) : _mm256_setzero_si256();
+    tile[row][1] = of.accumulate ? _mm256_loadu_si256(from + 1) : _mm256_setzero_si256();
+  }
+  add_steps<kRows>(of, left, right, tile);
 #pragma GCC unroll 6
   for (int row = 0; row < kRows; ++row) {
     auto* const to = (__m256i*)(sums + row * of.sums_stride);
@@ -79,14 +84,94 @@ TORCH_ODT_TARGET void multiply_tile(const Product& of, const char* left, const c
   }
 }
 
+// Six rows at a time; the last ones in tiles that compute as few others as there can be.
 void multiply(const Product& of) {
-  multiply_in_tiles<kRows, multiply_tile>(of);
+  for (int64_t panel = 0; panel < of.panels; ++panel) {
+    const char* const right = static_cast<const char*>(of.right) + panel * of.panel_bytes;
+    int64_t rows = 0;
+    for (int64_t row = 0; row < of.rows; row += rows) {
+      const int64_t rest = of.rows - row;
+      const char* const left = static_cast<const char*>(of.left) + row * of.left_row_bytes;
+      int32_t* const sums = of.sums + row * of.sums_stride + panel * kPanelColumns;
+      if (rest <= 2) {
+        rows = 2;
+        multiply_tile<2>(of, left, right, sums);
+      } else if (rest <= 4 || rest == 7 || rest == 8) {
+        rows = 4;
+        multiply_tile<4>(of, left, right, sums);
+      } else {
+        rows = 6;
+        multiply_tile<6>(of, left, right, sums);
+      }
+    }
+  }
+}
+
+// Lanes that are columns, where `count` of them are left.
+TORCH_ODT_TARGET_INLINE __m256i inside(int64_t count) {
+  const __m256i lanes = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
+  return _mm256_cmpgt_epi32(_mm256_set1_epi32(static_cast<int32_t>(count)), lanes);
+}
+
+// Some rows of a panel of the product.
+template <int kRows>
+TORCH_ODT_TARGET_INLINE void tile_to_floats(const Product& of, const Floats& to, int64_t row, int64_t panel, __m256& largest) {
+  constexpr int64_t kLanes = 8;
+  __m256i tile[kRows][2] = {};
+  add_steps<kRows>(
+      of,
+      static_cast<const char*>(of.left) + row * of.left_row_bytes,
+      static_cast<const char*>(of.right) + panel * of.panel_bytes,
+      tile);
+  const int64_t column = panel * kPanelColumns;
+#pragma GCC unroll 4
+  for (int i = 0; i < kRows; ++i) {
+    if (row + i >= of.rows) {
+      return;
+    }
+    float* const output = to.output + (row + i) * to.stride + column;
+    const __m256i row_term = _mm256_set1_epi32(to.row_terms[row + i]);
+    const __m256 multiplier =
+        _mm256_set1_ps(to.row_multipliers == nullptr ? to.multiplier : to.row_multipliers[row + i]);
+#pragma GCC unroll 2
+    for (int half = 0; half < 2; ++half) {
+      const int64_t first = column + half * kLanes;
+      const __m256i terms = _mm256_loadu_si256((const __m256i*)(to.column_terms + first));
+      const __m256i sum = _mm256_add_epi32(tile[i][half], _mm256_add_epi32(row_term, terms));
+      __m256 values = _mm256_mul_ps(_mm256_cvtepi32_ps(sum), multiplier);
+      if (first + kLanes <= to.columns) {
+        _mm256_storeu_ps(output + half * kLanes, values);
+      } else {
+        const __m256i some = inside(to.columns - first);
+        values = _mm256_and_ps(values, _mm256_castsi256_ps(some));
+        _mm256_maskstore_ps(output + half * kLanes, some, values);
+      }
+      largest = _mm256_max_ps(largest, _mm256_andnot_ps(_mm256_set1_ps(-0.0F), values));
+    }
+  }
+}
+
+TORCH_ODT_TARGET float multiply_to_floats(const Product& of, const Floats& to) {
+  constexpr int kRows = 4;
+  __m256 largest = _mm256_setzero_ps();
+  for (int64_t row = 0; row < of.rows; row += kRows) {
+    for (int64_t panel = 0; panel < of.panels; ++panel) {
+      tile_to_floats<kRows>(of, to, row, panel, largest);
+    }
+  }
+  float lanes[8];
+  _mm256_storeu_ps(lanes, largest);
+  float result = 0;
+  for (const float lane : lanes) {
+    result = lane > result ? lane : result;
+  }
+  return result;
 }
 
 } // namespace
 
 const Table& avx2_table() {
-  static constexpr Table result = {"avx2", 2, 2, 0, false, pack_left_rows, interleave, interleave, multiply};
+  static constexpr Table result = {"avx2", 2, 2, 0, false, pack_left_rows, interleave, interleave, multiply, nullptr, multiply_to_floats};
   return result;
 }
 
