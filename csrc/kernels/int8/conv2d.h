@@ -78,6 +78,18 @@ float grad_input(
     const Threads& threads,
     void* workspace);
 
+// The same from weights as they are, which are packed on the way: for passes over so few pixels that packed weights are
+// used once, and would be written to memory and read again for that alone.
+bool packs_on_the_way(const Conv2d& conv);
+int64_t workspace_bytes_packing(const Conv2d& conv);
+float grad_input_packing(
+    const Conv2d& conv,
+    const int8_t* grad_output,
+    const int8_t* weight,
+    const Finish& how,
+    const Threads& threads,
+    void* workspace);
+
 // The weight's gradient, or an update of the weight with it; and the bias's, the sum of the output's over all pixels.
 // Bytes are those of each thread, within the same bound.
 int64_t grad_weight_workspace_bytes(const Conv2d& conv, const Threads& threads);

@@ -2,17 +2,13 @@
 #include <array>
 #include <cstring>
 
-#include "correlation.h"
 #include "depthwise.h"
-#include "shuffle.h"
+#include "pack_weight.h"
 #include "patches.h"
+#include "shuffle.h"
 #include "sums.h"
 
 namespace torch_odt::kernels::int8 {
-
-namespace {
-
-constexpr int64_t kMostPanelsAtOnce = 64;
 
 // The rows of the right operand for the input's gradient lie in memory as rows of weights.
 void pack_gradient_panels(
@@ -55,6 +51,8 @@ void pack_gradient_panels(
     }
   }
 }
+
+namespace {
 
 typedef int32_t Words4 __attribute__((vector_size(16)));
 

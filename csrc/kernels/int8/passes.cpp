@@ -7,6 +7,7 @@
 #include "correlation.h"
 #include "depthwise.h"
 #include "left.h"
+#include "pack_weight.h"
 #include "patches.h"
 
 namespace torch_odt::kernels::int8 {
@@ -22,6 +23,7 @@ struct Source {
   int64_t channels;
   int32_t zero_point;
   const int32_t* bias;
+  const int8_t* weight; // of the convolution, or null where it is packed
 };
 
 struct Target {
@@ -55,11 +57,15 @@ struct Workspace {
   int32_t* sums;
   int64_t* wide_sums;
   char* left;
+  char* packed; // some panels
+  int32_t* packed_sums;
 
-  Workspace(const Correlation& part, void* at) : pieces(at) {
+  Workspace(const Correlation& part, bool packs, void* at) : pieces(at) {
     sums = pieces.take<int32_t>(kSums);
     wide_sums = pieces.take<int64_t>(part.wide() ? kSums : 0);
     left = pieces.take<char>(part.left_bytes());
+    packed = pieces.take<char>(packs ? kCachedColumns / kPanelColumns * part.panel_bytes() : 0);
+    packed_sums = pieces.take<int32_t>(packs ? kCachedColumns : 0);
   }
 
   static constexpr int64_t kSums = (kMostRows + kSlackRows) * kCachedColumns;
@@ -70,6 +76,8 @@ struct Panels {
   int64_t group;
   int64_t first;
   int64_t count;
+  const char* packed;
+  const int32_t* column_sums;
 
   int64_t first_column() const {
     return first * kPanelColumns;
@@ -100,6 +108,7 @@ struct Sizes {
 };
 
 struct Task {
+  const Conv2d& conv;
   const Correlation& part;
   const Sizes sizes;
   const Source& source;
@@ -122,7 +131,8 @@ struct Task {
     float largest = 0;
     for (int64_t group = 0; group < groups; ++group) {
       for (int64_t panel = first_panel; panel < last_panel; panel += kCachedColumns / kPanelColumns) {
-        const Panels panels{group, panel, std::min(last_panel - panel, kCachedColumns / kPanelColumns)};
+        const int64_t count = std::min(last_panel - panel, kCachedColumns / kPanelColumns);
+        const Panels panels = source.weight == nullptr ? packed_panels(group, panel, count) : pack(group, panel, count, own);
         const auto terms = terms_of<int32_t>(panels);
         int64_t first = 0;
         do {
@@ -171,8 +181,18 @@ struct Task {
     }
   }
 
-  const char* group_of(const Panels& panels) const {
-    return packed + panels.group * sizes.group_bytes;
+  Panels packed_panels(int64_t group, int64_t first, int64_t count) const {
+    const char* const of_group = packed + group * sizes.group_bytes;
+    const auto* const sums = reinterpret_cast<const int32_t*>(of_group + sizes.panels * sizes.panel_bytes);
+    return {group, first, count, of_group + first * sizes.panel_bytes, sums + first * kPanelColumns};
+  }
+
+  Panels pack(int64_t group, int64_t first, int64_t count, const Workspace& own) const {
+    const Panels panels{group, first, count, own.packed, own.packed_sums};
+    std::fill_n(own.packed_sums, kCachedColumns, 0);
+    pack_gradient_panels(
+        conv, part, source.weight, group, panels.first_column(), columns_of(panels), own.packed, own.packed_sums);
+    return panels;
   }
 
   int64_t columns_of(const Panels& panels) const {
@@ -195,7 +215,7 @@ struct Task {
          left.row_bytes,
          kStepBytes,
          rows,
-         group_of(panels) + panels.first * sizes.panel_bytes + part.kernels().steps(depth.first) * kPanelStepBytes,
+         panels.packed + part.kernels().steps(depth.first) * kPanelStepBytes,
          sizes.panel_bytes,
          panels.count,
          part.kernels().steps(depth.count),
@@ -208,14 +228,12 @@ struct Task {
   // What is added to each column: its bias, and what takes the offsets of the left operand off.
   template <typename Sum>
   std::array<Sum, kCachedColumns> terms_of(const Panels& panels) const {
-    const auto* const column_sums =
-        reinterpret_cast<const int32_t*>(group_of(panels) + sizes.panels * sizes.panel_bytes) + panels.first_column();
     const int64_t channel = panels.group * part.target_depth + panels.first_column();
     const int64_t offset = source.zero_point + part.kernels().left_offset;
     std::array<Sum, kCachedColumns> terms{};
     for (int64_t i = 0; i < columns_of(panels); ++i) {
       const int64_t bias = source.bias == nullptr ? 0 : source.bias[channel + i];
-      terms[static_cast<size_t>(i)] = static_cast<Sum>(bias - offset * column_sums[i]);
+      terms[static_cast<size_t>(i)] = static_cast<Sum>(bias - offset * panels.column_sums[i]);
     }
     return terms;
   }
@@ -329,20 +347,21 @@ float run_pass(
     const Finish& how,
     const Threads& threads,
     void* workspace) {
-  const int64_t thread_bytes = workspace_bytes(conv, pass);
+  const bool packs = source.weight != nullptr;
+  const int64_t thread_bytes = packs ? workspace_bytes_packing(conv) : workspace_bytes(conv, pass);
   const char* weights = static_cast<const char*>(packed);
   std::vector<float> largest(static_cast<size_t>(threads.count), 0.0F);
   for (int64_t phase = 0; phase < phases_of(conv, pass); ++phase) {
     const Correlation part = correlation_of(conv, pass, phase);
     const int64_t pixels = conv.batch * part.rows.outputs * part.columns.outputs;
-    const Task task{part, Sizes(part), source, target, how, weights, pixels, conv.groups, conv.depthwise()};
+    const Task task{conv, part, Sizes(part), source, target, how, weights, pixels, conv.groups, conv.depthwise()};
     const int64_t rows = part.block_rows();
     const int64_t blocks = (pixels + rows - 1) / rows;
     // Few rows are shared out by columns, but not within a byte of a mask.
     const bool by_columns = blocks < threads.count && (how.mask == nullptr || part.target_depth % 8 == 0);
     const int64_t cuts = by_columns ? std::min(part.panels(), threads.count) : 1;
     threads.share(blocks * cuts, [&](int64_t thread, int64_t begin, int64_t end) {
-      const Workspace own(part, static_cast<char*>(workspace) + thread * thread_bytes);
+      const Workspace own(part, packs, static_cast<char*>(workspace) + thread * thread_bytes);
       float& most = largest[static_cast<size_t>(thread)];
       for (int64_t item = begin; item < end; ++item) {
         const int64_t row = item / cuts * rows;
@@ -352,7 +371,7 @@ float run_pass(
         most = std::max(most, task(row, std::min(pixels, row + rows), first_panel, last_panel, own));
       }
     });
-    weights += part.group_bytes() * conv.groups;
+    weights += packs ? 0 : part.group_bytes() * conv.groups;
   }
   return *std::max_element(largest.begin(), largest.end());
 }
@@ -368,7 +387,7 @@ int64_t workspace_bytes(const Conv2d& conv, Pass pass) {
   }
   int64_t most = 0;
   for (int64_t phase = 0; phase < phases_of(conv, pass); ++phase) {
-    most = std::max(most, Workspace(correlation_of(conv, pass, phase), nullptr).pieces.bytes());
+    most = std::max(most, Workspace(correlation_of(conv, pass, phase), false, nullptr).pieces.bytes());
   }
   return most;
 }
@@ -385,7 +404,7 @@ float forward(
   if (goes_by_channels(conv, Pass::forward)) {
     return depthwise_pass(conv, Pass::forward, input, zero_point, packed, bias, how, threads, workspace);
   }
-  const Source source{input, input + conv.in_pixels() * conv.in_channels, conv.in_channels, zero_point, bias};
+  const Source source{input, input + conv.in_pixels() * conv.in_channels, conv.in_channels, zero_point, bias, nullptr};
   const Target target{conv.rows.output, conv.columns.output, conv.out_channels};
   return run_pass(conv, Pass::forward, source, target, packed, how, threads, workspace);
 }
@@ -404,9 +423,43 @@ float grad_input(
     return patches_grad_input(conv, grad_output, packed, how, threads, workspace);
   }
   const int8_t* const end = grad_output + conv.out_pixels() * conv.out_channels;
-  const Source source{grad_output, end, conv.out_channels, 0, nullptr};
+  const Source source{grad_output, end, conv.out_channels, 0, nullptr, nullptr};
   const Target target{conv.rows.input, conv.columns.input, conv.in_channels};
   return run_pass(conv, Pass::grad_input, source, target, packed, how, threads, workspace);
+}
+
+bool packs_on_the_way(const Conv2d& conv) {
+  if (goes_by_channels(conv, Pass::grad_input) || goes_by_patches(conv, Pass::grad_input)) {
+    return false;
+  }
+  for (int64_t phase = 0; phase < phases_of(conv, Pass::grad_input); ++phase) {
+    const Correlation part = correlation_of(conv, Pass::grad_input, phase);
+    if (conv.batch * part.rows.outputs * part.columns.outputs > part.block_rows()) {
+      return false;
+    }
+  }
+  return workspace_bytes_packing(conv) <= kMostWorkspaceBytes;
+}
+
+int64_t workspace_bytes_packing(const Conv2d& conv) {
+  int64_t most = 0;
+  for (int64_t phase = 0; phase < phases_of(conv, Pass::grad_input); ++phase) {
+    most = std::max(most, Workspace(correlation_of(conv, Pass::grad_input, phase), true, nullptr).pieces.bytes());
+  }
+  return most;
+}
+
+float grad_input_packing(
+    const Conv2d& conv,
+    const int8_t* grad_output,
+    const int8_t* weight,
+    const Finish& how,
+    const Threads& threads,
+    void* workspace) {
+  const int8_t* const end = grad_output + conv.out_pixels() * conv.out_channels;
+  const Source source{grad_output, end, conv.out_channels, 0, nullptr, weight};
+  const Target target{conv.rows.input, conv.columns.input, conv.in_channels};
+  return run_pass(conv, Pass::grad_input, source, target, nullptr, how, threads, workspace);
 }
 
 } // namespace torch_odt::kernels::int8

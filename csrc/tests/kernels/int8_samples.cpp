@@ -150,6 +150,14 @@ std::vector<Conv2d> int8_convolutions() {
       {2, axis(21, 3, 1, 1), axis(4, 3, 1, 1), 209, 209, 209},
       {1, axis(19, 3, 2, 1), axis(230, 3, 2, 1), 130, 130, 130},
       {1, axis(12, 7, 1, 3), axis(90, 7, 1, 3), 150, 150, 150},
+      // ... three by three, with every padding, even and odd sizes, and whole and broken vectors of channels.
+      {2, axis(14, 3, 2, 1), axis(14, 3, 2, 1), 64, 64, 64},
+      {2, axis(8, 3, 2, 0), axis(10, 3, 2, 2), 144, 144, 144},
+      {1, axis(11, 3, 2, 2), axis(7, 3, 2, 0), 112, 112, 112},
+      {1, axis(9, 3, 1, 0), axis(6, 3, 1, 2), 112, 112, 112},
+      {3, axis(5, 3, 1, 2), axis(5, 3, 1, 1), 32, 32, 32},
+      {1, axis(6, 3, 2, 1), axis(9, 3, 1, 1), 65, 65, 65},
+      {1, axis(3, 3, 2, 0), axis(3, 3, 2, 0), 16, 16, 16},
   };
 }
 
@@ -175,6 +183,13 @@ float run_pass(const Int8Sample& sample, kernels::int8::Pass pass, const kernels
   return grad_input(sample.conv, sample.grad_output.data(), packed.data(), how, all, workspace.data());
 }
 
+float run_grad_input_packing(const Int8Sample& sample, const kernels::int8::Finish& how, int64_t threads) {
+  using namespace kernels::int8;
+  std::vector<char> workspace(static_cast<size_t>(workspace_bytes_packing(sample.conv) * threads));
+  const int8_t* const weight = sample.weight.data();
+  return grad_input_packing(sample.conv, sample.grad_output.data(), weight, how, Threads{threads}, workspace.data());
+}
+
 float run_grad_weight(
     const Int8Sample& sample, const kernels::int8::Finish& how, int64_t threads, std::vector<int64_t>& grad_bias) {
   using namespace kernels::int8;
@@ -198,6 +213,14 @@ std::vector<int32_t> sums_of(const Int8Sample& sample, kernels::int8::Pass pass,
   kernels::int8::Finish how;
   how.output = result.data();
   run_pass(sample, pass, how, threads);
+  return result;
+}
+
+std::vector<int32_t> packing_sums_of(const Int8Sample& sample, int64_t threads) {
+  std::vector<int32_t> result(sample.input.size(), 77);
+  kernels::int8::Finish how;
+  how.output = result.data();
+  run_grad_input_packing(sample, how, threads);
   return result;
 }
 

@@ -38,6 +38,10 @@ TEST(int8_convolutions_and_their_gradients_are_exact) {
           const Context pass("grad_input");
           check_sums(sums_of(sample, Pass::grad_input, threads), sample.grad_input());
         }
+        if (packs_on_the_way(conv)) {
+          const Context pass("grad_input, packing on the way");
+          check_sums(packing_sums_of(sample, threads), sample.grad_input());
+        }
         {
           const Context pass("grad_weight");
           std::vector<int64_t> grad_bias;

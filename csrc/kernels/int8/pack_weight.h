@@ -1,0 +1,22 @@
+// Packing some panels of a pass's right operand.
+#pragma once
+
+#include "correlation.h"
+
+namespace torch_odt::kernels::int8 {
+
+inline constexpr int64_t kMostPanelsAtOnce = 64;
+
+// Of the input's gradient: so many columns from the first one on, kMostPanelsAtOnce panels at most. Their sums, which
+// the offsets of the left operand need, are added to what is there.
+void pack_gradient_panels(
+    const Conv2d& conv,
+    const Correlation& part,
+    const int8_t* weight,
+    int64_t group,
+    int64_t first_column,
+    int64_t columns,
+    char* panels,
+    int32_t* sums);
+
+} // namespace torch_odt::kernels::int8
