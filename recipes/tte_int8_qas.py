@@ -114,7 +114,7 @@ def main(arguments: list[str] | None = None) -> int:
             "rows": {name: asdict(row) for name, row in rows.items()},
             "missed": missed,
         }
-        (options.out / "tte_int8_qas.json").write_text(json.dumps(report, indent=1) + "\n")
+        (options.out / f"tte_int8_qas_{options.network}_{Path(options.data).name}.json").write_text(json.dumps(report, indent=1) + "\n")
     return 1 if missed else 0
 
 
@@ -151,7 +151,18 @@ def _mobilenet_v2(classes: int) -> nn.Module:
     return mobilenet_v2(width_mult=0.35, num_classes=classes)
 
 
-NETWORKS: dict[str, Callable[[int], nn.Module]] = {"mcunet": MCUNetLike, "mobilenet_v2": _mobilenet_v2}
+def _resnet18(classes: int) -> nn.Module:
+    from torchvision.models import resnet18
+
+    return resnet18(num_classes=classes)
+
+
+# And the learning rate that each is pretrained with: MobileNetV2 diverges at what suits the others.
+NETWORKS: dict[str, tuple[Callable[[int], nn.Module], float]] = {
+    "mcunet": (MCUNetLike, 0.1),
+    "mobilenet_v2": (_mobilenet_v2, 0.02),
+    "resnet18": (_resnet18, 0.1),
+}
 
 
 def _task(options: argparse.Namespace) -> TransferTask:
@@ -170,8 +181,9 @@ def _start(options: argparse.Namespace, task: TransferTask) -> nn.Module:
     classes = int(task.source.labels.max()) + 1
     numbers = (options.image_size, options.source_samples, options.pretrain_epochs)
     name = "-".join(["qas", options.network, str(options.data).replace("/", "_"), *map(str, numbers)])
+    make, rate = NETWORKS[options.network]
     model = pretrained(
-        lambda: NETWORKS[options.network](classes), task.source, options.pretrain_epochs, options.cache / f"{name}.pt"
+        lambda: make(classes), task.source, options.pretrain_epochs, options.cache / f"{name}.pt", rate=rate
     )
     print(f"pretrained: {accuracy(model, task.source):.1%} of what it was trained on", file=sys.stderr, flush=True)
     with Adapting(model) as adapting, torch.random.fork_rng(devices=[]):

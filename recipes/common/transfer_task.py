@@ -103,12 +103,18 @@ def first_half(options: argparse.Namespace) -> TransferTask:
     )
 
 
-def pretrained(make_model: Callable[[], nn.Module], samples: Samples, epochs: int, cache: Path) -> nn.Module:
+def pretrained(
+    make_model: Callable[[], nn.Module], samples: Samples, epochs: int, cache: Path, *, rate: float = 0.1
+) -> nn.Module:
     """A network after training on the source classes, whose weights are remembered in a file.
 
     Args:
         make_model: makes it; its weights are drawn with seed 0.
         cache: the file. Its name must tell all that the weights depend on.
+        rate: the highest learning rate.
+
+    Raises:
+        FloatingPointError: training diverged.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
@@ -117,13 +123,16 @@ def pretrained(make_model: Callable[[], nn.Module], samples: Samples, epochs: in
         model.load_state_dict(torch.load(cache, weights_only=True))
         return model
     draw = torch.Generator().manual_seed(0)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-4, nesterov=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=rate, momentum=0.9, weight_decay=1e-4, nesterov=True)
     steps = epochs * (len(samples.labels) // 64)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, steps, pct_start=0.1, cycle_momentum=False)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, rate, steps, pct_start=0.1, cycle_momentum=False)
     for _ in range(epochs):
         for x, y in samples.batches(64, draw):
             optimizer.zero_grad()
-            cross_entropy(model(x), y, label_smoothing=0.1).backward()
+            loss = cross_entropy(model(x), y, label_smoothing=0.1)
+            if not loss.isfinite():
+                raise FloatingPointError(f"pretraining diverged at a learning rate of {rate:g}: take a lower one")
+            loss.backward()
             optimizer.step()
             schedule.step()
     partial = cache.with_suffix(".partial")

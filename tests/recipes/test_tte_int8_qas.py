@@ -20,7 +20,7 @@ def test_ways_to_train_are_compared(tmp_path: Path, capsys: pytest.CaptureFixtur
     arguments = [f"--{name}={value}" for name, value in small.items()] + ["--rates", "0.01", "0.03"]
     arguments += ["--cache", str(tmp_path / "cache"), "--out", str(tmp_path)]
     code = tte_int8_qas.main(arguments)
-    report = json.loads((tmp_path / "tte_int8_qas.json").read_text())
+    report = json.loads((tmp_path / "tte_int8_qas_mcunet_digits.json").read_text())
     assert list(report["rows"]) == list(tte_int8_qas.WAYS)
     assert all(len(row["held_out"]) == 2 and len(row["test"]) == 1 for row in report["rows"].values())
     assert code == (1 if report["missed"] else 0)
