@@ -117,7 +117,13 @@ TORCH_ODT_TARGET_INLINE __m256i inside(int64_t count) {
 template <int kRows>
 TORCH_ODT_TARGET_INLINE void tile_to_floats(const Product& of, const Floats& to, int64_t row, int64_t panel, __m256& largest) {
   constexpr int64_t kLanes = 8;
-  __m256i tile[kRows][2] = {};
+  // There are no terms of columns, because the left operand has no offset; those of rows are where sums begin.
+  __m256i tile[kRows][2];
+#pragma GCC unroll 4
+  for (int i = 0; i < kRows; ++i) {
+    const int64_t last = of.rows - 1 < row + i ? of.rows - 1 : row + i;
+    tile[i][0] = tile[i][1] = _mm256_set1_epi32(to.row_terms[last]);
+  }
   add_steps<kRows>(
       of,
       static_cast<const char*>(of.left) + row * of.left_row_bytes,
@@ -130,15 +136,12 @@ TORCH_ODT_TARGET_INLINE void tile_to_floats(const Product& of, const Floats& to,
       return;
     }
     float* const output = to.output + (row + i) * to.stride + column;
-    const __m256i row_term = _mm256_set1_epi32(to.row_terms[row + i]);
     const __m256 multiplier =
         _mm256_set1_ps(to.row_multipliers == nullptr ? to.multiplier : to.row_multipliers[row + i]);
 #pragma GCC unroll 2
     for (int half = 0; half < 2; ++half) {
       const int64_t first = column + half * kLanes;
-      const __m256i terms = _mm256_loadu_si256((const __m256i*)(to.column_terms + first));
-      const __m256i sum = _mm256_add_epi32(tile[i][half], _mm256_add_epi32(row_term, terms));
-      __m256 values = _mm256_mul_ps(_mm256_cvtepi32_ps(sum), multiplier);
+      __m256 values = _mm256_mul_ps(_mm256_cvtepi32_ps(tile[i][half]), multiplier);
       if (first + kLanes <= to.columns) {
         _mm256_storeu_ps(output + half * kLanes, values);
       } else {
