@@ -14,11 +14,11 @@ namespace {
 using namespace torch_odt;
 using kernels::int8::grad_input;
 using kernels::int8::grad_input_packing;
+using kernels::int8::grad_input_packing_workspace_bytes;
+using kernels::int8::grad_input_packs_on_the_way;
 using kernels::int8::grad_weight;
 using kernels::int8::grad_weight_workspace_bytes;
-using kernels::int8::packs_on_the_way;
 using kernels::int8::workspace_bytes;
-using kernels::int8::workspace_bytes_packing;
 
 constexpr char kGradInputScaled[] = "int8_conv2d_grad_input_scaled";
 constexpr char kGradWeightScaled[] = "int8_conv2d_grad_weight_scaled";
@@ -59,9 +59,10 @@ struct GradInputArguments {
   float run(const Conv2d& conv, const Finish& finish) const {
     const Threads threads = threads_for(conv);
     const Tensor gradient = channels_last(grad_output);
-    if (!packed.has_value() && packs_on_the_way(conv)) {
+    if (!packed.has_value() && grad_input_packs_on_the_way(conv)) {
       const Tensor dense = channels_last(weight);
-      Tensor room = empty_flat(workspace_bytes_packing(conv) * threads.count, ScalarType::Byte, grad_output);
+      Tensor room = empty_flat(
+          grad_input_packing_workspace_bytes(conv) * threads.count, ScalarType::Byte, grad_output);
       return grad_input_packing(
           conv, bytes_of(gradient), bytes_of(dense), finish, threads, room.mutable_data_ptr());
     }

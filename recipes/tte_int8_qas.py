@@ -114,7 +114,8 @@ def main(arguments: list[str] | None = None) -> int:
             "rows": {name: asdict(row) for name, row in rows.items()},
             "missed": missed,
         }
-        (options.out / f"tte_int8_qas_{options.network}_{Path(options.data).name}.json").write_text(json.dumps(report, indent=1) + "\n")
+        name = f"tte_int8_qas_{options.network}_{Path(options.data).resolve().name}.json"
+        (options.out / name).write_text(json.dumps(report, indent=1) + "\n")
     return 1 if missed else 0
 
 
@@ -157,11 +158,24 @@ def _resnet18(classes: int) -> nn.Module:
     return resnet18(num_classes=classes)
 
 
-# And the learning rate that each is pretrained with: MobileNetV2 diverges at what suits the others.
-NETWORKS: dict[str, tuple[Callable[[int], nn.Module], float]] = {
-    "mcunet": (MCUNetLike, 0.1),
-    "mobilenet_v2": (_mobilenet_v2, 0.02),
-    "resnet18": (_resnet18, 0.1),
+@dataclass(frozen=True)
+class Network:
+    """One to train.
+
+    Attributes:
+        make: from the number of classes.
+        rate: the highest learning rate of its pretraining.
+    """
+
+    make: Callable[[int], nn.Module]
+    rate: float = 0.1
+
+
+# MobileNetV2 diverges at the rate that suits the others.
+NETWORKS = {
+    "mcunet": Network(MCUNetLike),
+    "mobilenet_v2": Network(_mobilenet_v2, rate=0.02),
+    "resnet18": Network(_resnet18),
 }
 
 
@@ -179,12 +193,11 @@ def _task(options: argparse.Namespace) -> TransferTask:
 def _start(options: argparse.Namespace, task: TransferTask) -> nn.Module:
     """The pretrained network with a new classifier."""
     classes = int(task.source.labels.max()) + 1
-    numbers = (options.image_size, options.source_samples, options.pretrain_epochs)
+    network = NETWORKS[options.network]
+    numbers = (options.image_size, options.source_samples, options.pretrain_epochs, network.rate)
     name = "-".join(["qas", options.network, str(options.data).replace("/", "_"), *map(str, numbers)])
-    make, rate = NETWORKS[options.network]
-    model = pretrained(
-        lambda: make(classes), task.source, options.pretrain_epochs, options.cache / f"{name}.pt", rate=rate
-    )
+    cache = options.cache / f"{name}.pt"
+    model = pretrained(lambda: network.make(classes), task.source, options.pretrain_epochs, cache, rate=network.rate)
     print(f"pretrained: {accuracy(model, task.source):.1%} of what it was trained on", file=sys.stderr, flush=True)
     with Adapting(model) as adapting, torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)

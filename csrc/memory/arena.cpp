@@ -16,8 +16,8 @@ constexpr int64_t kAlignment = 64;
 constexpr int64_t kDynamicMinimum = 4096;
 // What goes of pages that are merely touched, by what is lacking...
 constexpr int64_t kGiveWayTimes = 4;
-// ... and all of them go for more than this part: who lacks so much runs a model beside the plan, whose convolutions
-// take workspaces of several times what torch counts.
+// ... and where more than one part of so many is lacking, all of them: who lacks so much runs a model beside the plan,
+// whose convolutions take workspaces of several times what torch counts.
 constexpr int64_t kMuchIsOnePartOf = 16;
 // Nobody has so much, and as many times that is still a number.
 constexpr int64_t kMostBytes = std::numeric_limits<int64_t>::max() / (2 * kMuchIsOnePartOf);

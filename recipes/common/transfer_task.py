@@ -129,12 +129,11 @@ def pretrained(
     for _ in range(epochs):
         for x, y in samples.batches(64, draw):
             optimizer.zero_grad()
-            loss = cross_entropy(model(x), y, label_smoothing=0.1)
-            if not loss.isfinite():
-                raise FloatingPointError(f"pretraining diverged at a learning rate of {rate:g}: take a lower one")
-            loss.backward()
+            cross_entropy(model(x), y, label_smoothing=0.1).backward()
             optimizer.step()
             schedule.step()
+    if not all(each.isfinite().all() for each in model.state_dict().values()):
+        raise FloatingPointError(f"pretraining diverged at a learning rate of {rate:g}: take a lower one")
     partial = cache.with_suffix(".partial")
     torch.save(model.state_dict(), partial)
     partial.replace(cache)

@@ -117,6 +117,17 @@ def test_pretraining_is_remembered(tmp_path: Path) -> None:
     assert all(map(torch.equal, first.state_dict().values(), again.state_dict().values()))
 
 
+def test_pretraining_that_diverges_keeps_nothing(tmp_path: Path) -> None:
+    samples = Samples(torch.randn(64, 3, 4, 4), torch.arange(64) % 2)
+
+    def make() -> nn.Module:
+        return nn.Sequential(nn.Flatten(), nn.Linear(48, 8), nn.Linear(8, 2))
+
+    with pytest.raises(FloatingPointError, match="learning rate of 1e\\+30"):
+        pretrained(make, samples, 8, tmp_path / "weights.pt", rate=1e30)
+    assert not list(tmp_path.iterdir())
+
+
 def _counted(make_training: Callable[..., Training], *arguments: Any) -> TrainingBytes:
     """In the place of a process that trains and is measured, which takes long: what would train in it."""
     trained = make_training(*arguments).optimizer.param_groups[0]["params"]

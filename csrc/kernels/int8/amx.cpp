@@ -157,7 +157,18 @@ TORCH_ODT_TARGET void multiply(const Product& of) {
 } // namespace
 
 const Table& amx_table() {
-  static constexpr Table result = {"amx", 1, 64, 0, true, pack_left_rows, pack_left_columns, pack_right, multiply, nullptr, nullptr, true};
+  static constexpr Table result = {
+      .name = "amx",
+      .value_bytes = 1,
+      .depth_multiple = 64,
+      .left_offset = 0,
+      .left_by_rows = true,
+      .pack_left_rows = pack_left_rows,
+      .pack_left_columns = pack_left_columns,
+      .pack_right = pack_right,
+      .multiply = multiply,
+      .adds_columns = true,
+  };
   return result;
 }
 

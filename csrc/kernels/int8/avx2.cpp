@@ -49,7 +49,8 @@ TORCH_ODT_TARGET void interleave(const Interleaving& of) {
 
 // Of 16 registers, what is left after sums is for a step of the right operand and one value of the left.
 template <int kRows>
-TORCH_ODT_TARGET_INLINE void add_steps(const Product& of, const char* left, const char* right, __m256i (&tile)[kRows][2]) {
+TORCH_ODT_TARGET_INLINE void add_steps(
+    const Product& of, const char* left, const char* right, __m256i (&tile)[kRows][2]) {
   for (int64_t step = 0; step < of.steps; ++step) {
     const __m256i low = _mm256_loadu_si256((const __m256i*)right);
     const __m256i high = _mm256_loadu_si256((const __m256i*)(right + 32));
@@ -115,7 +116,8 @@ TORCH_ODT_TARGET_INLINE __m256i inside(int64_t count) {
 
 // Some rows of a panel of the product.
 template <int kRows>
-TORCH_ODT_TARGET_INLINE void tile_to_floats(const Product& of, const Floats& to, int64_t row, int64_t panel, __m256& largest) {
+TORCH_ODT_TARGET_INLINE void tile_to_floats(
+    const Product& of, const Floats& to, int64_t row, int64_t panel, __m256& largest) {
   constexpr int64_t kLanes = 8;
   // There are no terms of columns, because the left operand has no offset; those of rows are where sums begin.
   __m256i tile[kRows][2];
@@ -174,7 +176,18 @@ TORCH_ODT_TARGET float multiply_to_floats(const Product& of, const Floats& to) {
 } // namespace
 
 const Table& avx2_table() {
-  static constexpr Table result = {"avx2", 2, 2, 0, false, pack_left_rows, interleave, interleave, multiply, nullptr, multiply_to_floats};
+  static constexpr Table result = {
+      .name = "avx2",
+      .value_bytes = 2,
+      .depth_multiple = 2,
+      .left_offset = 0,
+      .left_by_rows = false,
+      .pack_left_rows = pack_left_rows,
+      .pack_left_columns = interleave,
+      .pack_right = interleave,
+      .multiply = multiply,
+      .multiply_to_floats = multiply_to_floats,
+  };
   return result;
 }
 

@@ -185,7 +185,22 @@ TORCH_ODT_TARGET void add_column_sums(const void* panel, int64_t steps, int32_t*
 } // namespace
 
 const Table& avx512_vnni_table() {
-  static constexpr Table result = {"avx512_vnni", 1, 4, 128, false, pack_left_rows, pack_left_columns, pack_right, multiply, add_column_sums, multiply_to_floats, true, true, true};
+  static constexpr Table result = {
+      .name = "avx512_vnni",
+      .value_bytes = 1,
+      .depth_multiple = 4,
+      .left_offset = 128,
+      .left_by_rows = false,
+      .pack_left_rows = pack_left_rows,
+      .pack_left_columns = pack_left_columns,
+      .pack_right = pack_right,
+      .multiply = multiply,
+      .add_column_sums = add_column_sums,
+      .multiply_to_floats = multiply_to_floats,
+      .adds_columns = true,
+      .packs_by_lanes = true,
+      .starts_sums = true,
+  };
   return result;
 }
 

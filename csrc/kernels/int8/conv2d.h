@@ -78,10 +78,10 @@ float grad_input(
     const Threads& threads,
     void* workspace);
 
-// The same from weights as they are, which are packed on the way: for passes over so few pixels that packed weights are
-// used once, and would be written to memory and read again for that alone.
-bool packs_on_the_way(const Conv2d& conv);
-int64_t workspace_bytes_packing(const Conv2d& conv);
+// The same from weights as they are, which are packed on the way: where there are so few pixels that packed weights are
+// used once, and would be written to memory and read again for that alone. Others need more workspace than is promised.
+bool grad_input_packs_on_the_way(const Conv2d& conv);
+int64_t grad_input_packing_workspace_bytes(const Conv2d& conv);
 float grad_input_packing(
     const Conv2d& conv,
     const int8_t* grad_output,

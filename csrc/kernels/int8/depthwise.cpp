@@ -16,10 +16,8 @@ namespace torch_odt::kernels::int8 {
 
 namespace {
 
-// Channels and sums at a time, so that they and the rows that they come from stay in caches near the processor.
-constexpr int64_t kChannelsAtOnce = 192;
+// Sums at a time, with the rows that they come from.
 constexpr int64_t kSumsAtOnce = 24576;
-constexpr int64_t kCachedSums = 8192; // where nothing else needs the first cache
 // What a thread's workspace has room for.
 constexpr int64_t kMostPackedBytes = 1 << 20;
 constexpr int64_t kFewOutputs = 8; // of a row at a time
@@ -116,8 +114,9 @@ struct Workspace {
   int32_t* terms; // added to the sums of each channel
   int8_t* padding;
   int64_t* places;
-  // One way or the other.
-  int64_t packed; // outputs
+  // Pixels are read where they lie, or packed; there is room for so many outputs' of the latter.
+  bool by_columns;
+  int64_t packed_outputs;
   PackedRows rows;
   PixelColumns columns;
 
@@ -128,9 +127,10 @@ struct Workspace {
         terms(pieces.take<int32_t>(cut.channels())),
         padding(pieces.take<int8_t>(cut.channels() + kAlignment)),
         places(pieces.take<int64_t>(cut.outputs * phase.group())),
-        packed(phase.goes_by_columns() ? 0 : cut.outputs),
-        rows(phase.steps(), phase.width_of(packed), cut.channels(), false, pieces),
-        columns(rows_of_step(), 1, phase.width_of(cut.outputs - packed), pieces) {}
+        by_columns(phase.goes_by_columns()),
+        packed_outputs(by_columns ? 0 : cut.outputs),
+        rows(phase.steps(), phase.width_of(packed_outputs), cut.channels(), false, pieces),
+        columns(rows_of_step(), 1, phase.width_of(cut.outputs - packed_outputs), pieces) {}
 };
 
 } // namespace
@@ -263,7 +263,7 @@ struct Rows {
       for (int64_t line = begin; line < end; line += phase.group()) {
         const int64_t start = phase.rows.start + line * phase.rows.step;
         const int64_t lines = std::min(phase.group(), end - line);
-        if (phase.goes_by_columns()) {
+        if (own.by_columns) {
           sum_columns(strip, start, lines, outputs, channel, own);
         } else {
           own.rows.move_to<true>(strip, start, line > begin, own.padding);
@@ -349,7 +349,7 @@ struct Rows {
         *place++ = (row * target_columns + column) * phase.channels + channel;
       }
     }
-    const int32_t* const terms = phase.goes_by_columns() ? nullptr : own.terms;
+    const int32_t* const terms = own.by_columns ? nullptr : own.terms;
     return finish(
         how,
         Block<int32_t>{
@@ -386,7 +386,7 @@ float depthwise_pass(
     at += phases.back().packed_bytes();
     lines = std::max(lines, phases.back().rows.outputs);
   }
-  return share_lines(conv, target_rows * target_columns, lines, how, threads, [&](int64_t thread, const Lines& some) {
+  return share_lines(conv, target_rows * target_columns, lines, how, threads, [&](int64_t thread, const LineRange& some) {
     float largest = 0;
     for (size_t index = 0; index < phases.size(); ++index) {
       const Phase& phase = phases[index];

@@ -74,7 +74,7 @@ TORCH_ODT_TARGET void sum_few_taps(const DepthwiseRows& of, int64_t block_bytes,
   }
 }
 
-// As many lines at a time as most groups have where taps are so few.
+// So many lines at a time, which most groups of so few taps have.
 template <int kLines, int kTaps>
 void sum_lines_of_few_taps(const DepthwiseRows& of) {
   if (of.lines != kLines) {
@@ -105,7 +105,7 @@ void sum_line(const DepthwiseRows& of, int64_t block_bytes, const char* weights,
 
 void sum_rows(const DepthwiseRows& of) {
   if (of.row_steps == 1 && of.taps == 3) {
-    sum_lines_of_few_taps<2, 3>(of);
+    sum_lines<sum_few_taps<1, 3>>(of);
   } else if (of.row_steps == 1 && of.taps == 2) {
     sum_lines_of_few_taps<3, 2>(of);
   } else if (of.row_steps == 1 && of.taps == 1) {

@@ -25,7 +25,7 @@ class PixelColumns {
   PixelColumns(int64_t rows, int64_t spacing, int64_t most_width, Pieces& pieces)
       : rows_(rows), spacing_(spacing), pixels_(pieces.take<const int8_t*>(rows * most_width)) {}
 
-  // [column][row]: the first channels of pixels of rows from `start` on. Around the image they are what `padding` points to.
+  // [column][row]: the first channels of pixels of rows from `start` on; around the image, what `padding` points to.
   const int8_t* const* find(const Strip& strip, int64_t start, const int8_t* padding) const {
     const int64_t first_inside = std::clamp<int64_t>(-strip.first_column, 0, strip.width);
     const int64_t last_inside = std::clamp<int64_t>(strip.columns - strip.first_column, first_inside, strip.width);

@@ -1,5 +1,5 @@
-// AVX-512 with VNNI: depthwise sums straight from images. Four pixels below each other are interleaved in registers, and
-// used for all outputs that see them while they are there.
+// AVX-512 with VNNI: depthwise sums straight from images. Four pixels are interleaved in registers, and used for all
+// outputs that see them while they are there.
 #if defined(__x86_64__) && defined(__GNUC__)
 
 #include "depthwise_tables.h"
@@ -142,18 +142,19 @@ void sum_all_lines(const DepthwiseColumns& of) {
   }
 }
 
-// Two sixteens of channels, or one, of 64: the upper ones as lanes hold them, or the lower.
-struct Half {
-  int64_t channel;
+// 64 channels or the first of them, which are dealt out: whole ones stay in the order of lanes.
+struct Channels {
+  int64_t first;
   __mmask64 inside;
 
   template <bool kAll>
-  TORCH_ODT_TARGET_INLINE __m512i of(const int8_t* pixels, const Half& half) {
-    const __m512i bytes = load<kAll>(pixels + half.channel, half.inside);
+  TORCH_ODT_TARGET_INLINE __m512i of(const int8_t* pixels, const Channels& channels) {
+    const __m512i bytes = load<kAll>(pixels + channels.first, channels.inside);
     return kAll ? bytes : dealt(bytes);
   }
 };
 
+// One step for each of two sixteens of channels, or of one: the upper half of each lane, or the lower.
 template <bool kUpper, int kVectors>
 TORCH_ODT_TARGET_INLINE void interleave_half(__m512i a, __m512i b, __m512i c, __m512i d, __m512i (&to)[kVectors]) {
   const __m512i ab = kUpper ? _mm512_unpackhi_epi8(a, b) : _mm512_unpacklo_epi8(a, b);
@@ -167,11 +168,11 @@ TORCH_ODT_TARGET_INLINE void interleave_half(__m512i a, __m512i b, __m512i c, __
 // What a column of pixels gives, for each row of the kernel.
 template <int kStep, bool kUpper, int kVectors, bool kAll>
 TORCH_ODT_TARGET_INLINE void interleave_rows(
-    const int8_t* const* pixels, const Half& half, __m512i (&to)[3][kVectors]) {
+    const int8_t* const* pixels, const Channels& channels, __m512i (&to)[3][kVectors]) {
   __m512i rows[3 + 3 * kStep];
 #pragma GCC unroll 9
   for (int i = 0; i < 3 + 3 * kStep; ++i) {
-    rows[i] = flipped(Half::of<kAll>(pixels[i], half));
+    rows[i] = flipped(Channels::of<kAll>(pixels[i], channels));
   }
 #pragma GCC unroll 3
   for (int i = 0; i < 3; ++i) {
@@ -181,7 +182,10 @@ TORCH_ODT_TARGET_INLINE void interleave_rows(
 
 template <int kVectors>
 TORCH_ODT_TARGET_INLINE void add(
-    __m512i (&sums)[3][3][kVectors], int tap, const __m512i (&pixels)[3][kVectors], const __m512i (&gradients)[kVectors]) {
+    __m512i (&sums)[3][3][kVectors],
+    int tap,
+    const __m512i (&pixels)[3][kVectors],
+    const __m512i (&gradients)[kVectors]) {
 #pragma GCC unroll 3
   for (int row = 0; row < 3; ++row) {
 #pragma GCC unroll 2
@@ -194,7 +198,7 @@ TORCH_ODT_TARGET_INLINE void add(
 template <int kStep, bool kUpper, int kVectors, bool kAll>
 TORCH_ODT_TARGET void add_half(const DepthwiseColumnsGradient& of, int64_t first_channel, __mmask64 inside) {
   constexpr int kRows = 3 + 3 * kStep;
-  const Half half{first_channel, inside};
+  const Channels channels{first_channel, inside};
   const int64_t first = first_channel + (kUpper ? 2 * kLanes : 0);
   const __m512i one = _mm512_set1_epi8(1);
   __m512i sums[3][3][kVectors];
@@ -226,10 +230,10 @@ TORCH_ODT_TARGET void add_half(const DepthwiseColumnsGradient& of, int64_t first
     }
     if (output < of.outputs) {
       interleave_half<kUpper, kVectors>(
-          Half::of<kAll>(outputs[0], half),
-          Half::of<kAll>(outputs[1], half),
-          Half::of<kAll>(outputs[2], half),
-          Half::of<kAll>(outputs[3], half),
+          Channels::of<kAll>(outputs[0], channels),
+          Channels::of<kAll>(outputs[1], channels),
+          Channels::of<kAll>(outputs[2], channels),
+          Channels::of<kAll>(outputs[3], channels),
           gradients[0]);
       outputs += 4;
     }
@@ -238,7 +242,7 @@ TORCH_ODT_TARGET void add_half(const DepthwiseColumnsGradient& of, int64_t first
       bias[v] = _mm512_dpbusd_epi32(bias[v], one, gradients[0][v]);
     }
     __m512i column[3][kVectors];
-    interleave_rows<kStep, kUpper, kVectors, kAll>(pixels, half, column);
+    interleave_rows<kStep, kUpper, kVectors, kAll>(pixels, channels, column);
     pixels += kRows;
     add<kVectors>(sums, 0, column, gradients[0]);
     if constexpr (kStep == 1) {
@@ -247,7 +251,7 @@ TORCH_ODT_TARGET void add_half(const DepthwiseColumnsGradient& of, int64_t first
     } else {
       add<kVectors>(sums, 2, column, gradients[1]);
       if (output < of.outputs) {
-        interleave_rows<kStep, kUpper, kVectors, kAll>(pixels, half, column);
+        interleave_rows<kStep, kUpper, kVectors, kAll>(pixels, channels, column);
         pixels += kRows;
         add<kVectors>(sums, 1, column, gradients[0]);
       }

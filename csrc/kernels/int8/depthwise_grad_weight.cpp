@@ -74,11 +74,11 @@ struct Workspace {
   int32_t* part_bias; // of the output's gradient
   int8_t* zeros;
   int8_t* padding;
-  // One way or the other.
-  int64_t packed; // outputs
+  // Both images are read where they lie, or packed: room for so many outputs' of either.
+  int64_t packed_outputs;
   PackedRows gradients;
   PackedRows pixels;
-  int64_t read;
+  int64_t read_outputs;
   PixelColumns gradient_columns;
   PixelColumns pixel_columns;
 
@@ -90,12 +90,12 @@ struct Workspace {
         part_bias(pieces.take<int32_t>(cut.channels())),
         zeros(pieces.take<int8_t>(cut.channels() + kAlignment)),
         padding(pieces.take<int8_t>(cut.channels() + kAlignment)),
-        packed(goes_by_columns(conv) ? 0 : cut.outputs),
-        gradients({1, 1, 1, rows_of_step()}, packed, cut.channels(), true, pieces),
-        pixels(pixel_steps(conv), Cut::width_of(conv, packed), cut.channels(), true, pieces),
-        read(cut.outputs - packed),
-        gradient_columns(rows_of_step(), 1, read, pieces),
-        pixel_columns(rows_of_columns(conv), 1, Cut::width_of(conv, read), pieces) {}
+        packed_outputs(goes_by_columns(conv) ? 0 : cut.outputs),
+        gradients({1, 1, 1, rows_of_step()}, packed_outputs, cut.channels(), true, pieces),
+        pixels(pixel_steps(conv), Cut::width_of(conv, packed_outputs), cut.channels(), true, pieces),
+        read_outputs(cut.outputs - packed_outputs),
+        gradient_columns(rows_of_step(), 1, read_outputs, pieces),
+        pixel_columns(rows_of_columns(conv), 1, Cut::width_of(conv, read_outputs), pieces) {}
 };
 
 // Some channels' gradient.

@@ -16,8 +16,6 @@ namespace {
 
 constexpr int64_t kPhases = 4;
 constexpr int64_t kWindow = 2; // pixels of the output's gradient, down and across
-constexpr int64_t kChannelsAtOnce = 192;
-constexpr int64_t kCachedSums = 8192; // stay in the first cache
 constexpr int64_t kPhaseBytes = kPanelStepBytes;
 constexpr int64_t kBlockBytes = kPhases * kPhaseBytes;
 
@@ -50,7 +48,7 @@ struct Cut {
 
   Cut(const Conv2d& conv, const Axis& columns)
       : channels(std::min(blocks_of(conv) * kPanelColumns, kChannelsAtOnce)),
-        pairs(std::min(columns.pairs(), kCachedSums / kPhases / channels)) {}
+        pairs(std::min(columns.pairs(), kCachedSums / kPhases / std::max<int64_t>(1, channels))) {}
 };
 
 struct Workspace {
@@ -83,7 +81,7 @@ class Rows {
         how_(how),
         own_(cut, at) {}
 
-  float operator()(const Lines& lines) const {
+  float operator()(const LineRange& lines) const {
     float largest = 0;
     const int64_t last = std::min(conv_.in_channels, lines.last_panel * kPanelColumns);
     for (int64_t channel = lines.first_panel * kPanelColumns; channel < last; channel += cut_.channels) {
@@ -131,7 +129,8 @@ class Rows {
   }
 
   // An odd last row or column is left out.
-  float finish_pairs(int64_t sample, int64_t line, int64_t pair, int64_t pairs, int64_t channel, int64_t channels) const {
+  float finish_pairs(
+      int64_t sample, int64_t line, int64_t pair, int64_t pairs, int64_t channel, int64_t channels) const {
     const int64_t rows = std::min<int64_t>(2, conv_.rows.input - 2 * line);
     const int64_t columns = std::min(2 * pairs, conv_.columns.input - 2 * pair);
     int64_t* place = own_.places;
@@ -196,7 +195,8 @@ void joined_pack_weight(const Conv2d& conv, const int8_t* weight, void* packed) 
       const int8_t* const from = weight + row * conv.columns.kernel + column;
       for (int64_t channel = 0; channel < conv.in_channels; ++channel) {
         const int8_t value = from[channel * conv.taps()];
-        const int64_t step = channel / kPanelColumns * kPanelColumns * kPhases + phase * kPanelColumns + channel % kPanelColumns;
+        const int64_t block = channel / kPanelColumns;
+        const int64_t step = (block * kPhases + phase) * kPanelColumns + channel % kPanelColumns;
         weights[step * kStepBytes + place] = value;
         terms[phase * blocks * kPanelColumns + channel] -= offset * value;
       }
@@ -219,7 +219,7 @@ float joined_grad_input(
   const int64_t thread_bytes = joined_workspace_bytes(conv);
   const int64_t pairs = Axis(conv.rows).pairs();
   const int64_t pixels = conv.rows.input * conv.columns.input;
-  return share_lines(conv, pixels, pairs, how, threads, [&](int64_t thread, const Lines& lines) {
+  return share_lines(conv, pixels, pairs, how, threads, [&](int64_t thread, const LineRange& lines) {
     return Rows(conv, cut, grad_output, packed, how, static_cast<char*>(workspace) + thread * thread_bytes)(lines);
   });
 }

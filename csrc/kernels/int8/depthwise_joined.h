@@ -6,6 +6,7 @@
 
 namespace torch_odt::kernels::int8 {
 
+// Of a depthwise convolution that goes by channels.
 bool has_joined_phases(const Conv2d& conv, Pass pass);
 
 int64_t joined_packed_bytes(const Conv2d& conv);

@@ -9,8 +9,13 @@
 
 namespace torch_odt::kernels::int8 {
 
+// Channels at a time, so that they and the rows that they come from stay in caches near the processor; and sums, where
+// nothing else needs the first one.
+inline constexpr int64_t kChannelsAtOnce = 192;
+inline constexpr int64_t kCachedSums = 8192;
+
 // Some lines of a sample, and some panels of channels.
-struct Lines {
+struct LineRange {
   int64_t sample;
   int64_t begin;
   int64_t end;
@@ -21,7 +26,12 @@ struct Lines {
 // Calls function(thread, lines) for all lines that there are, and returns the largest of what comes back.
 template <typename Function>
 float share_lines(
-    const Conv2d& conv, int64_t target_pixels, int64_t lines, const Finish& how, const Threads& threads, const Function& function) {
+    const Conv2d& conv,
+    int64_t target_pixels,
+    int64_t lines,
+    const Finish& how,
+    const Threads& threads,
+    const Function& function) {
   constexpr int64_t kAtOnce = 8; // a multiple of eight, so that threads share no byte of a mask
   // Where samples begin within a byte, they are taken eight at a time.
   const bool masked = how.mask != nullptr;
@@ -44,7 +54,7 @@ float share_lines(
       const int64_t last = std::min(lines, line + lines_at_once);
       for (int64_t sample = first; sample < std::min(conv.batch, first + samples_at_once); ++sample) {
         most = std::max(
-            most, function(thread, Lines{sample, line, last, panels * cut / cuts, panels * (cut + 1) / cuts}));
+            most, function(thread, LineRange{sample, line, last, panels * cut / cuts, panels * (cut + 1) / cuts}));
       }
     }
   });

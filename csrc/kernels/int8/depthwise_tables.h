@@ -46,10 +46,10 @@ struct DepthwiseGradient {
   int32_t* grad_bias;
 };
 
-// The same sums straight from the image, where one step holds all rows under the kernel: of one tap a row, or of three
-// side by side, one or two columns from one output to the next.
+// The same sums straight from the image, where one step holds all rows under the kernel: of one step for each output, or
+// of three taps side by side, one or two columns from one output to the next.
 struct DepthwiseColumns {
-  // The first channels of each column's four pixels, which lie below each other.
+  // The first channels of each step's four pixels.
   const int8_t* const* pixels;
   int64_t column_pixels; // from one column to the next
   int64_t taps;

@@ -202,7 +202,7 @@ struct Whole {
 };
 
 // The first `kParts` sixteens of 64 columns, all of them or some of the last. Multipliers are 256 times as large where
-// rounding is stochastic. kPlain: nothing but int8's own ends limits what is written, and there is no mask. Returns which
+// rounding is stochastic. kTerms: something is added to each column. kPlain: nothing but int8's own ends limits what is written, and there is no mask. Returns which
 // columns the limits changed nothing of.
 template <Rounding kRounding, bool kPlain, bool kHeld, bool kTerms, int kParts>
 TORCH_ODT_TARGET_INLINE __mmask64

@@ -63,7 +63,17 @@ void multiply(const Product& of) {
 } // namespace
 
 const Table& neon_table() {
-  static constexpr Table result = {"neon", 1, 4, 0, false, pack_left_rows, interleave, interleave, multiply};
+  static constexpr Table result = {
+      .name = "neon",
+      .value_bytes = 1,
+      .depth_multiple = 4,
+      .left_offset = 0,
+      .left_by_rows = false,
+      .pack_left_rows = pack_left_rows,
+      .pack_left_columns = interleave,
+      .pack_right = interleave,
+      .multiply = multiply,
+  };
   return result;
 }
 

@@ -89,7 +89,17 @@ void multiply(const Product& of) {
 } // namespace
 
 const Table& neon_i8mm_table() {
-  static constexpr Table result = {"neon_i8mm", 1, 8, 0, false, pack_left_rows, interleave, interleave, multiply};
+  static constexpr Table result = {
+      .name = "neon_i8mm",
+      .value_bytes = 1,
+      .depth_multiple = 8,
+      .left_offset = 0,
+      .left_by_rows = false,
+      .pack_left_rows = pack_left_rows,
+      .pack_left_columns = interleave,
+      .pack_right = interleave,
+      .multiply = multiply,
+  };
   return result;
 }
 

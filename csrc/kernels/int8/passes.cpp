@@ -23,7 +23,8 @@ struct Source {
   int64_t channels;
   int32_t zero_point;
   const int32_t* bias;
-  const int8_t* weight; // of the convolution, or null where it is packed
+  const char* packed; // weights; or null, where they are
+  const int8_t* weight; // as the convolution has them
 };
 
 struct Target {
@@ -64,7 +65,8 @@ struct Workspace {
     sums = pieces.take<int32_t>(kSums);
     wide_sums = pieces.take<int64_t>(part.wide() ? kSums : 0);
     left = pieces.take<char>(part.left_bytes());
-    packed = pieces.take<char>(packs ? kCachedColumns / kPanelColumns * part.panel_bytes() : 0);
+    const int64_t panels = std::min(part.panels(), kCachedColumns / kPanelColumns);
+    packed = pieces.take<char>(packs ? panels * part.panel_bytes() : 0);
     packed_sums = pieces.take<int32_t>(packs ? kCachedColumns : 0);
   }
 
@@ -114,10 +116,8 @@ struct Task {
   const Source& source;
   const Target& target;
   const Finish& how;
-  const char* packed;
+  const char* packed; // of this phase
   int64_t pixels;
-  int64_t groups;
-  bool depthwise;
 
   // Rows of the product, and panels of each group.
   float operator()(int64_t begin, int64_t end, int64_t first_panel, int64_t last_panel, const Workspace& own) const {
@@ -129,43 +129,59 @@ struct Task {
     }
     Left left{};
     float largest = 0;
-    for (int64_t group = 0; group < groups; ++group) {
+    for (int64_t group = 0; group < conv.groups; ++group) {
       for (int64_t panel = first_panel; panel < last_panel; panel += kCachedColumns / kPanelColumns) {
         const int64_t count = std::min(last_panel - panel, kCachedColumns / kPanelColumns);
-        const Panels panels = source.weight == nullptr ? packed_panels(group, panel, count) : pack(group, panel, count, own);
-        const auto terms = terms_of<int32_t>(panels);
-        int64_t first = 0;
-        do {
-          const Range depth{first, std::min(sizes.chunk, sizes.depth - first)};
-          if (panel == first_panel || sizes.chunk < sizes.depth) {
-            const Image image{
-                source.data,
-                source.end,
-                source.channels,
-                group * part.source_depth,
-                part.source_depth,
-                static_cast<int8_t>(source.zero_point)};
-            const Outputs outputs{begin, end, pixels};
-            left = gather_left(part.kernels(), image, part.rows, part.columns, depth, outputs, sizes.left_row_bytes, own.left);
-          }
-          multiply(left, panels, depth, end - begin, starts() ? terms.data() : nullptr, own.sums);
-          if (sizes.wide) {
-            widen(panels, depth, end - begin, own);
-          }
-          first += sizes.chunk;
-        } while (first < sizes.depth);
-        if (sizes.wide) {
-          largest = std::max(largest, finish_sums(own.wide_sums, nullptr, panels, end - begin, places));
-        } else {
-          const int32_t* const left_over = starts() || !has_terms() ? nullptr : terms.data();
-          largest = std::max(largest, finish_sums(own.sums, left_over, panels, end - begin, places));
-        }
+        const Panels panels =
+            source.packed == nullptr ? pack(group, panel, count, own) : packed_panels(group, panel, count);
+        const bool gathers = panel == first_panel || sizes.chunk < sizes.depth;
+        largest = std::max(largest, some_panels(panels, {begin, end, pixels}, gathers, places, left, own));
       }
     }
     return largest;
   }
 
  private:
+  float some_panels(
+      const Panels& panels,
+      const Outputs& outputs,
+      bool gathers,
+      const std::array<int64_t, kMostRows>& places,
+      Left& left,
+      const Workspace& own) const {
+    const int64_t rows = outputs.end - outputs.begin;
+    const bool has_narrow_terms = has_terms() && !sizes.wide;
+    const auto terms = has_narrow_terms ? terms_of<int32_t>(panels) : std::array<int32_t, kCachedColumns>{};
+    const bool starts = has_narrow_terms && part.kernels().starts_sums;
+    int64_t first = 0;
+    do {
+      const Range depth{first, std::min(sizes.chunk, sizes.depth - first)};
+      if (gathers) {
+        left = gather(panels.group, depth, outputs, own.left);
+      }
+      multiply(left, panels, depth, rows, starts ? terms.data() : nullptr, own.sums);
+      if (sizes.wide) {
+        widen(panels, depth, rows, own);
+      }
+      first += sizes.chunk;
+    } while (first < sizes.depth);
+    if (sizes.wide) {
+      return finish_sums(own.wide_sums, nullptr, panels, rows, places);
+    }
+    return finish_sums(own.sums, has_narrow_terms && !starts ? terms.data() : nullptr, panels, rows, places);
+  }
+
+  Left gather(int64_t group, const Range& depth, const Outputs& outputs, char* to) const {
+    const Image image{
+        source.data,
+        source.end,
+        source.channels,
+        group * part.source_depth,
+        part.source_depth,
+        static_cast<int8_t>(source.zero_point)};
+    return gather_left(part.kernels(), image, part.rows, part.columns, depth, outputs, sizes.left_row_bytes, to);
+  }
+
   // Whether sums of no terms, as phases without a tap have them, become zeros.
   bool nothing_is_zeros() const {
     const bool limits = how.zero_point != 0 || how.low > 0 || how.high < 0 || how.mask != nullptr;
@@ -203,13 +219,13 @@ struct Task {
     return source.bias != nullptr || source.zero_point + part.kernels().left_offset != 0;
   }
 
-  // Whether sums begin with their terms.
-  bool starts() const {
-    return has_terms() && part.kernels().starts_sums && !sizes.wide;
-  }
-
   void multiply(
-      const Left& left, const Panels& panels, const Range& depth, int64_t rows, const int32_t* start, int32_t* sums) const {
+      const Left& left,
+      const Panels& panels,
+      const Range& depth,
+      int64_t rows,
+      const int32_t* start,
+      int32_t* sums) const {
     part.kernels().multiply(
         {left.data,
          left.row_bytes,
@@ -326,7 +342,7 @@ struct Task {
     }
     const int64_t channel = panels.group * part.target_depth + panels.first_column();
     // The channels of a depthwise convolution are one row, although each is a group.
-    const int64_t column = depthwise ? channel : panels.first_column();
+    const int64_t column = conv.depthwise() ? channel : panels.first_column();
     std::array<int64_t, kMostRows> block_places;
     for (int64_t i = 0; i < rows; ++i) {
       block_places[static_cast<size_t>(i)] = places[i] + channel;
@@ -343,18 +359,17 @@ float run_pass(
     Pass pass,
     const Source& source,
     const Target& target,
-    const void* packed,
     const Finish& how,
     const Threads& threads,
     void* workspace) {
-  const bool packs = source.weight != nullptr;
-  const int64_t thread_bytes = packs ? workspace_bytes_packing(conv) : workspace_bytes(conv, pass);
-  const char* weights = static_cast<const char*>(packed);
+  const bool packs = source.packed == nullptr;
+  const int64_t thread_bytes = packs ? grad_input_packing_workspace_bytes(conv) : workspace_bytes(conv, pass);
+  const char* weights = source.packed;
   std::vector<float> largest(static_cast<size_t>(threads.count), 0.0F);
   for (int64_t phase = 0; phase < phases_of(conv, pass); ++phase) {
     const Correlation part = correlation_of(conv, pass, phase);
     const int64_t pixels = conv.batch * part.rows.outputs * part.columns.outputs;
-    const Task task{conv, part, Sizes(part), source, target, how, weights, pixels, conv.groups, conv.depthwise()};
+    const Task task{conv, part, Sizes(part), source, target, how, weights, pixels};
     const int64_t rows = part.block_rows();
     const int64_t blocks = (pixels + rows - 1) / rows;
     // Few rows are shared out by columns, but not within a byte of a mask.
@@ -374,6 +389,21 @@ float run_pass(
     weights += packs ? 0 : part.group_bytes() * conv.groups;
   }
   return *std::max_element(largest.begin(), largest.end());
+}
+
+// From weights that are packed, or from those that the convolution has.
+float grad_input_of(
+    const Conv2d& conv,
+    const int8_t* grad_output,
+    const void* packed,
+    const int8_t* weight,
+    const Finish& how,
+    const Threads& threads,
+    void* workspace) {
+  const int8_t* const end = grad_output + conv.out_pixels() * conv.out_channels;
+  const Source source{grad_output, end, conv.out_channels, 0, nullptr, static_cast<const char*>(packed), weight};
+  const Target target{conv.rows.input, conv.columns.input, conv.in_channels};
+  return run_pass(conv, Pass::grad_input, source, target, how, threads, workspace);
 }
 
 } // namespace
@@ -404,9 +434,10 @@ float forward(
   if (goes_by_channels(conv, Pass::forward)) {
     return depthwise_pass(conv, Pass::forward, input, zero_point, packed, bias, how, threads, workspace);
   }
-  const Source source{input, input + conv.in_pixels() * conv.in_channels, conv.in_channels, zero_point, bias, nullptr};
+  const int8_t* const end = input + conv.in_pixels() * conv.in_channels;
+  const Source source{input, end, conv.in_channels, zero_point, bias, static_cast<const char*>(packed), nullptr};
   const Target target{conv.rows.output, conv.columns.output, conv.out_channels};
-  return run_pass(conv, Pass::forward, source, target, packed, how, threads, workspace);
+  return run_pass(conv, Pass::forward, source, target, how, threads, workspace);
 }
 
 float grad_input(
@@ -422,13 +453,10 @@ float grad_input(
   if (goes_by_patches(conv, Pass::grad_input)) {
     return patches_grad_input(conv, grad_output, packed, how, threads, workspace);
   }
-  const int8_t* const end = grad_output + conv.out_pixels() * conv.out_channels;
-  const Source source{grad_output, end, conv.out_channels, 0, nullptr, nullptr};
-  const Target target{conv.rows.input, conv.columns.input, conv.in_channels};
-  return run_pass(conv, Pass::grad_input, source, target, packed, how, threads, workspace);
+  return grad_input_of(conv, grad_output, packed, nullptr, how, threads, workspace);
 }
 
-bool packs_on_the_way(const Conv2d& conv) {
+bool grad_input_packs_on_the_way(const Conv2d& conv) {
   if (goes_by_channels(conv, Pass::grad_input) || goes_by_patches(conv, Pass::grad_input)) {
     return false;
   }
@@ -438,10 +466,10 @@ bool packs_on_the_way(const Conv2d& conv) {
       return false;
     }
   }
-  return workspace_bytes_packing(conv) <= kMostWorkspaceBytes;
+  return grad_input_packing_workspace_bytes(conv) <= kMostWorkspaceBytes;
 }
 
-int64_t workspace_bytes_packing(const Conv2d& conv) {
+int64_t grad_input_packing_workspace_bytes(const Conv2d& conv) {
   int64_t most = 0;
   for (int64_t phase = 0; phase < phases_of(conv, Pass::grad_input); ++phase) {
     most = std::max(most, Workspace(correlation_of(conv, Pass::grad_input, phase), true, nullptr).pieces.bytes());
@@ -456,10 +484,7 @@ float grad_input_packing(
     const Finish& how,
     const Threads& threads,
     void* workspace) {
-  const int8_t* const end = grad_output + conv.out_pixels() * conv.out_channels;
-  const Source source{grad_output, end, conv.out_channels, 0, nullptr, weight};
-  const Target target{conv.rows.input, conv.columns.input, conv.in_channels};
-  return run_pass(conv, Pass::grad_input, source, target, nullptr, how, threads, workspace);
+  return grad_input_of(conv, grad_output, nullptr, weight, how, threads, workspace);
 }
 
 } // namespace torch_odt::kernels::int8

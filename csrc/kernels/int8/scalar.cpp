@@ -42,7 +42,17 @@ void multiply(const Product& of) {
 } // namespace
 
 const Table& scalar_table() {
-  static constexpr Table result = {"scalar", 1, 4, 0, false, pack_left_rows, interleave, interleave, multiply};
+  static constexpr Table result = {
+      .name = "scalar",
+      .value_bytes = 1,
+      .depth_multiple = 4,
+      .left_offset = 0,
+      .left_by_rows = false,
+      .pack_left_rows = pack_left_rows,
+      .pack_left_columns = interleave,
+      .pack_right = interleave,
+      .multiply = multiply,
+  };
   return result;
 }
 

@@ -46,7 +46,7 @@ struct Floats {
   float* output;
   int64_t stride; // from one row to the next
   int64_t columns; // of the panels, all that are written
-  const int32_t* column_terms; // for whole panels
+  const int32_t* column_terms; // for whole panels; zeros where there is no left_offset
   const int32_t* row_terms;
   const float* row_multipliers; // or null, where there is one for all
   float multiplier;

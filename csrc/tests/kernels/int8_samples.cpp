@@ -158,6 +158,18 @@ std::vector<Conv2d> int8_convolutions() {
       {3, axis(5, 3, 1, 2), axis(5, 3, 1, 1), 32, 32, 32},
       {1, axis(6, 3, 2, 1), axis(9, 3, 1, 1), 65, 65, 65},
       {1, axis(3, 3, 2, 0), axis(3, 3, 2, 0), 16, 16, 16},
+      {1, axis(1, 3, 2, 1), axis(2, 3, 2, 1), 40, 40, 40},
+      {1, axis(1, 3, 2, 5), axis(4, 3, 2, 5), 24, 24, 24},
+      {1, axis(6, 3, 2, 1), axis(50, 3, 2, 1), 209, 209, 209},
+      // ... of one row, two and four; and with phases that are read where they lie beside others that are packed.
+      {1, axis(9, 1), axis(9, 3, 1, 1), 80, 80, 80},
+      {1, axis(9, 2), axis(9, 3, 1, 1), 80, 80, 80},
+      {1, axis(9, 4), axis(9, 3, 1, 1), 80, 80, 80},
+      {1, axis(11, 5, 2, 2), axis(12, 5, 2, 2), 80, 80, 80},
+      {1, axis(11, 7, 2, 3), axis(12, 7, 2, 3), 80, 80, 80},
+      // Few pixels, whose weights are packed on the way, more than once.
+      {8, axis(1, 1), axis(1, 1), 209, 40, 1},
+      {1, axis(2, 3, 2, 1), axis(2, 3, 2, 1), 400, 24, 1},
   };
 }
 
@@ -185,7 +197,7 @@ float run_pass(const Int8Sample& sample, kernels::int8::Pass pass, const kernels
 
 float run_grad_input_packing(const Int8Sample& sample, const kernels::int8::Finish& how, int64_t threads) {
   using namespace kernels::int8;
-  std::vector<char> workspace(static_cast<size_t>(workspace_bytes_packing(sample.conv) * threads));
+  std::vector<char> workspace(static_cast<size_t>(grad_input_packing_workspace_bytes(sample.conv) * threads));
   const int8_t* const weight = sample.weight.data();
   return grad_input_packing(sample.conv, sample.grad_output.data(), weight, how, Threads{threads}, workspace.data());
 }

@@ -28,7 +28,7 @@ TEST(int8_convolutions_and_their_gradients_are_exact) {
     for (const int32_t zero_point : {0, -128, 5}) {
       const Int8Sample sample(conv, zero_point, Values::random);
       const Context with("zero point " + text_of(zero_point));
-      for (const int64_t threads : {1, 3}) {
+      for (const int64_t threads : {1, 3, 5}) {
         const Context by("threads " + text_of(threads));
         {
           const Context pass("forward");
@@ -38,7 +38,7 @@ TEST(int8_convolutions_and_their_gradients_are_exact) {
           const Context pass("grad_input");
           check_sums(sums_of(sample, Pass::grad_input, threads), sample.grad_input());
         }
-        if (packs_on_the_way(conv)) {
+        if (grad_input_packs_on_the_way(conv)) {
           const Context pass("grad_input, packing on the way");
           check_sums(packing_sums_of(sample, threads), sample.grad_input());
         }
