@@ -108,14 +108,15 @@ def main(arguments: list[str] | None = None) -> int:
     print("targets met" if not missed else f"missed: {'; '.join(missed)}")
     if options.out is not None:
         options.out.mkdir(parents=True, exist_ok=True)
+        data = Path(options.data).resolve().name
+        options_told = {name: str(value) for name, value in vars(options).items() if name not in FOLDERS}
         report = {
-            "options": {name: str(value) for name, value in vars(options).items() if name not in FOLDERS},
+            "options": options_told | {"data": data},
             "torch": torch.__version__,
             "rows": {name: asdict(row) for name, row in rows.items()},
             "missed": missed,
         }
-        name = f"tte_int8_qas_{options.network}_{Path(options.data).resolve().name}.json"
-        (options.out / name).write_text(json.dumps(report, indent=1) + "\n")
+        (options.out / f"tte_int8_qas_{options.network}_{data}.json").write_text(json.dumps(report, indent=1) + "\n")
     return 1 if missed else 0
 
 
