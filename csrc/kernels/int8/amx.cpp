@@ -133,9 +133,18 @@ TORCH_ODT_TARGET void multiply_one(const Product& of, const char* left, const ch
   _tile_stored(0, sums, sums_bytes);
 }
 
-TORCH_ODT_TARGET void multiply(const Product& of) {
+// Configuring tiles takes as long as a small product.
+TORCH_ODT_TARGET void begin() {
   static constexpr TileConfiguration kConfiguration;
   _tile_loadconfig(&kConfiguration);
+}
+
+// The system keeps the tiles of threads that have any.
+TORCH_ODT_TARGET void end() {
+  _tile_release();
+}
+
+TORCH_ODT_TARGET void multiply(const Product& of) {
   for (int64_t panel = 0; panel < of.panels; panel += 2) {
     const char* const right = static_cast<const char*>(of.right) + panel * of.panel_bytes;
     for (int64_t row = 0; row < of.rows; row += 2 * kTileRows) {
@@ -151,7 +160,6 @@ TORCH_ODT_TARGET void multiply(const Product& of) {
       }
     }
   }
-  _tile_release();
 }
 
 } // namespace
@@ -168,6 +176,8 @@ const Table& amx_table() {
       .pack_right = pack_right,
       .multiply = multiply,
       .adds_columns = true,
+      .begin = begin,
+      .end = end,
   };
   return result;
 }

@@ -390,6 +390,7 @@ float grad_weight(
   const int64_t blocks = cut.row_blocks * cut.column_blocks;
   std::vector<float> largest(static_cast<size_t>(threads.count), 0.0F);
   threads.share(conv.groups * blocks, [&](int64_t thread, int64_t begin, int64_t end) {
+    const Multiplying multiplying(*cut.kernels);
     BlockGradient block(conv, cut, operands, static_cast<char*>(workspace) + thread * thread_bytes);
     float& most = largest[static_cast<size_t>(thread)];
     for (int64_t item = begin; item < end; ++item) {

@@ -376,6 +376,7 @@ float run_pass(
     const bool by_columns = blocks < threads.count && (how.mask == nullptr || part.target_depth % 8 == 0);
     const int64_t cuts = by_columns ? std::min(part.panels(), threads.count) : 1;
     threads.share(blocks * cuts, [&](int64_t thread, int64_t begin, int64_t end) {
+      const Multiplying multiplying(part.kernels());
       const Workspace own(part, packs, static_cast<char*>(workspace) + thread * thread_bytes);
       float& most = largest[static_cast<size_t>(thread)];
       for (int64_t item = begin; item < end; ++item) {

@@ -341,6 +341,7 @@ float patches_grad_input(
   const Threads& used = how.mask == nullptr ? threads : one;
   std::vector<float> largest(static_cast<size_t>(used.count), 0.0F);
   used.share(conv.batch * part.rows.outputs * cuts, [&](int64_t thread, int64_t begin, int64_t end) {
+    const Multiplying multiplying(part.kernels());
     const Workspace own(part, static_cast<char*>(workspace) + thread * thread_bytes);
     float& most = largest[static_cast<size_t>(thread)];
     for (int64_t item = begin; item < end; ++item) {

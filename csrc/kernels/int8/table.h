@@ -114,6 +114,9 @@ struct Table {
   bool packs_by_lanes = false;
   // Whether sums begin with what they are told to, see Product.
   bool starts_sums = false;
+  // What a thread does before its products and after them, or null.
+  void (*begin)() = nullptr;
+  void (*end)() = nullptr;
 
   int64_t step_values() const {
     return kStepBytes / value_bytes;
@@ -124,6 +127,26 @@ struct Table {
   int64_t steps(int64_t depth) const {
     return padded(depth) / step_values();
   }
+};
+
+// For as long as it lives, its thread may multiply by a table.
+class Multiplying {
+ public:
+  explicit Multiplying(const Table& table) : end_(table.end) {
+    if (table.begin != nullptr) {
+      table.begin();
+    }
+  }
+  ~Multiplying() {
+    if (end_ != nullptr) {
+      end_();
+    }
+  }
+  Multiplying(const Multiplying&) = delete;
+  Multiplying& operator=(const Multiplying&) = delete;
+
+ private:
+  void (*const end_)();
 };
 
 // The table of the set that kernels use, see isa(): the best of those that the set holds.
