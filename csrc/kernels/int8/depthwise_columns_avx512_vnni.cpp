@@ -2,6 +2,7 @@
 // outputs that see them while they are there.
 #if defined(__x86_64__) && defined(__GNUC__)
 
+#include "avx512.h"
 #include "depthwise_tables.h"
 #include "intrinsics_x86.h"
 
@@ -33,33 +34,21 @@ TORCH_ODT_TARGET_INLINE __m512i dealt(__m512i pixels) {
   return _mm512_permutexvar_epi32(order, pixels);
 }
 
-// A column's pixels as one step for each of so many sixteens of channels.
+// A column's pixels as one step for each of so many sixteens of channels, `channels` being those of 64 that there are.
 template <int kVectors, bool kAll>
 TORCH_ODT_TARGET_INLINE void interleave(
-    const int8_t* const* pixels, int64_t channel, __mmask64 inside, __m512i (&to)[kVectors]) {
-  const __m512i a = dealt(flipped(load<kAll>(pixels[0] + channel, inside)));
-  const __m512i b = dealt(flipped(load<kAll>(pixels[1] + channel, inside)));
-  const __m512i c = dealt(flipped(load<kAll>(pixels[2] + channel, inside)));
-  const __m512i d = dealt(flipped(load<kAll>(pixels[3] + channel, inside)));
-  const __m512i low_ab = _mm512_unpacklo_epi8(a, b);
-  const __m512i low_cd = _mm512_unpacklo_epi8(c, d);
-  to[0] = _mm512_unpacklo_epi16(low_ab, low_cd);
-  if constexpr (kVectors > 1) {
-    to[1] = _mm512_unpackhi_epi16(low_ab, low_cd);
-  }
-  if constexpr (kVectors > 2) {
-    const __m512i high_ab = _mm512_unpackhi_epi8(a, b);
-    const __m512i high_cd = _mm512_unpackhi_epi8(c, d);
-    to[2] = _mm512_unpacklo_epi16(high_ab, high_cd);
-    if constexpr (kVectors > 3) {
-      to[3] = _mm512_unpackhi_epi16(high_ab, high_cd);
-    }
+    const int8_t* const* pixels, int64_t channel, int64_t channels, __m512i (&to)[kVectors]) {
+  __m512i steps[4];
+  interleave_64_columns<kAll, true>(pixels, channel, channels, _mm512_set1_epi8(-128), steps);
+#pragma GCC unroll 4
+  for (int v = 0; v < kVectors; ++v) {
+    to[v] = steps[v];
   }
 }
 
-// So many sixteens of channels from `channel` on, `inside` being those of 64 that there are.
+// So many sixteens of channels from `channel` on, `channels` being those of 64 that there are.
 template <int kLines, int kTaps, int kStep, int kVectors, bool kAll>
-TORCH_ODT_TARGET void sum_some(const DepthwiseColumns& of, int64_t line, int64_t channel, __mmask64 inside) {
+TORCH_ODT_TARGET void sum_some(const DepthwiseColumns& of, int64_t line, int64_t channel, int64_t channels) {
   const char* weights[kVectors];
   const int32_t* terms = of.terms + line * of.terms_stride + channel;
 #pragma GCC unroll 4
@@ -81,7 +70,7 @@ TORCH_ODT_TARGET void sum_some(const DepthwiseColumns& of, int64_t line, int64_t
   __m512i seen[kTaps][kVectors];
 #pragma GCC unroll 3
   for (int tap = kStep; tap < kTaps; ++tap, pixels += column_pixels) {
-    interleave<kVectors, kAll>(pixels, channel, inside, seen[tap]);
+    interleave<kVectors, kAll>(pixels, channel, channels, seen[tap]);
   }
   for (int64_t output = 0; output < outputs; ++output) {
 #pragma GCC unroll 3
@@ -93,7 +82,7 @@ TORCH_ODT_TARGET void sum_some(const DepthwiseColumns& of, int64_t line, int64_t
     }
 #pragma GCC unroll 3
     for (int tap = kTaps - kStep; tap < kTaps; ++tap, pixels += column_pixels) {
-      interleave<kVectors, kAll>(pixels, channel, inside, seen[tap]);
+      interleave<kVectors, kAll>(pixels, channel, channels, seen[tap]);
     }
 #pragma GCC unroll 4
     for (int i = 0; i < kLines; ++i) {
@@ -116,18 +105,17 @@ template <int kLines, int kTaps, int kStep>
 void sum_lines_of(const DepthwiseColumns& of, int64_t line) {
   int64_t channel = 0;
   for (; channel + kWhole <= of.channels; channel += kWhole) {
-    sum_some<kLines, kTaps, kStep, 4, true>(of, line, channel, ~__mmask64{0});
+    sum_some<kLines, kTaps, kStep, 4, true>(of, line, channel, kWhole);
   }
   const int64_t left = of.channels - channel;
-  const auto inside = static_cast<__mmask64>((uint64_t{1} << left) - 1);
   if (left > 3 * kLanes) {
-    sum_some<kLines, kTaps, kStep, 4, false>(of, line, channel, inside);
+    sum_some<kLines, kTaps, kStep, 4, false>(of, line, channel, left);
   } else if (left > 2 * kLanes) {
-    sum_some<kLines, kTaps, kStep, 3, false>(of, line, channel, inside);
+    sum_some<kLines, kTaps, kStep, 3, false>(of, line, channel, left);
   } else if (left > kLanes) {
-    sum_some<kLines, kTaps, kStep, 2, false>(of, line, channel, inside);
+    sum_some<kLines, kTaps, kStep, 2, false>(of, line, channel, left);
   } else if (left > 0) {
-    sum_some<kLines, kTaps, kStep, 1, false>(of, line, channel, inside);
+    sum_some<kLines, kTaps, kStep, 1, false>(of, line, channel, left);
   }
 }
 
