@@ -84,6 +84,11 @@ TORCH_ODT_TARGET void pack_left_columns(const Interleaving& of) {
   }
 }
 
+// Of the right operand, for one segment of the left one.
+TORCH_ODT_TARGET int64_t segment_bytes(const Product& of) {
+  return (of.left_segment_steps == 0 ? of.steps : of.left_segment_steps) * kPanelStepBytes;
+}
+
 TORCH_ODT_TARGET void multiply_four(const Product& of, const char* left, const char* right, int32_t* sums) {
   const int64_t sums_bytes = of.sums_stride * 4;
   int32_t* const lower = sums + kTileRows * of.sums_stride;
@@ -98,17 +103,19 @@ TORCH_ODT_TARGET void multiply_four(const Product& of, const char* left, const c
     _tile_zero(2);
     _tile_zero(3);
   }
-  for (int64_t step = 0; step < of.steps; step += kTileSteps) {
-    _tile_loadd(4, left, of.left_row_bytes);
-    _tile_loadd(6, right, kPanelStepBytes);
-    _tile_dpbssd(0, 4, 6);
-    _tile_loadd(7, right + of.panel_bytes, kPanelStepBytes);
-    _tile_dpbssd(1, 4, 7);
-    _tile_loadd(5, left + kTileRows * of.left_row_bytes, of.left_row_bytes);
-    _tile_dpbssd(2, 5, 6);
-    _tile_dpbssd(3, 5, 7);
-    left += kTileRowBytes;
-    right += kTileSteps * kPanelStepBytes;
+  for (const char* const end = right + of.steps * kPanelStepBytes; right < end; left += of.left_segment_bytes) {
+    const char* from = left;
+    for (const char* const segment_end = right + segment_bytes(of); right < segment_end; from += kTileRowBytes) {
+      _tile_loadd(4, from, of.left_row_bytes);
+      _tile_loadd(6, right, kPanelStepBytes);
+      _tile_dpbssd(0, 4, 6);
+      _tile_loadd(7, right + of.panel_bytes, kPanelStepBytes);
+      _tile_dpbssd(1, 4, 7);
+      _tile_loadd(5, from + kTileRows * of.left_row_bytes, of.left_row_bytes);
+      _tile_dpbssd(2, 5, 6);
+      _tile_dpbssd(3, 5, 7);
+      right += kTileSteps * kPanelStepBytes;
+    }
   }
   _tile_stored(0, sums, sums_bytes);
   _tile_stored(1, sums + kPanelColumns, sums_bytes);
@@ -123,12 +130,14 @@ TORCH_ODT_TARGET void multiply_one(const Product& of, const char* left, const ch
   } else {
     _tile_zero(0);
   }
-  for (int64_t step = 0; step < of.steps; step += kTileSteps) {
-    _tile_loadd(4, left, of.left_row_bytes);
-    _tile_loadd(6, right, kPanelStepBytes);
-    _tile_dpbssd(0, 4, 6);
-    left += kTileRowBytes;
-    right += kTileSteps * kPanelStepBytes;
+  for (const char* const end = right + of.steps * kPanelStepBytes; right < end; left += of.left_segment_bytes) {
+    const char* from = left;
+    for (const char* const segment_end = right + segment_bytes(of); right < segment_end; from += kTileRowBytes) {
+      _tile_loadd(4, from, of.left_row_bytes);
+      _tile_loadd(6, right, kPanelStepBytes);
+      _tile_dpbssd(0, 4, 6);
+      right += kTileSteps * kPanelStepBytes;
+    }
   }
   _tile_stored(0, sums, sums_bytes);
 }
@@ -176,6 +185,7 @@ const Table& amx_table() {
       .pack_right = pack_right,
       .multiply = multiply,
       .adds_columns = true,
+      .left_in_segments = true,
       .begin = begin,
       .end = end,
   };

@@ -12,6 +12,9 @@ namespace torch_odt::kernels::int8 {
 struct Left {
   const void* data;
   int64_t row_bytes;
+  // Where rows lie in segments, see Product.
+  int64_t segment_steps = 0;
+  int64_t segment_bytes = 0;
 };
 
 // Some outputs of all that there are.

@@ -1,51 +1,46 @@
 #include <algorithm>
 #include <array>
 #include <cstring>
-#include <numeric>
 #include <vector>
 
 #include "correlation.h"
 #include "depthwise.h"
 #include "left.h"
 #include "pack_weight.h"
+#include "padded.h"
+#include "panel_sums.h"
 #include "patches.h"
 
 namespace torch_odt::kernels::int8 {
 
 namespace {
 
-constexpr int64_t kMostRows = Correlation::kMostRows;
+// Rows of a product: outputs in their order, or positions of a padded sample.
+struct Rows {
+  int64_t sample;
+  int64_t begin;
+  int64_t end;
 
-// What a pass reads and where it writes.
-struct Source {
-  const int8_t* data;
-  const int8_t* end;
-  int64_t channels;
-  int32_t zero_point;
-  const int32_t* bias;
-  const char* packed; // weights; or null, where they are
-  const int8_t* weight; // as the convolution has them
+  int64_t count() const {
+    return end - begin;
+  }
 };
 
-struct Target {
-  int64_t rows;
-  int64_t columns;
-  int64_t channels;
-};
+// Where outputs side by side lie in the target.
+void find_places(const Correlation& part, const Target& target, const Pixel& first, int64_t outputs, int64_t* places) {
+  const int64_t row = part.rows.first_output + first.row * part.rows.output_step;
+  const int64_t column = part.columns.first_output + first.column * part.columns.output_step;
+  const int64_t place = ((first.sample * target.rows + row) * target.columns + column) * target.channels;
+  for (int64_t i = 0; i < outputs; ++i) {
+    places[i] = place + i * part.columns.output_step * target.channels;
+  }
+}
 
-// Where in the target each row of a block begins.
-void find_places(
-    const Correlation& part, const Target& target, int64_t begin, int64_t end, std::array<int64_t, kMostRows>& places) {
-  Pixel pixel(begin, part.rows, part.columns);
-  const int64_t step = part.columns.output_step * target.channels;
-  for (int64_t first = 0; first < end - begin;) {
-    const int64_t outputs = std::min(end - begin - first, part.columns.outputs - pixel.column);
-    const int64_t row = part.rows.first_output + pixel.row * part.rows.output_step;
-    const int64_t column = part.columns.first_output + pixel.column * part.columns.output_step;
-    const int64_t place = ((pixel.sample * target.rows + row) * target.columns + column) * target.channels;
-    for (int64_t i = 0; i < outputs; ++i) {
-      places[static_cast<size_t>(first + i)] = place + i * step;
-    }
+void find_places(const Correlation& part, const Target& target, const Rows& rows, Places& places) {
+  Pixel pixel(rows.begin, part.rows, part.columns);
+  for (int64_t first = 0; first < rows.count();) {
+    const int64_t outputs = std::min(rows.count() - first, part.columns.outputs - pixel.column);
+    find_places(part, target, pixel, outputs, places.data() + first);
     first += outputs;
     pixel.column += outputs - 1;
     pixel.advance(part.rows, part.columns);
@@ -71,22 +66,6 @@ struct Workspace {
   }
 
   static constexpr int64_t kSums = (kMostRows + kSlackRows) * kCachedColumns;
-};
-
-// Some panels of a group.
-struct Panels {
-  int64_t group;
-  int64_t first;
-  int64_t count;
-  const char* packed;
-  const int32_t* column_sums;
-
-  int64_t first_column() const {
-    return first * kPanelColumns;
-  }
-  int64_t columns() const {
-    return count * kPanelColumns;
-  }
 };
 
 // What a correlation says of its sizes, divided once rather than for every block.
@@ -115,16 +94,18 @@ struct Task {
   const Sizes sizes;
   const Source& source;
   const Target& target;
-  const Finish& how;
   const char* packed; // of this phase
   int64_t pixels;
+  bool padded;
+  const PanelSums results;
 
-  // Rows of the product, and panels of each group.
-  float operator()(int64_t begin, int64_t end, int64_t first_panel, int64_t last_panel, const Workspace& own) const {
-    std::array<int64_t, kMostRows> places;
-    find_places(part, target, begin, end, places);
-    if (sizes.depth == 0 && nothing_is_zeros() && first_panel == 0 && last_panel == sizes.panels) {
-      clear(end - begin, places);
+  float operator()(const Rows& rows, int64_t first_panel, int64_t last_panel, const Workspace& own) const {
+    Places places;
+    if (!padded) {
+      find_places(part, target, rows, places);
+    }
+    if (sizes.depth == 0 && results.nothing_is_zeros() && first_panel == 0 && last_panel == sizes.panels) {
+      results.clear(rows.count(), places);
       return 0;
     }
     Left left{};
@@ -135,7 +116,7 @@ struct Task {
         const Panels panels =
             source.packed == nullptr ? pack(group, panel, count, own) : packed_panels(group, panel, count);
         const bool gathers = panel == first_panel || sizes.chunk < sizes.depth;
-        largest = std::max(largest, some_panels(panels, {begin, end, pixels}, gathers, places, left, own));
+        largest = std::max(largest, some_panels(panels, rows, gathers, places, left, own));
       }
     }
     return largest;
@@ -144,34 +125,56 @@ struct Task {
  private:
   float some_panels(
       const Panels& panels,
-      const Outputs& outputs,
+      const Rows& rows,
       bool gathers,
-      const std::array<int64_t, kMostRows>& places,
+      const Places& places,
       Left& left,
       const Workspace& own) const {
-    const int64_t rows = outputs.end - outputs.begin;
-    const bool has_narrow_terms = has_terms() && !sizes.wide;
-    const auto terms = has_narrow_terms ? terms_of<int32_t>(panels) : std::array<int32_t, kCachedColumns>{};
+    const bool has_narrow_terms = results.has_terms() && !sizes.wide;
+    const auto terms = has_narrow_terms ? results.terms_of<int32_t>(panels) : std::array<int32_t, kCachedColumns>{};
     const bool starts = has_narrow_terms && part.kernels().starts_sums;
     int64_t first = 0;
     do {
       const Range depth{first, std::min(sizes.chunk, sizes.depth - first)};
       if (gathers) {
-        left = gather(panels.group, depth, outputs, own.left);
+        left = gather(panels.group, depth, rows, own.left);
       }
-      multiply(left, panels, depth, rows, starts ? terms.data() : nullptr, own.sums);
+      multiply(left, panels, depth, rows.count(), starts ? terms.data() : nullptr, own.sums);
       if (sizes.wide) {
-        widen(panels, depth, rows, own);
+        results.widen(panels, first == 0, rows.count(), own.sums, own.wide_sums);
       }
       first += sizes.chunk;
     } while (first < sizes.depth);
     if (sizes.wide) {
-      return finish_sums(own.wide_sums, nullptr, panels, rows, places);
+      return results.finish_sums(own.wide_sums, nullptr, panels, rows.count(), places.data());
     }
-    return finish_sums(own.sums, has_narrow_terms && !starts ? terms.data() : nullptr, panels, rows, places);
+    const int32_t* const added = has_narrow_terms && !starts ? terms.data() : nullptr;
+    return padded ? finish_positions(own.sums, added, panels, rows)
+                  : results.finish_sums(own.sums, added, panels, rows.count(), places.data());
   }
 
-  Left gather(int64_t group, const Range& depth, const Outputs& outputs, char* to) const {
+  // Line by line, without the positions that have no output.
+  float finish_positions(const int32_t* sums, const int32_t* terms, const Panels& panels, const Rows& rows) const {
+    const int64_t width = Padded(part.rows, part.columns).width();
+    float largest = 0;
+    for (int64_t position = rows.begin; position < rows.end;) {
+      Pixel first(0, part.rows, part.columns);
+      first.sample = rows.sample;
+      first.row = position / width;
+      first.column = position % width;
+      const int64_t left = rows.end - position;
+      if (const int64_t outputs = std::min(left, part.columns.outputs - first.column); outputs > 0) {
+        Places places;
+        find_places(part, target, first, outputs, places.data());
+        const int32_t* const of_line = sums + (position - rows.begin) * panels.columns();
+        largest = std::max(largest, results.finish_sums(of_line, terms, panels, outputs, places.data()));
+      }
+      position += width - first.column;
+    }
+    return largest;
+  }
+
+  Left gather(int64_t group, const Range& depth, const Rows& rows, char* to) const {
     const Image image{
         source.data,
         source.end,
@@ -179,22 +182,11 @@ struct Task {
         group * part.source_depth,
         part.source_depth,
         static_cast<int8_t>(source.zero_point)};
-    return gather_left(part.kernels(), image, part.rows, part.columns, depth, outputs, sizes.left_row_bytes, to);
-  }
-
-  // Whether sums of no terms, as phases without a tap have them, become zeros.
-  bool nothing_is_zeros() const {
-    const bool limits = how.zero_point != 0 || how.low > 0 || how.high < 0 || how.mask != nullptr;
-    const bool stays = how.result == Result::sums || how.result == Result::floats;
-    return source.bias == nullptr && (stays || (how.result == Result::int8 && !limits));
-  }
-
-  void clear(int64_t rows, const std::array<int64_t, kMostRows>& places) const {
-    const int64_t bytes = how.result == Result::int8 ? 1 : 4;
-    for (int64_t i = 0; i < rows; ++i) {
-      char* const to = static_cast<char*>(how.output) + places[static_cast<size_t>(i)] * bytes;
-      std::memset(to, 0, static_cast<size_t>(target.channels * bytes));
+    if (padded) {
+      return copy_padded(part.kernels(), image, part.rows, part.columns, rows.sample, rows.begin, rows.end, to);
     }
+    const Outputs outputs{rows.begin, rows.end, pixels};
+    return gather_left(part.kernels(), image, part.rows, part.columns, depth, outputs, sizes.left_row_bytes, to);
   }
 
   Panels packed_panels(int64_t group, int64_t first, int64_t count) const {
@@ -206,17 +198,10 @@ struct Task {
   Panels pack(int64_t group, int64_t first, int64_t count, const Workspace& own) const {
     const Panels panels{group, first, count, own.packed, own.packed_sums};
     std::fill_n(own.packed_sums, kCachedColumns, 0);
+    const int64_t columns = results.columns_of(panels);
     pack_gradient_panels(
-        conv, part, source.weight, group, panels.first_column(), columns_of(panels), own.packed, own.packed_sums);
+        conv, part, source.weight, group, panels.first_column(), columns, own.packed, own.packed_sums);
     return panels;
-  }
-
-  int64_t columns_of(const Panels& panels) const {
-    return std::min(panels.columns(), part.target_depth - panels.first_column());
-  }
-
-  bool has_terms() const {
-    return source.bias != nullptr || source.zero_point + part.kernels().left_offset != 0;
   }
 
   void multiply(
@@ -238,119 +223,38 @@ struct Task {
          sums,
          panels.columns(),
          depth.first > 0 && !sizes.wide,
-         start});
+         start,
+         left.segment_steps,
+         left.segment_bytes});
+  }
+};
+
+// How the rows of a product are cut.
+struct Blocks {
+  bool padded;
+  int64_t samples; // 1, where their outputs follow each other
+  int64_t rows; // of a sample
+  int64_t most_rows; // of a block
+  int64_t of_sample;
+
+  Blocks(const Conv2d& conv, const Correlation& part, const Finish& how, bool packs) {
+    const Padded positions(part.rows, part.columns);
+    padded = !packs && conv.groups == 1 && goes_padded(part.kernels(), part.rows, part.columns, part.source_depth, part.source_depth) &&
+        part.rows.outputs > 0 && part.chunk() >= part.depth() && (how.mask == nullptr || part.target_depth % 8 == 0) &&
+        positions.copy_bytes(kMostRows, part.source_depth) <= part.left_bytes();
+    const int64_t outputs = part.rows.outputs * part.columns.outputs;
+    samples = padded ? conv.batch : 1;
+    rows = padded ? positions.positions() : conv.batch * outputs;
+    most_rows = padded ? kMostRows : part.block_rows();
+    of_sample = divided(rows, most_rows);
   }
 
-  // What is added to each column: its bias, and what takes the offsets of the left operand off.
-  template <typename Sum>
-  std::array<Sum, kCachedColumns> terms_of(const Panels& panels) const {
-    const int64_t channel = panels.group * part.target_depth + panels.first_column();
-    const int64_t offset = source.zero_point + part.kernels().left_offset;
-    std::array<Sum, kCachedColumns> terms{};
-    for (int64_t i = 0; i < columns_of(panels); ++i) {
-      const int64_t bias = source.bias == nullptr ? 0 : source.bias[channel + i];
-      terms[static_cast<size_t>(i)] = static_cast<Sum>(bias - offset * panels.column_sums[i]);
-    }
-    return terms;
+  int64_t count() const {
+    return samples * of_sample;
   }
-
-  // The sums of one chunk, each of which int32 holds.
-  void widen(const Panels& panels, const Range& depth, int64_t rows, const Workspace& own) const {
-    const auto terms = terms_of<int64_t>(panels);
-    for (int64_t row = 0; row < rows; ++row) {
-      for (int64_t column = 0; column < columns_of(panels); ++column) {
-        const int64_t at = row * panels.columns() + column;
-        const int64_t before = depth.first == 0 ? terms[static_cast<size_t>(column)] : own.wide_sums[at];
-        own.wide_sums[at] = before + own.sums[at];
-      }
-    }
-  }
-
-  template <typename Sum>
-  float finish_sums(
-      const Sum* sums,
-      const int32_t* terms,
-      const Panels& panels,
-      int64_t rows,
-      const std::array<int64_t, kMostRows>& places) const {
-    if (const int64_t joined = rows_joined(panels); joined > 1 && rows >= joined) {
-      const int64_t whole = rows / joined * joined;
-      const Sum* const rest = sums + whole * panels.columns();
-      return std::max(
-          finish_joined(sums, terms, panels, whole, joined, places),
-          finish_rows(rest, terms, panels, rows - whole, places.data() + whole));
-    }
-    return finish_rows(sums, terms, panels, rows, places.data());
-  }
-
-  // How many rows are finished as one, as whole vectors, where their sums and elements lie side by side. Draws depend on
-  // where a row begins.
-  int64_t rows_joined(const Panels& panels) const {
-    const int64_t width = panels.columns();
-    const int64_t joined = std::lcm(width, int64_t{64}) / width;
-    const bool draws = how.rounding == Rounding::stochastic && how.result == Result::int8;
-    const bool adjoin = part.rows.output_step == 1 && part.columns.output_step == 1 &&
-        columns_of(panels) == target.channels && columns_of(panels) == width;
-    return draws || !adjoin || joined * width > kBlockColumns ? 1 : joined;
-  }
-
-  template <typename Sum>
-  float finish_joined(
-      const Sum* sums,
-      const int32_t* terms,
-      const Panels& panels,
-      int64_t rows,
-      int64_t joined,
-      const std::array<int64_t, kMostRows>& places) const {
-    const int64_t width = panels.columns();
-    std::array<int64_t, kMostRows> joined_places;
-    std::array<int32_t, kBlockColumns> joined_terms;
-    std::array<float, kBlockColumns> multipliers;
-    for (int64_t i = 0; i < rows / joined; ++i) {
-      joined_places[static_cast<size_t>(i)] = places[static_cast<size_t>(i * joined)];
-    }
-    Finish joined_how = how;
-    for (int64_t i = 0; i < joined; ++i) {
-      if (terms != nullptr) {
-        std::copy_n(terms, width, joined_terms.data() + i * width);
-      }
-      if (how.per_channel) {
-        std::copy_n(how.multipliers, width, multipliers.data() + i * width);
-        joined_how.multipliers = multipliers.data();
-      }
-    }
-    const int32_t* const column_terms = terms == nullptr ? nullptr : joined_terms.data();
-    return finish(
-        joined_how,
-        Block<Sum>{
-            sums,
-            joined * width,
-            rows / joined,
-            joined * width,
-            joined_places.data(),
-            0,
-            0,
-            column_terms,
-            nullptr});
-  }
-
-  template <typename Sum>
-  float finish_rows(
-      const Sum* sums, const int32_t* terms, const Panels& panels, int64_t rows, const int64_t* places) const {
-    if (rows == 0) {
-      return 0;
-    }
-    const int64_t channel = panels.group * part.target_depth + panels.first_column();
-    // The channels of a depthwise convolution are one row, although each is a group.
-    const int64_t column = conv.depthwise() ? channel : panels.first_column();
-    std::array<int64_t, kMostRows> block_places;
-    for (int64_t i = 0; i < rows; ++i) {
-      block_places[static_cast<size_t>(i)] = places[i] + channel;
-    }
-    return finish(
-        how,
-        Block<Sum>{
-            sums, panels.columns(), rows, columns_of(panels), block_places.data(), column, channel, terms, nullptr});
+  Rows operator[](int64_t block) const {
+    const int64_t begin = block % of_sample * most_rows;
+    return {block / of_sample, begin, std::min(rows, begin + most_rows)};
   }
 };
 
@@ -368,23 +272,22 @@ float run_pass(
   std::vector<float> largest(static_cast<size_t>(threads.count), 0.0F);
   for (int64_t phase = 0; phase < phases_of(conv, pass); ++phase) {
     const Correlation part = correlation_of(conv, pass, phase);
+    const Blocks blocks(conv, part, how, packs);
+    const PanelSums results(conv, part, source, target, how);
     const int64_t pixels = conv.batch * part.rows.outputs * part.columns.outputs;
-    const Task task{conv, part, Sizes(part), source, target, how, weights, pixels};
-    const int64_t rows = part.block_rows();
-    const int64_t blocks = (pixels + rows - 1) / rows;
+    const Task task{conv, part, Sizes(part), source, target, weights, pixels, blocks.padded, results};
     // Few rows are shared out by columns, but not within a byte of a mask.
-    const bool by_columns = blocks < threads.count && (how.mask == nullptr || part.target_depth % 8 == 0);
+    const bool by_columns = blocks.count() < threads.count && (how.mask == nullptr || part.target_depth % 8 == 0);
     const int64_t cuts = by_columns ? std::min(part.panels(), threads.count) : 1;
-    threads.share(blocks * cuts, [&](int64_t thread, int64_t begin, int64_t end) {
+    threads.share(blocks.count() * cuts, [&](int64_t thread, int64_t begin, int64_t end) {
       const Multiplying multiplying(part.kernels());
       const Workspace own(part, packs, static_cast<char*>(workspace) + thread * thread_bytes);
       float& most = largest[static_cast<size_t>(thread)];
       for (int64_t item = begin; item < end; ++item) {
-        const int64_t row = item / cuts * rows;
         const int64_t cut = item % cuts;
         const int64_t first_panel = part.panels() * cut / cuts;
         const int64_t last_panel = part.panels() * (cut + 1) / cuts;
-        most = std::max(most, task(row, std::min(pixels, row + rows), first_panel, last_panel, own));
+        most = std::max(most, task(blocks[item / cuts], first_panel, last_panel, own));
       }
     });
     weights += packs ? 0 : part.group_bytes() * conv.groups;

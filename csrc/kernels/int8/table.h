@@ -39,6 +39,10 @@ struct Product {
   // What sums begin with that do not accumulate, for each column of whole panels, by a table that says it does so; or
   // null, for zeros.
   const int32_t* start = nullptr;
+  // Where a row of the left operand lies in segments: so many steps side by side, a whole number of the table's depth
+  // multiples, and the next ones so many bytes after them. By a table that says it does so; or 0, where it is in one.
+  int64_t left_segment_steps = 0;
+  int64_t left_segment_bytes = 0;
 };
 
 // What sums become where they are fp32 at once: (sum + column term + row term) * multiplier.
@@ -114,6 +118,8 @@ struct Table {
   bool packs_by_lanes = false;
   // Whether sums begin with what they are told to, see Product.
   bool starts_sums = false;
+  // Whether rows of the left operand may lie in segments, see Product, and overlap: only a set that needs no packing.
+  bool left_in_segments = false;
   // What a thread does before its products and after them, or null.
   void (*begin)() = nullptr;
   void (*end)() = nullptr;

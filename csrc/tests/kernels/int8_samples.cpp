@@ -120,6 +120,12 @@ std::vector<Conv2d> int8_convolutions() {
       {1, axis(14, 3, 2, 3, 3), axis(13, 2, 3, 1, 2), 4, 5, 1},
       {1, axis(9, 1, 1, 1), axis(6, 5, 1, 2), 7, 4, 1},
       {1, axis(5, 2, 3), axis(6, 2, 4), 2, 3, 1},
+      // Whole steps of channels: rows of the product may overlap in a padded copy, across lines, in lines longer than a
+      // block, with taps spread over rows, padding wider than the kernel, and in phases of gradients.
+      {2, axis(9, 3, 1, 1), axis(13, 3, 1, 1), 64, 64, 1},
+      {1, axis(7, 3, 1, 2, 2), axis(110, 3, 1, 1), 64, 20, 1},
+      {3, axis(4, 2, 1, 0), axis(9, 2, 1, 3), 128, 72, 1},
+      {2, axis(8, 3, 2, 1), axis(18, 3, 2, 1), 64, 64, 1},
       // Few channels in: gradients whose rows are patches, of whole strides, that reach over the image's edges.
       {2, axis(15, 3, 2, 1), axis(17, 3, 2, 1), 3, 32, 1},
       {2, axis(14, 3, 2, 0), axis(13, 3, 2, 0), 3, 5, 1},

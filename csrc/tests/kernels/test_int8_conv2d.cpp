@@ -4,6 +4,8 @@
 #include <cmath>
 #include <vector>
 
+#include "../../kernels/int8/correlation.h"
+#include "../../kernels/int8/padded.h"
 #include "../../kernels/int8/patches.h"
 #include "int8_samples.h"
 
@@ -110,6 +112,22 @@ TEST(int8_gradients_of_few_channels_go_by_patches) {
   CHECK(!goes_by_patches({8, axis(56, 3, 2, 1), axis(56, 3, 2, 1), 64, 128, 1}, Pass::grad_input));
   CHECK(!goes_by_patches({8, axis(56, 3, 2, 1), axis(56, 3, 2, 1), 6, 128, 2}, Pass::grad_input));
   CHECK(!goes_by_patches({8, axis(1, 1), axis(1, 1), 3, 64, 1}, Pass::grad_input));
+}
+
+TEST(int8_rows_of_padded_images_overlap_where_a_set_needs_no_packing) {
+  using kernels::int8::correlation_of;
+  const auto goes = [](const Conv2d& conv, Pass pass) {
+    const kernels::int8::Correlation part = correlation_of(conv, pass, 0);
+    return kernels::int8::goes_padded(part.kernels(), part.rows, part.columns, conv.in_channels, part.source_depth);
+  };
+  const Conv2d conv = {8, axis(56, 3, 1, 1), axis(56, 3, 1, 1), 64, 64, 1};
+  const bool can = kernels::int8::table().left_in_segments;
+  CHECK_EQUAL(goes(conv, Pass::forward), can);
+  CHECK_EQUAL(goes(conv, Pass::grad_input), can);
+  CHECK(!goes({8, axis(56, 3, 2, 1), axis(56, 3, 2, 1), 64, 64, 1}, Pass::forward));
+  CHECK(!goes({8, axis(56, 1), axis(56, 1), 64, 64, 1}, Pass::forward));
+  CHECK(!goes({8, axis(7, 3, 1, 1), axis(7, 3, 1, 1), 64, 64, 1}, Pass::forward));
+  CHECK(!goes({8, axis(56, 3, 1, 1), axis(56, 3, 1, 1), 48, 64, 1}, Pass::forward));
 }
 
 // How a pass is cut shows nowhere: it has the bits of sums that are finished pixel by pixel.
