@@ -23,6 +23,7 @@ void run_tasks(int64_t tasks, void (*task)(const void*, int64_t), const void* co
 
 // Work below which a thread costs more than it saves, in multiply-adds.
 constexpr int64_t kGrainProducts = 1 << 20;
+constexpr int64_t kDepthwiseGrainProducts = 1 << 18; // few of which are done at a time
 
 // In front of packed weights: what they were packed for, so that others are told from them.
 constexpr int64_t kTagBytes = 64;
@@ -123,7 +124,8 @@ Tensor empty_flat(int64_t count, ScalarType dtype, const Tensor& like) {
 Threads threads_for(const Conv2d& conv) {
   const int64_t products = conv.out_pixels() * conv.out_channels * conv.taps() * conv.in_depth();
   const auto available = static_cast<int64_t>(torch::stable::get_num_threads());
-  return {std::clamp<int64_t>(products / kGrainProducts, 1, available), run_tasks};
+  const int64_t grain = conv.depthwise() ? kDepthwiseGrainProducts : kGrainProducts;
+  return {std::clamp<int64_t>(products / grain, 1, available), run_tasks};
 }
 
 Threads all_threads() {

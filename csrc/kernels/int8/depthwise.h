@@ -28,7 +28,7 @@ float depthwise_pass(
     const Threads& threads,
     void* workspace);
 
-int64_t depthwise_grad_weight_workspace_bytes(const Conv2d& conv);
+int64_t depthwise_grad_weight_workspace_bytes(const Conv2d& conv, const Threads& threads);
 float depthwise_grad_weight(
     const Conv2d& conv,
     const int8_t* grad_output,

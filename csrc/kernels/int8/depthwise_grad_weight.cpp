@@ -66,11 +66,21 @@ int64_t rows_of_columns(const Conv2d& conv) {
   return (rows_of_step() - 1) * conv.rows.stride + conv.rows.kernel;
 }
 
+// Threads share samples, if those are as many for each, as long as vectors of channels come out uneven, with some empty in
+// part; and channels otherwise.
+bool shares_samples(const Conv2d& conv, const Threads& threads) {
+  const bool evenly = divided(conv.batch, threads.count) * threads.count * 10 <= conv.batch * 11;
+  const int64_t sums_bytes = conv.in_channels * (conv.taps() + 1) * static_cast<int64_t>(sizeof(int64_t));
+  return threads.count > 1 && conv.batch > 0 && evenly && conv.in_channels < kMostChannels * threads.count &&
+      sums_bytes <= kSumsBytes / 2;
+}
+
 struct Workspace {
   Pieces pieces;
   Cut cut;
   int32_t* sums; // [tap][channel]
-  int64_t* wide_sums; // [channel][tap]
+  int64_t* wide_sums; // [channel][tap], of those at a time, or of all
+  int64_t* bias; // of all, or null
   int32_t* part_bias; // of the output's gradient
   int8_t* zeros;
   int8_t* padding;
@@ -82,11 +92,12 @@ struct Workspace {
   PixelColumns gradient_columns;
   PixelColumns pixel_columns;
 
-  Workspace(const Conv2d& conv, void* at)
+  Workspace(const Conv2d& conv, bool of_samples, void* at)
       : pieces(at),
         cut(conv),
         sums(pieces.take<int32_t>(conv.taps() * cut.channels())),
-        wide_sums(pieces.take<int64_t>(conv.taps() * cut.channels())),
+        wide_sums(pieces.take<int64_t>(conv.taps() * (of_samples ? conv.in_channels : cut.channels()))),
+        bias(pieces.take<int64_t>(of_samples ? conv.in_channels : 0)),
         part_bias(pieces.take<int32_t>(cut.channels())),
         zeros(pieces.take<int8_t>(cut.channels() + kAlignment)),
         padding(pieces.take<int8_t>(cut.channels() + kAlignment)),
@@ -98,11 +109,17 @@ struct Workspace {
         pixel_columns(rows_of_columns(conv), 1, Cut::width_of(conv, read_outputs), pieces) {}
 };
 
-// Some channels' gradient.
+// The gradient of some channels, or of some samples.
 class ChannelsGradient {
  public:
-  ChannelsGradient(const Conv2d& conv, const int8_t* grad_output, const int8_t* input, int32_t zero_point, void* workspace)
-      : conv_(conv), grad_output_(grad_output), input_(input), zero_point_(zero_point), own_(conv, workspace) {
+  ChannelsGradient(
+      const Conv2d& conv,
+      const int8_t* grad_output,
+      const int8_t* input,
+      int32_t zero_point,
+      bool of_samples,
+      void* workspace)
+      : conv_(conv), grad_output_(grad_output), input_(input), zero_point_(zero_point), own_(conv, of_samples, workspace) {
     std::memset(own_.zeros, 0, static_cast<size_t>(own_.cut.channels() + kAlignment));
     std::memset(own_.padding, zero_point, static_cast<size_t>(own_.cut.channels() + kAlignment));
   }
@@ -111,26 +128,51 @@ class ChannelsGradient {
   float operator()(int64_t first, int64_t last, int64_t* grad_bias, const Finish& how) {
     float largest = 0;
     for (const int64_t at_once = own_.cut.channels(); first < last; first += at_once) {
-      largest = std::max(largest, some(first, std::min(at_once, last - first), grad_bias, how));
+      const int64_t channels = std::min(at_once, last - first);
+      sum(first, channels, 0, conv_.batch, own_.wide_sums, grad_bias);
+      largest = std::max(largest, finish_channels(first, channels, own_.wide_sums, how));
     }
     return largest;
   }
 
+  // Sums over samples, to be added up with those of others before channels are finished.
+  void sum_samples(int64_t begin, int64_t end) {
+    const int64_t at_once = own_.cut.channels();
+    for (int64_t first = 0; first < conv_.in_channels; first += at_once) {
+      const int64_t channels = std::min(at_once, conv_.in_channels - first);
+      sum(first, channels, begin, end, own_.wide_sums + first * conv_.taps(), own_.bias);
+    }
+  }
+
+  void add(const ChannelsGradient& other) {
+    for (int64_t i = 0; i < conv_.in_channels * conv_.taps(); ++i) {
+      own_.wide_sums[i] += other.own_.wide_sums[i];
+    }
+    for (int64_t channel = 0; channel < conv_.in_channels; ++channel) {
+      own_.bias[channel] += other.own_.bias[channel];
+    }
+  }
+
+  float finish_samples(int64_t* grad_bias, const Finish& how) const {
+    std::copy_n(own_.bias, conv_.in_channels, grad_bias);
+    return finish_channels(0, conv_.in_channels, own_.wide_sums, how);
+  }
+
  private:
-  float some(int64_t first, int64_t channels, int64_t* grad_bias, const Finish& how) {
+  void sum(int64_t first, int64_t channels, int64_t begin, int64_t end, int64_t* wide_sums, int64_t* grad_bias) {
     first_ = first;
     channels_ = channels;
-    std::fill_n(own_.wide_sums, conv_.taps() * own_.cut.channels(), 0);
+    wide_sums_ = wide_sums;
+    std::fill_n(wide_sums, conv_.taps() * channels, 0);
     std::fill_n(grad_bias + first, channels, 0);
     clear();
     const int64_t at_once = std::max<int64_t>(1, own_.cut.outputs);
     for (int64_t output = 0; output < conv_.columns.output; output += at_once) {
-      for (int64_t sample = 0; sample < conv_.batch; ++sample) {
+      for (int64_t sample = begin; sample < end; ++sample) {
         add_sample(sample, output, std::min(at_once, conv_.columns.output - output), grad_bias + first);
       }
     }
     widen(grad_bias + first);
-    return finish_channels(how);
   }
 
   void clear() {
@@ -220,42 +262,42 @@ class ChannelsGradient {
       const auto bias = static_cast<uint32_t>(offset * part_bias);
       for (int64_t tap = 0; tap < conv_.taps(); ++tap) {
         const auto sum = static_cast<uint32_t>(sums[tap * own_.cut.channels()]);
-        own_.wide_sums[channel * conv_.taps() + tap] += static_cast<int32_t>(sum - bias);
+        wide_sums_[channel * conv_.taps() + tap] += static_cast<int32_t>(sum - bias);
       }
     }
   }
 
-  float finish_channels(const Finish& how) const {
-    return conv_.out_pixels() > kMostDepth ? finish_as<int64_t>(how) : finish_as<int32_t>(how);
+  float finish_channels(int64_t first, int64_t channels, const int64_t* wide_sums, const Finish& how) const {
+    return conv_.out_pixels() > kMostDepth ? finish_as<int64_t>(first, channels, wide_sums, how)
+                                           : finish_as<int32_t>(first, channels, wide_sums, how);
   }
 
   template <typename Sum>
-  float finish_as(const Finish& how) const {
+  float finish_as(int64_t first, int64_t channels, const int64_t* wide_sums, const Finish& how) const {
     float largest = 0;
-    for (int64_t channel = 0; channel < channels_; channel += kMostChannels) {
+    for (int64_t channel = 0; channel < channels; channel += kMostChannels) {
+      const int64_t rows = std::min(kMostChannels, channels - channel);
       for (int64_t tap = 0; tap < conv_.taps(); tap += kTapsAtOnce) {
-        largest = std::max(largest, finish_block<Sum>(channel, tap, how));
+        const int64_t* const from = wide_sums + channel * conv_.taps() + tap;
+        largest = std::max(largest, finish_block<Sum>(first + channel, rows, tap, from, how));
       }
     }
     return largest;
   }
 
   template <typename Sum>
-  float finish_block(int64_t channel, int64_t tap, const Finish& how) const {
-    const int64_t rows = std::min(kMostChannels, channels_ - channel);
+  float finish_block(int64_t channel, int64_t rows, int64_t tap, const int64_t* wide_sums, const Finish& how) const {
     const int64_t columns = std::min(kTapsAtOnce, conv_.taps() - tap);
     std::array<int64_t, kMostChannels> places;
     std::array<Sum, kMostChannels * kTapsAtOnce> sums;
     for (int64_t row = 0; row < rows; ++row) {
-      places[static_cast<size_t>(row)] = (first_ + channel + row) * conv_.taps() + tap;
-      const int64_t* const from = own_.wide_sums + (channel + row) * conv_.taps() + tap;
+      places[static_cast<size_t>(row)] = (channel + row) * conv_.taps() + tap;
       for (int64_t i = 0; i < columns; ++i) {
-        sums[static_cast<size_t>(row * kTapsAtOnce + i)] = static_cast<Sum>(from[i]);
+        sums[static_cast<size_t>(row * kTapsAtOnce + i)] = static_cast<Sum>(wide_sums[row * conv_.taps() + i]);
       }
     }
     return finish(
-        how,
-        Block<Sum>{sums.data(), kTapsAtOnce, rows, columns, places.data(), tap, first_ + channel, nullptr, nullptr});
+        how, Block<Sum>{sums.data(), kTapsAtOnce, rows, columns, places.data(), tap, channel, nullptr, nullptr});
   }
 
   const Conv2d& conv_;
@@ -264,6 +306,7 @@ class ChannelsGradient {
   const int8_t* const input_;
   const int32_t zero_point_;
   Workspace own_;
+  int64_t* wide_sums_ = nullptr; // of the channels at a time
   int64_t first_ = 0;
   int64_t channels_ = 0;
   int64_t terms_ = 0; // of the sums in int32
@@ -271,8 +314,8 @@ class ChannelsGradient {
 
 } // namespace
 
-int64_t depthwise_grad_weight_workspace_bytes(const Conv2d& conv) {
-  return Workspace(conv, nullptr).pieces.bytes();
+int64_t depthwise_grad_weight_workspace_bytes(const Conv2d& conv, const Threads& threads) {
+  return Workspace(conv, shares_samples(conv, threads), nullptr).pieces.bytes();
 }
 
 float depthwise_grad_weight(
@@ -284,14 +327,29 @@ float depthwise_grad_weight(
     const Finish& how,
     const Threads& threads,
     void* workspace) {
-  const int64_t thread_bytes = depthwise_grad_weight_workspace_bytes(conv);
+  const bool of_samples = shares_samples(conv, threads);
+  const int64_t thread_bytes = depthwise_grad_weight_workspace_bytes(conv, threads);
+  const auto part = [&](int64_t thread) {
+    char* const own = static_cast<char*>(workspace) + thread * thread_bytes;
+    return ChannelsGradient(conv, grad_output, input, zero_point, of_samples, own);
+  };
+  if (of_samples) {
+    std::vector<ChannelsGradient> parts;
+    for (int64_t thread = 0; thread < threads.count; ++thread) {
+      parts.push_back(part(thread));
+    }
+    threads.share(conv.batch, [&](int64_t thread, int64_t begin, int64_t end) {
+      parts[static_cast<size_t>(thread)].sum_samples(begin, end);
+    });
+    for (size_t thread = 1; thread < parts.size(); ++thread) {
+      parts.front().add(parts[thread]);
+    }
+    return parts.front().finish_samples(grad_bias, how);
+  }
   std::vector<float> largest(static_cast<size_t>(threads.count), 0.0F);
   threads.share(divided(conv.in_channels, kPanelColumns), [&](int64_t thread, int64_t begin, int64_t end) {
-    ChannelsGradient gradient(
-        conv, grad_output, input, zero_point, static_cast<char*>(workspace) + thread * thread_bytes);
-    const int64_t first = begin * kPanelColumns;
     const int64_t last = std::min(conv.in_channels, end * kPanelColumns);
-    largest[static_cast<size_t>(thread)] = gradient(first, last, grad_bias, how);
+    largest[static_cast<size_t>(thread)] = part(thread)(begin * kPanelColumns, last, grad_bias, how);
   });
   return *std::max_element(largest.begin(), largest.end());
 }

@@ -53,7 +53,45 @@ class BlockGradient {
     return largest;
   }
 
+  // Where pixels are shared: sums over some, to be added up with those of others before rows are finished.
+  void sum_pixels(int64_t begin, int64_t end) {
+    rows_ = conv_.out_depth();
+    columns_ = conv_.taps() * conv_.in_depth();
+    sums_rows_ = true;
+    std::fill_n(own_.wide_row_sums, rows_, 0);
+    cut_.wide ? sum_wide(begin, end) : sum(begin, end);
+  }
+
+  void add_terms(const BlockGradient& other) {
+    add(own_.column_sums, other.own_.column_sums, columns_);
+    add(own_.wide_row_sums, other.own_.wide_row_sums, rows_);
+  }
+
+  void add_rows_of(const BlockGradient& other, int64_t first, int64_t count) {
+    const int64_t at = first * cut_.block_columns();
+    if (cut_.wide) {
+      add(own_.wide_sums + at, other.own_.wide_sums + at, count * cut_.block_columns());
+    } else {
+      add(own_.sums + at, other.own_.sums + at, count * cut_.block_columns());
+    }
+  }
+
+  float finish_rows(int64_t first, int64_t count, const Finish& how) const {
+    return cut_.wide ? finish_rows(own_.wide_sums, first, count, how) : finish_rows(own_.sums, first, count, how);
+  }
+
+  const int64_t* bias() const {
+    return own_.wide_row_sums;
+  }
+
  private:
+  template <typename Sum>
+  static void add(Sum* to, const Sum* from, int64_t count) {
+    for (int64_t i = 0; i < count; ++i) {
+      to[i] += from[i];
+    }
+  }
+
   float sum_narrow(const Finish& how) {
     const int64_t pixels = conv_.out_pixels();
     const bool by_columns = how.per_channel && !how.channels_are_rows;
@@ -62,7 +100,7 @@ class BlockGradient {
       return sum_to_floats(how);
     }
     sum(0, pixels);
-    return finish_block<int32_t>(own_.sums, how);
+    return finish_block(own_.sums, how);
   }
 
   // Where there are few pixels, sums go where they belong as soon as they are there.
@@ -93,15 +131,18 @@ class BlockGradient {
   }
 
   float sum_wide(const Finish& how) {
-    const int64_t pixels = conv_.out_pixels();
+    sum_wide(0, conv_.out_pixels());
+    return finish_block(own_.wide_sums, how);
+  }
+
+  void sum_wide(int64_t begin, int64_t end) {
     const int64_t part = kMostDepth / cut_.chunk_pixels * cut_.chunk_pixels;
     std::fill_n(own_.wide_sums, rows_ * cut_.block_columns(), 0);
-    for (int64_t begin = 0; begin < pixels; begin += part) {
-      sum(begin, std::min(pixels, begin + part));
+    for (; begin < end; begin += part) {
+      sum(begin, std::min(end, begin + part));
       widen();
     }
     std::fill_n(own_.column_sums, cut_.block_columns(), 0);
-    return finish_block<int64_t>(own_.wide_sums, how);
   }
 
   void sum(int64_t begin, int64_t end) {
@@ -282,16 +323,22 @@ class BlockGradient {
 
   template <typename Sum>
   float finish_block(const Sum* sums, const Finish& how) const {
+    return finish_rows(sums, 0, rows_, how);
+  }
+
+  // Of the block's rows, kMostGradientRows at most.
+  template <typename Sum>
+  float finish_rows(const Sum* sums, int64_t first_row, int64_t rows, const Finish& how) const {
     const int64_t width = conv_.taps() * conv_.in_depth();
-    const int64_t channel = group_ * conv_.out_depth() + first_row_;
+    const int64_t channel = group_ * conv_.out_depth() + first_row_ + first_row;
     std::array<Sum, kMostGradientRows> row_terms;
     std::array<int64_t, kMostGradientRows> places;
     float largest = 0;
     for (int64_t first = 0; first < columns_; first += kBlockColumns) {
       const int64_t columns = std::min(kBlockColumns, columns_ - first);
-      for (int64_t row = 0; row < rows_; ++row) {
+      for (int64_t row = 0; row < rows; ++row) {
         const auto at = static_cast<size_t>(row);
-        row_terms[at] = row_term<Sum>(row);
+        row_terms[at] = row_term<Sum>(first_row + row);
         places[at] = (channel + row) * width + first_column_ + first;
       }
       std::array<int32_t, kBlockColumns> column_terms;
@@ -303,9 +350,9 @@ class BlockGradient {
           finish(
               how,
               Block<Sum>{
-                  sums + first,
+                  sums + first_row * cut_.block_columns() + first,
                   cut_.block_columns(),
-                  rows_,
+                  rows,
                   columns,
                   places.data(),
                   first_column_ + first,
@@ -322,7 +369,7 @@ class BlockGradient {
   const GradientWorkspace own_;
   const Taps rows_taps_;
   const Taps columns_taps_;
-  int64_t group_ = -1;
+  int64_t group_ = 0;
   int64_t column_block_ = -1;
   bool right_is_packed_ = false;
   int64_t first_row_ = 0;
@@ -337,13 +384,54 @@ class BlockGradient {
 namespace {
 
 // Rows of outputs whose sums int32 holds, and pixels that the workspace has room for; others are cut elsewhere.
-bool goes_by_lines(const Conv2d& conv) {
+bool goes_by_lines(const Conv2d& conv, const Threads& threads) {
   return conv.depthwise() && conv.columns.output <= kMostDepth &&
-      depthwise_grad_weight_workspace_bytes(conv) <= kMostWorkspaceBytes;
+      depthwise_grad_weight_workspace_bytes(conv, threads) <= kMostWorkspaceBytes;
 }
 
 bool is_empty(const Conv2d& conv) {
   return conv.out_channels == 0 || conv.in_channels == 0;
+}
+
+float share_pixels(
+    const Conv2d& conv,
+    const GradientCut& cut,
+    const Operands& operands,
+    int64_t* grad_bias,
+    const Finish& how,
+    const Threads& threads,
+    char* workspace,
+    int64_t thread_bytes) {
+  std::vector<BlockGradient> parts;
+  for (int64_t part = 0; part < cut.pixel_parts; ++part) {
+    parts.emplace_back(conv, cut, operands, workspace + part * thread_bytes);
+  }
+  const int64_t pixels = conv.out_pixels();
+  threads.share(cut.pixel_parts, [&](int64_t, int64_t begin, int64_t end) {
+    const Multiplying multiplying(*cut.kernels);
+    for (int64_t part = begin; part < end; ++part) {
+      const int64_t first = std::min(pixels, part * cut.part_pixels(pixels));
+      parts[static_cast<size_t>(part)].sum_pixels(first, std::min(pixels, first + cut.part_pixels(pixels)));
+    }
+  });
+  BlockGradient& sum = parts.front();
+  for (size_t part = 1; part < parts.size(); ++part) {
+    sum.add_terms(parts[part]);
+  }
+  std::copy_n(sum.bias(), conv.out_channels, grad_bias);
+  constexpr int64_t kRows = 32;
+  std::vector<float> largest(static_cast<size_t>(threads.count), 0.0F);
+  threads.share(divided(conv.out_channels, kRows), [&](int64_t thread, int64_t begin, int64_t end) {
+    float& most = largest[static_cast<size_t>(thread)];
+    for (int64_t first = begin * kRows; first < std::min(conv.out_channels, end * kRows); first += kRows) {
+      const int64_t rows = std::min(kRows, conv.out_channels - first);
+      for (size_t part = 1; part < parts.size(); ++part) {
+        sum.add_rows_of(parts[part], first, rows);
+      }
+      most = std::max(most, sum.finish_rows(first, rows, how));
+    }
+  });
+  return *std::max_element(largest.begin(), largest.end());
 }
 
 // Without weights there is still a bias.
@@ -362,8 +450,8 @@ int64_t grad_weight_workspace_bytes(const Conv2d& conv, const Threads& threads) 
   if (is_empty(conv)) {
     return 0;
   }
-  if (goes_by_lines(conv)) {
-    return depthwise_grad_weight_workspace_bytes(conv);
+  if (goes_by_lines(conv, threads)) {
+    return depthwise_grad_weight_workspace_bytes(conv, threads);
   }
   return GradientWorkspace(GradientCut(conv, threads), nullptr).pieces.bytes();
 }
@@ -381,12 +469,15 @@ float grad_weight(
     sum_bias(conv, grad_output, grad_bias);
     return 0;
   }
-  if (goes_by_lines(conv)) {
+  if (goes_by_lines(conv, threads)) {
     return depthwise_grad_weight(conv, grad_output, input, zero_point, grad_bias, how, threads, workspace);
   }
   const GradientCut cut(conv, threads);
   const Operands operands{grad_output, input, zero_point};
   const int64_t thread_bytes = grad_weight_workspace_bytes(conv, threads);
+  if (cut.pixel_parts > 1) {
+    return share_pixels(conv, cut, operands, grad_bias, how, threads, static_cast<char*>(workspace), thread_bytes);
+  }
   const int64_t blocks = cut.row_blocks * cut.column_blocks;
   std::vector<float> largest(static_cast<size_t>(threads.count), 0.0F);
   threads.share(conv.groups * blocks, [&](int64_t thread, int64_t begin, int64_t end) {

@@ -16,13 +16,16 @@ inline constexpr int64_t kMostGradientColumns = 512;
 inline constexpr int64_t kFewGradientPixels = 128;
 
 // How the gradient of a group's weight, out_depth rows of taps x in_depth columns, is cut into blocks, and the pixels,
-// over which is summed, into chunks.
+// over which is summed, into chunks. Threads share the blocks; or, where one block is all there is, the pixels, because
+// threads that share its rows pack the same columns, each for itself.
 struct GradientCut {
   static constexpr int64_t kWideColumns = 256; // of sums in 64 bits
   static constexpr int64_t kFewRows = 64;
   static constexpr int64_t kFewColumns = 512;
   static constexpr int64_t kMostPixels = 2048;
   static constexpr int64_t kPackedBytes = 393216;
+  static constexpr int64_t kLeastPixels = 1024; // of a thread, so that adding sums up does not show
+  static constexpr int64_t kManyBlocks = 8; // for each thread, of which one more or less does not show
 
   const Table* kernels;
   int64_t block_rows;
@@ -30,6 +33,7 @@ struct GradientCut {
   int64_t row_blocks;
   int64_t column_blocks;
   int64_t chunk_pixels;
+  int64_t pixel_parts; // 1, where threads share blocks
   bool by_taps; // panels hold channels of one tap
   bool wide; // more pixels than int32 can sum over
 
@@ -42,9 +46,23 @@ struct GradientCut {
     row_blocks = divided(rows, few ? kFewRows : kMostGradientRows);
     column_blocks = divided(panels, (few ? kFewColumns : wide ? kWideColumns : kMostGradientColumns) / kPanelColumns);
     const int64_t wanted = divided(threads.count, conv.groups);
-    if (row_blocks * column_blocks < wanted) {
-      column_blocks = std::min(panels, divided(wanted, row_blocks));
-      row_blocks = std::max(row_blocks, std::min(divided(rows, kSlackRows), divided(wanted, column_blocks)));
+    const int64_t most_sums = (kMostGradientRows + kSlackRows) * (wide ? kWideColumns : kMostGradientColumns);
+    const bool one_block = conv.groups == 1 && (rows + kSlackRows) * panels * kPanelColumns <= most_sums;
+    pixel_parts = one_block && conv.out_pixels() >= kLeastPixels * threads.count ? threads.count : 1;
+    if (pixel_parts > 1) {
+      row_blocks = 1;
+      column_blocks = 1;
+    } else if (row_blocks * column_blocks < kManyBlocks * wanted) {
+      // What is cut into more blocks is packed once, the other operand once for each of them.
+      if (row_blocks > 1 || rows > panels * kPanelColumns) {
+        row_blocks = std::min(divided(rows, kSlackRows), divided(row_blocks, wanted) * wanted);
+      } else {
+        column_blocks = std::min(panels, divided(column_blocks, wanted) * wanted);
+      }
+      if (row_blocks * column_blocks < wanted) {
+        column_blocks = std::min(panels, divided(wanted, row_blocks));
+        row_blocks = std::max(row_blocks, std::min(divided(rows, kSlackRows), divided(wanted, column_blocks)));
+      }
     }
     block_rows = divided(divided(rows, row_blocks), kPanelColumns) * kPanelColumns;
     row_blocks = divided(rows, block_rows);
@@ -58,6 +76,10 @@ struct GradientCut {
     chunk_pixels = std::min(std::clamp(fitting, kAlignment, kMostPixels), std::max(all, kAlignment));
   }
 
+  // Of a thread that shares pixels.
+  int64_t part_pixels(int64_t pixels) const {
+    return divided(divided(pixels, pixel_parts), kAlignment) * kAlignment;
+  }
   int64_t block_columns() const {
     return block_panels * kPanelColumns;
   }
