@@ -160,36 +160,63 @@ int64_t depthwise_packed_bytes(const Conv2d& conv, Pass pass) {
 
 namespace {
 
-// One element of every channel's kernel goes to the same place of each channel's step, as what the table multiplies.
-template <typename Value>
-void pack_element(const Phase& phase, const int8_t* weight, int64_t taps, int64_t block_bytes, char* to) {
-  for (int64_t channel = 0; channel < phase.channels; ++channel) {
-    char* const step = to + channel / kPanelColumns * block_bytes + channel % kPanelColumns * kStepBytes;
-    *reinterpret_cast<Value*>(step) = weight[channel * taps];
-  }
-}
+// One step of a channel: the elements of its kernel that are its values, and zeros.
+struct PackedStep {
+  int64_t place; // in a block
+  std::array<int64_t, kStepBytes> elements; // of the kernel, or behind it
+};
 
-// For every row of outputs in a group.
-void pack_phase(const Phase& phase, const int8_t* weight, int64_t kernel_columns, int64_t taps, char* to) {
-  const Table& packing = depthwise_table().packing();
-  const int64_t block_bytes = phase.group() * phase.output_weights_bytes();
-  auto* const sums = reinterpret_cast<int32_t*>(to + phase.weights_bytes());
-  for (int64_t row = 0; row < phase.rows.count; ++row) {
-    for (int64_t tap = 0; tap < phase.columns.count; ++tap) {
-      const int8_t* const from = weight + phase.rows.element(row) * kernel_columns + phase.columns.element(tap);
-      for (int64_t output = 0; output < phase.group(); ++output) {
-        const int64_t place = row + output * phase.rows.step;
-        const int64_t step = place / packing.step_values() * phase.columns.count + tap;
-        char* const at = to + output * phase.output_weights_bytes() + step * kPanelStepBytes +
-            place % packing.step_values() * packing.value_bytes;
-        const auto pack = packing.value_bytes == 1 ? pack_element<int8_t> : pack_element<int16_t>;
-        pack(phase, from, taps, block_bytes, at);
-      }
-      for (int64_t channel = 0; channel < phase.channels; ++channel) {
-        sums[channel] += from[channel * taps];
+// The steps of all rows of outputs in a group.
+std::vector<PackedStep> packed_steps(const Phase& phase, int64_t kernel_columns, int64_t none) {
+  const int64_t rows = rows_of_step();
+  std::vector<PackedStep> steps;
+  for (int64_t output = 0; output < phase.group(); ++output) {
+    for (int64_t step = 0; step < phase.row_steps(); ++step) {
+      for (int64_t tap = 0; tap < phase.columns.count; ++tap) {
+        PackedStep packed{
+            output * phase.output_weights_bytes() + (step * phase.columns.count + tap) * kPanelStepBytes, {}};
+        for (int64_t i = 0; i < rows; ++i) {
+          const int64_t row = step * rows + i - output * phase.rows.step;
+          const bool inside = row >= 0 && row < phase.rows.count;
+          packed.elements[static_cast<size_t>(i)] =
+              inside ? phase.rows.element(row) * kernel_columns + phase.columns.element(tap) : none;
+        }
+        steps.push_back(packed);
       }
     }
   }
+  return steps;
+}
+
+// As what the table multiplies; and behind all steps the sum of each channel's elements.
+template <typename Value>
+void pack_steps(
+    const Phase& phase, const std::vector<PackedStep>& steps, const int8_t* weight, int64_t taps, char* to) {
+  constexpr size_t kValues = kStepBytes / sizeof(Value);
+  const size_t of_output = steps.size() / static_cast<size_t>(phase.group());
+  auto* const sums = reinterpret_cast<int32_t*>(to + phase.weights_bytes());
+  const int64_t block_bytes = phase.group() * phase.output_weights_bytes();
+  std::vector<int8_t> kernel(static_cast<size_t>(taps) + 1);
+  for (int64_t channel = 0; channel < phase.channels; ++channel) {
+    std::copy_n(weight + channel * taps, taps, kernel.data());
+    char* const own = to + channel / kPanelColumns * block_bytes + channel % kPanelColumns * kStepBytes;
+    int32_t sum = 0;
+    for (size_t step = 0; step < steps.size(); ++step) {
+      std::array<Value, kValues> values;
+      for (size_t i = 0; i < kValues; ++i) {
+        values[i] = kernel[static_cast<size_t>(steps[step].elements[i])];
+        sum += step < of_output ? values[i] : 0;
+      }
+      std::memcpy(own + steps[step].place, values.data(), kStepBytes);
+    }
+    sums[channel] = sum;
+  }
+}
+
+void pack_phase(const Phase& phase, const int8_t* weight, int64_t kernel_columns, int64_t taps, char* to) {
+  const std::vector<PackedStep> steps = packed_steps(phase, kernel_columns, taps);
+  const auto pack = depthwise_table().packing().value_bytes == 1 ? pack_steps<int8_t> : pack_steps<int16_t>;
+  pack(phase, steps, weight, taps, to);
 }
 
 } // namespace

@@ -15,6 +15,8 @@ namespace torch_odt::kernels::int8 {
 
 namespace {
 
+constexpr int64_t kRowsAtOnce = 64;
+
 struct Operands {
   const int8_t* grad_output;
   const int8_t* input;
@@ -99,8 +101,28 @@ class BlockGradient {
         pixels <= std::min(kFewGradientPixels, cut_.chunk_pixels)) {
       return sum_to_floats(how);
     }
+    if (pixels > 0 && pixels <= cut_.chunk_pixels) {
+      return sum_few_rows(how);
+    }
     sum(0, pixels);
-    return finish_block(own_.sums, how);
+    return finish_rows(own_.sums, 0, rows_, how);
+  }
+
+  // Where all pixels are packed at once, a few rows at a time, whose sums stay in a cache near the processor.
+  float sum_few_rows(const Finish& how) {
+    begin_sums();
+    pack(0, conv_.out_pixels());
+    end_sums();
+    float largest = 0;
+    for (int64_t row = 0; row < rows_; row += kRowsAtOnce) {
+      const int64_t rows = std::min(kRowsAtOnce, rows_ - row);
+      Product product = product_of(conv_.out_pixels(), false);
+      product.left = own_.left + row * cut_.left_row_bytes();
+      product.rows = rows;
+      cut_.kernels->multiply(product);
+      largest = std::max(largest, finish_rows(own_.sums - row * cut_.block_columns(), row, rows, how));
+    }
+    return largest;
   }
 
   // Where there are few pixels, sums go where they belong as soon as they are there.
@@ -132,7 +154,7 @@ class BlockGradient {
 
   float sum_wide(const Finish& how) {
     sum_wide(0, conv_.out_pixels());
-    return finish_block(own_.wide_sums, how);
+    return finish_rows(own_.wide_sums, 0, rows_, how);
   }
 
   void sum_wide(int64_t begin, int64_t end) {
@@ -319,11 +341,6 @@ class BlockGradient {
         own_.wide_sums[at] += static_cast<int32_t>(static_cast<uint32_t>(own_.sums[at]) - offset);
       }
     }
-  }
-
-  template <typename Sum>
-  float finish_block(const Sum* sums, const Finish& how) const {
-    return finish_rows(sums, 0, rows_, how);
   }
 
   // Of the block's rows, kMostGradientRows at most.
