@@ -123,6 +123,31 @@ TORCH_ODT_TARGET void multiply_four(const Product& of, const char* left, const c
   _tile_stored(3, lower + kPanelColumns, sums_bytes);
 }
 
+// Two panels by a tile of rows.
+TORCH_ODT_TARGET void multiply_two(const Product& of, const char* left, const char* right, int32_t* sums) {
+  const int64_t sums_bytes = of.sums_stride * 4;
+  if (of.accumulate) {
+    _tile_loadd(0, sums, sums_bytes);
+    _tile_loadd(1, sums + kPanelColumns, sums_bytes);
+  } else {
+    _tile_zero(0);
+    _tile_zero(1);
+  }
+  for (const char* const end = right + of.steps * kPanelStepBytes; right < end; left += of.left_segment_bytes) {
+    const char* from = left;
+    for (const char* const segment_end = right + segment_bytes(of); right < segment_end; from += kTileRowBytes) {
+      _tile_loadd(4, from, of.left_row_bytes);
+      _tile_loadd(6, right, kPanelStepBytes);
+      _tile_dpbssd(0, 4, 6);
+      _tile_loadd(7, right + of.panel_bytes, kPanelStepBytes);
+      _tile_dpbssd(1, 4, 7);
+      right += kTileSteps * kPanelStepBytes;
+    }
+  }
+  _tile_stored(0, sums, sums_bytes);
+  _tile_stored(1, sums + kPanelColumns, sums_bytes);
+}
+
 TORCH_ODT_TARGET void multiply_one(const Product& of, const char* left, const char* right, int32_t* sums) {
   const int64_t sums_bytes = of.sums_stride * 4;
   if (of.accumulate) {
@@ -159,12 +184,13 @@ TORCH_ODT_TARGET void multiply(const Product& of) {
     for (int64_t row = 0; row < of.rows; row += 2 * kTileRows) {
       const char* const left = static_cast<const char*>(of.left) + row * of.left_row_bytes;
       int32_t* const sums = of.sums + row * of.sums_stride + panel * kPanelColumns;
+      const bool more_rows = row + kTileRows < of.rows;
       if (panel + 1 < of.panels) {
-        multiply_four(of, left, right, sums);
+        more_rows ? multiply_four(of, left, right, sums) : multiply_two(of, left, right, sums);
         continue;
       }
       multiply_one(of, left, right, sums);
-      if (row + kTileRows < of.rows) {
+      if (more_rows) {
         multiply_one(of, left + kTileRows * of.left_row_bytes, right, sums + kTileRows * of.sums_stride);
       }
     }

@@ -134,11 +134,13 @@ void pack_weight(const Conv2d& conv, Pass pass, const int8_t* weight, const Thre
     return;
   }
   constexpr int64_t kPanelsAtOnce = 4;
+  constexpr int64_t kFewBytes = 1 << 18; // that one thread packs as fast as two begin
+  const Threads packing = conv.out_channels * conv.taps() * conv.in_depth() < kFewBytes ? Threads{} : threads;
   char* to = static_cast<char*>(packed);
   for (int64_t phase = 0; phase < phases_of(conv, pass); ++phase) {
     const Correlation part = correlation_of(conv, pass, phase);
     const int64_t chunks = (part.panels() + kPanelsAtOnce - 1) / kPanelsAtOnce;
-    threads.share(conv.groups * chunks, [&](int64_t, int64_t begin, int64_t end) {
+    packing.share(conv.groups * chunks, [&](int64_t, int64_t begin, int64_t end) {
       for (int64_t item = begin; item < end;) {
         const int64_t group = item / chunks;
         // Many of a group's, so that rows of weights are read a good way on.

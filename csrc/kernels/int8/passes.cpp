@@ -237,7 +237,7 @@ struct Blocks {
   int64_t most_rows; // of a block
   int64_t of_sample;
 
-  Blocks(const Conv2d& conv, const Correlation& part, const Finish& how, bool packs) {
+  Blocks(const Conv2d& conv, const Correlation& part, const Finish& how, bool packs, int64_t threads) {
     const Padded positions(part.rows, part.columns);
     padded = !packs && conv.groups == 1 && goes_padded(part.kernels(), part.rows, part.columns, part.source_depth, part.source_depth) &&
         part.rows.outputs > 0 && part.chunk() >= part.depth() && (how.mask == nullptr || part.target_depth % 8 == 0) &&
@@ -247,6 +247,13 @@ struct Blocks {
     rows = padded ? positions.positions() : conv.batch * outputs;
     most_rows = padded ? kMostRows : part.block_rows();
     of_sample = divided(rows, most_rows);
+    // As many for each thread, and of about as many rows.
+    constexpr int64_t kFewBlocks = 8; // for each thread
+    if (!padded && of_sample >= threads && of_sample < kFewBlocks * threads) {
+      of_sample = divided(of_sample, threads) * threads;
+      most_rows = divided(divided(rows, of_sample), 8) * 8;
+      of_sample = divided(rows, most_rows);
+    }
   }
 
   int64_t count() const {
@@ -272,7 +279,7 @@ float run_pass(
   std::vector<float> largest(static_cast<size_t>(threads.count), 0.0F);
   for (int64_t phase = 0; phase < phases_of(conv, pass); ++phase) {
     const Correlation part = correlation_of(conv, pass, phase);
-    const Blocks blocks(conv, part, how, packs);
+    const Blocks blocks(conv, part, how, packs, threads.count);
     const PanelSums results(conv, part, source, target, how);
     const int64_t pixels = conv.batch * part.rows.outputs * part.columns.outputs;
     const Task task{conv, part, Sizes(part), source, target, weights, pixels, blocks.padded, results};
