@@ -79,6 +79,18 @@ Tensor one_number(float value, const Tensor& like);
 
 Threads threads_for(const Conv2d& conv);
 Threads all_threads();
+// Calls function(member) with each member of some threads, in parallel.
+template <typename Function>
+void run_members(const Threads& threads, const Function& function) {
+  const auto task = [](const void* context, int64_t index) {
+    const auto& [all, body] = *static_cast<const std::pair<Threads, const Function*>*>(context);
+    Threads member = all;
+    member.member = index;
+    (*body)(member);
+  };
+  const std::pair<Threads, const Function*> context(threads, &function);
+  threads.run(threads.count, task, &context);
+}
 
 // How sums become another type, from the arguments that say so.
 struct Rescaling {

@@ -1,5 +1,7 @@
 // The gradients of int8 convolutions, see kernels/int8. Shapes for tracing are registered in torch_odt/ops.
 
+#include <algorithm>
+#include <mutex>
 #include <optional>
 #include <tuple>
 #include <utility>
@@ -17,7 +19,10 @@ using kernels::int8::grad_input_packing;
 using kernels::int8::grad_input_packing_workspace_bytes;
 using kernels::int8::grad_input_packs_on_the_way;
 using kernels::int8::grad_weight;
+using kernels::int8::grad_weight_parts_are_independent;
 using kernels::int8::grad_weight_workspace_bytes;
+using kernels::int8::pack_weight;
+using kernels::int8::packed_bytes;
 using kernels::int8::workspace_bytes;
 
 constexpr char kGradInputScaled[] = "int8_conv2d_grad_input_scaled";
@@ -307,6 +312,92 @@ Tensor conv2d_update_weight_(
 
 namespace {
 
+// Packed weights: those that came, or some that are packed when they are needed first.
+class Packing {
+ public:
+  Packing(
+      const Conv2d& conv, Pass pass, const Tensor& weight, const std::optional<Tensor>& packed, const Threads& threads)
+      : conv_(conv), pass_(pass), dense_(channels_last(weight)) {
+    constexpr int64_t kManyBytes = 1 << 18; // for one thread alone
+    if (packed || weight.numel() >= kManyBytes) {
+      packed_ = packed_for(conv, pass, weight, packed, threads);
+    } else {
+      own_ = empty_flat(packed_bytes(conv, pass), ScalarType::Byte, weight);
+    }
+  }
+
+  // By one of the threads that ask for them, while others wait.
+  const void* weights() const {
+    if (packed_) {
+      return data_of_packed(*packed_);
+    }
+    void* const to = own_->mutable_data_ptr();
+    std::call_once(once_, [&] { pack_weight(conv_, pass_, bytes_of(dense_), Threads{}, to); });
+    return to;
+  }
+
+ private:
+  const Conv2d& conv_;
+  const Pass pass_;
+  const Tensor dense_;
+  std::optional<Tensor> packed_;
+  mutable std::optional<Tensor> own_;
+  mutable std::once_flag once_;
+};
+
+// Both gradients, each thread going on from its part of one to that of the other without waiting.
+std::tuple<Tensor, Tensor, Tensor, Tensor> at_once(
+    const Conv2d& conv,
+    const GradInputArguments& for_input,
+    const GradWeightArguments& for_weight,
+    const Tensor& grad_input_scale,
+    const Tensor& grad_weight_scale,
+    int64_t rounding,
+    int64_t seed,
+    const Threads& threads) {
+  const char* const name = for_input.geometry.name;
+  Rescaling to_input = rescaling(name, Result::int8, grad_input_scale, 1, false);
+  set_rounding(name, rounding, seed, to_input);
+  Rescaling to_weight = rescaling(name, Result::floats, grad_weight_scale, conv.out_channels, true);
+  const Tensor gradient = channels_last(for_input.grad_output);
+  const Tensor image = channels_last(for_weight.input);
+  const Packing packing(conv, Pass::grad_input, for_input.weight, for_input.packed, threads);
+  Tensor of_input = empty_image(for_input.sizes(conv), ScalarType::Char, gradient);
+  Tensor of_weight = empty_image(for_weight.weight_sizes(conv), ScalarType::Float, gradient);
+  Tensor of_bias = for_weight.empty_bias(conv);
+  to_input.finish.output = of_input.mutable_data_ptr();
+  to_weight.finish.output = of_weight.mutable_data_ptr();
+  auto* const sums = static_cast<int64_t*>(of_bias.mutable_data_ptr());
+  const int64_t input_bytes = workspace_bytes(conv, Pass::grad_input) * threads.count;
+  const int64_t weight_bytes = grad_weight_workspace_bytes(conv, threads) * threads.count;
+  Tensor room = empty_flat(input_bytes + weight_bytes, ScalarType::Byte, gradient);
+  char* const workspace = static_cast<char*>(room.mutable_data_ptr());
+  std::vector<float> largest(static_cast<size_t>(threads.count));
+  run_members(threads, [&](const Threads& member) {
+    const auto weight_part = [&] {
+      grad_weight(
+          conv,
+          bytes_of(gradient),
+          bytes_of(image),
+          static_cast<int32_t>(for_weight.input_zero_point),
+          sums,
+          to_weight.finish,
+          member,
+          workspace + input_bytes);
+    };
+    // While one packs weights, the others do what needs none.
+    if (member.member > 0) {
+      weight_part();
+    }
+    largest[static_cast<size_t>(member.member)] =
+        grad_input(conv, bytes_of(gradient), packing.weights(), to_input.finish, member, workspace);
+    if (member.member == 0) {
+      weight_part();
+    }
+  });
+  return {of_input, one_number(*std::max_element(largest.begin(), largest.end()), gradient), of_weight, of_bias};
+}
+
 // Both gradients by one call: of small layers, calls are a good part of the time.
 std::tuple<Tensor, Tensor, Tensor, Tensor> conv2d_backward(
     const Tensor& grad_output,
@@ -327,12 +418,22 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> conv2d_backward(
   STD_TORCH_CHECK(
       input.size(1) == weight.size(1) * groups,
       "int8_conv2d_backward: input must have as many channels as weight has, times groups");
+  const Pair input_size{input.size(2), input.size(3)};
+  const Pair kernel_size{weight.size(2), weight.size(3)};
+  const GradInputArguments for_input{
+      grad_output, weight, packed, input_size, {"int8_conv2d_backward", stride, padding, dilation, groups}};
+  const GradWeightArguments for_weight{
+      grad_output, input, input_zero_point, {"int8_conv2d_backward", stride, padding, dilation, groups}};
+  const Conv2d conv = for_input.conv();
+  for_weight.conv(kernel_size);
+  const Threads threads = threads_for(conv);
+  if (threads.count > 1 && grad_weight_parts_are_independent(conv, threads) && !grad_input_packs_on_the_way(conv)) {
+    return at_once(conv, for_input, for_weight, grad_input_scale, grad_weight_scale, rounding, seed, threads);
+  }
   const auto [of_input, largest] = conv2d_grad_input_quantized(
-      grad_output, weight, packed, grad_input_scale, rounding, seed, {input.size(2), input.size(3)}, stride, padding,
-      dilation, groups);
+      grad_output, weight, packed, grad_input_scale, rounding, seed, input_size, stride, padding, dilation, groups);
   const auto [of_weight, of_bias] = conv2d_grad_weight_scaled(
-      grad_output, input, grad_weight_scale, input_zero_point, {weight.size(2), weight.size(3)}, stride, padding,
-      dilation, groups);
+      grad_output, input, grad_weight_scale, input_zero_point, kernel_size, stride, padding, dilation, groups);
   return {of_input, largest, of_weight, of_bias};
 }
 

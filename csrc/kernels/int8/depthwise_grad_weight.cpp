@@ -66,14 +66,16 @@ int64_t rows_of_columns(const Conv2d& conv) {
   return (rows_of_step() - 1) * conv.rows.stride + conv.rows.kernel;
 }
 
-// Threads share samples, if those are as many for each, as long as vectors of channels come out uneven, with some empty in
-// part; and channels otherwise.
+} // namespace
+
 bool shares_samples(const Conv2d& conv, const Threads& threads) {
   const bool evenly = divided(conv.batch, threads.count) * threads.count * 10 <= conv.batch * 11;
   const int64_t sums_bytes = conv.in_channels * (conv.taps() + 1) * static_cast<int64_t>(sizeof(int64_t));
   return threads.count > 1 && conv.batch > 0 && evenly && conv.in_channels < kMostChannels * threads.count &&
       sums_bytes <= kSumsBytes / 2;
 }
+
+namespace {
 
 struct Workspace {
   Pieces pieces;

@@ -473,6 +473,13 @@ int64_t grad_weight_workspace_bytes(const Conv2d& conv, const Threads& threads) 
   return GradientWorkspace(GradientCut(conv, threads), nullptr).pieces.bytes();
 }
 
+bool grad_weight_parts_are_independent(const Conv2d& conv, const Threads& threads) {
+  if (is_empty(conv)) {
+    return false;
+  }
+  return goes_by_lines(conv, threads) ? !shares_samples(conv, threads) : GradientCut(conv, threads).pixel_parts == 1;
+}
+
 float grad_weight(
     const Conv2d& conv,
     const int8_t* grad_output,

@@ -11,6 +11,9 @@ struct Threads {
   // Calls task(context, i) for every i from 0 up to but without `tasks`, which are `count` at most, and returns when all
   // are done; null runs them one after another.
   void (*run)(int64_t tasks, void (*task)(const void* context, int64_t index), const void* context) = nullptr;
+  // Of threads that are running already, each of which calls the same function: the one that this is, which does its own
+  // part alone. For functions whose parts need nothing of each other's.
+  int64_t member = -1;
 
   // Calls function(thread, begin, end) with a part of `items` for each thread.
   template <typename Function>
@@ -25,6 +28,12 @@ struct Threads {
       const auto& [body, all, parts] = *static_cast<const Context*>(place);
       (*body)(index, all * index / parts, all * (index + 1) / parts);
     };
+    if (member >= 0) {
+      if (member < context.parts) {
+        task(&context, member);
+      }
+      return;
+    }
     if (context.parts == 1 || run == nullptr) {
       for (int64_t index = 0; index < context.parts; ++index) {
         task(&context, index);
