@@ -94,9 +94,11 @@ void measure(const Layer& layer, int rounds) {
   std::vector<float> gradient(weight.size());
   std::vector<int64_t> grad_bias(static_cast<size_t>(conv.out_channels));
   const Threads one;
+  const bool packs = grad_input_packs_on_the_way(conv);
   const int64_t bytes = std::max(
       {workspace_bytes(conv, Pass::forward),
        workspace_bytes(conv, Pass::grad_input),
+       packs ? grad_input_packing_workspace_bytes(conv) : 0,
        grad_weight_workspace_bytes(conv, one)});
   const Memory workspace(bytes);
   const Memory packed(std::max(packed_bytes(conv, Pass::forward), packed_bytes(conv, Pass::grad_input)));
@@ -108,11 +110,16 @@ void measure(const Layer& layer, int rounds) {
   Finish to_floats = to_bytes;
   to_floats.result = Result::floats;
   to_floats.output = gradient.data();
-  const double packing = least_seconds(
-      rounds, [&] { pack_weight(conv, Pass::grad_input, weight.data(), one, packed.data); });
   to_bytes.output = grad.data();
+  const double packing = packs ? 0 : least_seconds(rounds, [&] {
+    pack_weight(conv, Pass::grad_input, weight.data(), one, packed.data);
+  });
   const double of_input = least_seconds(rounds, [&] {
-    grad_input(conv, grad_output.data(), packed.data, to_bytes, one, workspace.data);
+    if (packs) {
+      grad_input_packing(conv, grad_output.data(), weight.data(), to_bytes, one, workspace.data);
+    } else {
+      grad_input(conv, grad_output.data(), packed.data, to_bytes, one, workspace.data);
+    }
   });
   const double of_weight = least_seconds(rounds, [&] {
     grad_weight(

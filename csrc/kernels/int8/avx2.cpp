@@ -3,6 +3,7 @@
 
 #include "interleave.h"
 #include "intrinsics_x86.h"
+#include "lanes_avx2.h"
 #include "short_rows.h"
 #include "table.h"
 
@@ -108,12 +109,6 @@ void multiply(const Product& of) {
   }
 }
 
-// Lanes that are columns, where `count` of them are left.
-TORCH_ODT_TARGET_INLINE __m256i inside(int64_t count) {
-  const __m256i lanes = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
-  return _mm256_cmpgt_epi32(_mm256_set1_epi32(static_cast<int32_t>(count)), lanes);
-}
-
 // Some rows of a panel of the product.
 template <int kRows>
 TORCH_ODT_TARGET_INLINE void tile_to_floats(
@@ -164,13 +159,7 @@ TORCH_ODT_TARGET float multiply_to_floats(const Product& of, const Floats& to) {
       tile_to_floats<kRows>(of, to, row, panel, largest);
     }
   }
-  float lanes[8];
-  _mm256_storeu_ps(lanes, largest);
-  float result = 0;
-  for (const float lane : lanes) {
-    result = lane > result ? lane : result;
-  }
-  return result;
+  return largest_of(largest);
 }
 
 } // namespace

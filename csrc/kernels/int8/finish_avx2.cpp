@@ -4,6 +4,7 @@
 
 #include "draws.h"
 #include "intrinsics_x86.h"
+#include "lanes_avx2.h"
 
 #define TORCH_ODT_TARGET [[gnu::target("avx2,fma")]]
 #define TORCH_ODT_TARGET_INLINE [[gnu::target("avx2,fma"), gnu::always_inline]] static inline
@@ -62,12 +63,6 @@ TORCH_ODT_TARGET_INLINE __m256 scaled(const int32_t* sums, const Columns& column
   __m256i sum = _mm256_add_epi32(_mm256_loadu_si256((const __m256i*)(sums + column)), terms);
   sum = _mm256_add_epi32(sum, row_term);
   return _mm256_mul_ps(_mm256_cvtepi32_ps(sum), _mm256_load_ps(columns.multipliers + column));
-}
-
-// Lanes that are columns of the block, where `count` of them are left.
-TORCH_ODT_TARGET_INLINE __m256i inside(int64_t count) {
-  const __m256i lanes = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
-  return _mm256_cmpgt_epi32(_mm256_set1_epi32(static_cast<int32_t>(count)), lanes);
 }
 
 // Whole numbers: of 256ths where rounding is stochastic.
@@ -156,16 +151,6 @@ TORCH_ODT_TARGET_INLINE void half_to_int8(
     const int64_t some = count < kHalf ? count : kHalf;
     note_bits(how.mask, index, some, kept & ((uint64_t{1} << some) - 1));
   }
-}
-
-TORCH_ODT_TARGET_INLINE float largest_of(__m256 values) {
-  float lanes[kLanes];
-  _mm256_storeu_ps(lanes, values);
-  float largest = 0;
-  for (const float lane : lanes) {
-    largest = lane > largest ? lane : largest;
-  }
-  return largest;
 }
 
 // Whether nothing but int8's own ends limits what is written.

@@ -173,6 +173,9 @@ std::vector<Conv2d> int8_convolutions() {
       {1, axis(9, 4), axis(9, 3, 1, 1), 80, 80, 80},
       {1, axis(11, 5, 2, 2), axis(12, 5, 2, 2), 80, 80, 80},
       {1, axis(11, 7, 2, 3), axis(12, 7, 2, 3), 80, 80, 80},
+      // Many pixels, which threads share: of one tap and of several, and more than are packed at a time.
+      {1, axis(60, 1), axis(90, 1), 12, 20, 1},
+      {1, axis(74, 3, 1, 1), axis(73, 3, 1, 1), 3, 20, 1},
       // Few pixels, whose weights are packed on the way, more than once.
       {8, axis(1, 1), axis(1, 1), 209, 40, 1},
       {1, axis(2, 3, 2, 1), axis(2, 3, 2, 1), 400, 24, 1},
@@ -199,6 +202,51 @@ float run_pass(const Int8Sample& sample, kernels::int8::Pass pass, const kernels
         sample.conv, sample.input.data(), sample.zero_point, packed.data(), nullptr, how, all, workspace.data());
   }
   return grad_input(sample.conv, sample.grad_output.data(), packed.data(), how, all, workspace.data());
+}
+
+std::vector<int32_t> sums_by_members(const Int8Sample& sample, kernels::int8::Pass pass, int64_t threads) {
+  using namespace kernels::int8;
+  std::vector<char> packed(static_cast<size_t>(packed_bytes(sample.conv, pass)));
+  pack_weight(sample.conv, pass, sample.weight.data(), Threads{}, packed.data());
+  std::vector<char> workspace(static_cast<size_t>(workspace_bytes(sample.conv, pass) * threads));
+  const bool is_forward = pass == Pass::forward;
+  std::vector<int32_t> sums((is_forward ? sample.grad_output : sample.input).size(), 77);
+  Finish how;
+  how.output = sums.data();
+  // Whatever order they run in.
+  for (int64_t member = threads - 1; member >= 0; --member) {
+    const Threads own{threads, nullptr, member};
+    if (is_forward) {
+      forward(sample.conv, sample.input.data(), sample.zero_point, packed.data(), nullptr, how, own, workspace.data());
+    } else {
+      grad_input(sample.conv, sample.grad_output.data(), packed.data(), how, own, workspace.data());
+    }
+  }
+  return sums;
+}
+
+std::vector<int32_t> grad_weight_sums_by_members(
+    const Int8Sample& sample, int64_t threads, std::vector<int64_t>& grad_bias) {
+  using namespace kernels::int8;
+  std::vector<int32_t> sums(sample.weight.size(), 77);
+  grad_bias.assign(static_cast<size_t>(sample.conv.out_channels), 77);
+  const Threads all{threads};
+  std::vector<char> workspace(static_cast<size_t>(grad_weight_workspace_bytes(sample.conv, all) * threads));
+  Finish how;
+  how.output = sums.data();
+  how.channels_are_rows = true;
+  for (int64_t member = threads - 1; member >= 0; --member) {
+    grad_weight(
+        sample.conv,
+        sample.grad_output.data(),
+        sample.input.data(),
+        sample.zero_point,
+        grad_bias.data(),
+        how,
+        Threads{threads, nullptr, member},
+        workspace.data());
+  }
+  return sums;
 }
 
 float run_grad_input_packing(const Int8Sample& sample, const kernels::int8::Finish& how, int64_t threads) {

@@ -42,6 +42,11 @@ struct Int8Sample {
 std::vector<Conv2d> int8_convolutions();
 std::string text_of(const Conv2d& conv);
 
+// Sums that the members of some threads computed, one after another, each its own part.
+std::vector<int32_t> sums_by_members(const Int8Sample& sample, kernels::int8::Pass pass, int64_t threads);
+std::vector<int32_t> grad_weight_sums_by_members(
+    const Int8Sample& sample, int64_t threads, std::vector<int64_t>& grad_bias);
+
 // A pass with one thread or as with several, all of which run after one another. Returns what the kernels return.
 float run_pass(const Int8Sample& sample, kernels::int8::Pass pass, const kernels::int8::Finish& how, int64_t threads);
 float run_grad_input_packing(const Int8Sample& sample, const kernels::int8::Finish& how, int64_t threads);

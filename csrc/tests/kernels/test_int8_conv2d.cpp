@@ -55,6 +55,23 @@ TEST(int8_convolutions_and_their_gradients_are_exact) {
   }
 }
 
+TEST(int8_members_of_threads_do_their_parts) {
+  for (const Conv2d& conv : int8_convolutions()) {
+    const Context here(text_of(conv));
+    const Int8Sample sample(conv, 3, Values::random);
+    for (const int64_t threads : {2, 5}) {
+      const Context by("threads " + text_of(threads));
+      check_sums(sums_by_members(sample, Pass::forward, threads), sample.forward());
+      check_sums(sums_by_members(sample, Pass::grad_input, threads), sample.grad_input());
+      if (grad_weight_parts_are_independent(conv, kernels::int8::Threads{threads})) {
+        std::vector<int64_t> grad_bias;
+        check_sums(grad_weight_sums_by_members(sample, threads, grad_bias), sample.grad_weight());
+        CHECK(grad_bias == sample.grad_bias());
+      }
+    }
+  }
+}
+
 TEST(int8_convolutions_of_extremes_are_exact) {
   for (const Conv2d& conv : int8_convolutions()) {
     const Context here(text_of(conv));
