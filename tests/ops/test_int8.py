@@ -110,6 +110,39 @@ def test_threads_change_no_bit(request: pytest.FixtureRequest) -> None:
         assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True))
 
 
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize(
+    "case",
+    [
+        make_case(4, (64, 48), (14, 14), (3, 3), padding=(1, 1)),
+        make_case(3, (160, 96), (7, 7), (1, 1)),
+        make_case(5, (96, 96), (15, 15), (3, 3), groups=96, padding=(1, 1)),
+        make_case(2, (64, 512), (7, 7), (3, 3), stride=(2, 2), padding=(1, 1)),
+        make_case(2, (12, 20), (60, 60), (3, 3), padding=(1, 1)),
+    ],
+    ids=["blocks", "few pixels", "depthwise", "many weights, strided", "many pixels"],
+)
+def test_threads_change_no_bit_of_both_gradients(case: Case, packed: bool, request: pytest.FixtureRequest) -> None:
+    before = torch.get_num_threads()
+    request.addfinalizer(lambda: torch.set_num_threads(before))
+    panels = odt.int8_pack_weight(case.weight, *case.positional, True) if packed else None
+    scale = torch.tensor([0.001])
+    found = []
+    for count in (1, 2, 3, 7):
+        torch.set_num_threads(count)
+        found.append(
+            odt.int8_conv2d_backward(
+                case.grad_output, case.input, case.weight, panels, scale, scale, 3, 1, 7, *case.positional
+            )
+        )
+    of_input, _ = ops.int8_conv2d_grad_input_quantized(
+        case.grad_output, case.weight, scale, case.input.shape[2:], seed=7, **case.windows
+    )
+    assert torch.equal(found[0][0], of_input)
+    for other in found[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True))
+
+
 def test_stochastic_rounding_is_right_on_average() -> None:
     ones = torch.ones(1, 1, 400, 400, dtype=torch.int8)
     kernel = torch.ones(1, 1, 1, 1, dtype=torch.int8)

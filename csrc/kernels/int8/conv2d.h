@@ -94,7 +94,7 @@ float grad_input_packing(
 // Bytes are those of each thread, within the same bound.
 int64_t grad_weight_workspace_bytes(const Conv2d& conv, const Threads& threads);
 // Whether members of threads that run already can each do their part, see Threads: where nothing is added up in the end.
-// So they can of the other passes.
+// So they can of the other passes, without a mask.
 bool grad_weight_parts_are_independent(const Conv2d& conv, const Threads& threads);
 float grad_weight(
     const Conv2d& conv,

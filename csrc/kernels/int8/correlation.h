@@ -53,12 +53,13 @@ struct Correlation {
   // Rows at a time: what is gathered has to stay in a cache near the processor. A multiple of eight, so that bits of
   // masks are written by one thread a byte.
   int64_t block_rows() const {
-    return std::clamp<int64_t>(kLeftBytes / left_row_bytes() / 16 * 16, kSlackRows, kMostRows);
+    return std::clamp<int64_t>(kLeftBytes / left_row_bytes() / kTileRows * kTileRows, kSlackRows, kMostRows);
   }
   int64_t left_bytes() const {
     return aligned((block_rows() + kSlackRows) * left_row_bytes());
   }
 
+  static constexpr int64_t kTileRows = 16; // AMX's
   static constexpr int64_t kMostRows = 112; // whole tiles of most tables; pixels of common images are a multiple
   static constexpr int64_t kLeftBytes = 131072;
   static constexpr int64_t kMostRowBytes = 24576;

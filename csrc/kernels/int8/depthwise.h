@@ -28,8 +28,8 @@ float depthwise_pass(
     const Threads& threads,
     void* workspace);
 
-// Whether threads share samples, if those are as many for each, as long as vectors of channels come out uneven, with some
-// empty in part; and channels otherwise.
+// Whether threads share samples, rather than channels: of few channels, whose vectors would come out partly empty, if the
+// samples are about as many for each thread.
 bool shares_samples(const Conv2d& conv, const Threads& threads);
 int64_t depthwise_grad_weight_workspace_bytes(const Conv2d& conv, const Threads& threads);
 float depthwise_grad_weight(

@@ -66,17 +66,6 @@ int64_t rows_of_columns(const Conv2d& conv) {
   return (rows_of_step() - 1) * conv.rows.stride + conv.rows.kernel;
 }
 
-} // namespace
-
-bool shares_samples(const Conv2d& conv, const Threads& threads) {
-  const bool evenly = divided(conv.batch, threads.count) * threads.count * 10 <= conv.batch * 11;
-  const int64_t sums_bytes = conv.in_channels * (conv.taps() + 1) * static_cast<int64_t>(sizeof(int64_t));
-  return threads.count > 1 && conv.batch > 0 && evenly && conv.in_channels < kMostChannels * threads.count &&
-      sums_bytes <= kSumsBytes / 2;
-}
-
-namespace {
-
 struct Workspace {
   Pieces pieces;
   Cut cut;
@@ -315,6 +304,12 @@ class ChannelsGradient {
 };
 
 } // namespace
+
+bool shares_samples(const Conv2d& conv, const Threads& threads) {
+  const bool evenly = divided(conv.batch, threads.count) * threads.count * 10 <= conv.batch * 11;
+  return threads.count > 1 && threads.count <= conv.batch && evenly && conv.in_channels < kMostChannels * threads.count &&
+      Workspace(conv, true, nullptr).pieces.bytes() <= kMostWorkspaceBytes;
+}
 
 int64_t depthwise_grad_weight_workspace_bytes(const Conv2d& conv, const Threads& threads) {
   return Workspace(conv, shares_samples(conv, threads), nullptr).pieces.bytes();

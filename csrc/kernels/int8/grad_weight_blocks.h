@@ -16,14 +16,15 @@ inline constexpr int64_t kMostGradientColumns = 512;
 inline constexpr int64_t kFewGradientPixels = 128;
 
 // How the gradient of a group's weight, out_depth rows of taps x in_depth columns, is cut into blocks, and the pixels,
-// over which is summed, into chunks. Threads share the blocks; or, where one block is all there is, the pixels, because
-// threads that share its rows pack the same columns, each for itself.
+// over which is summed, into chunks. Threads share the blocks; or, where the sums of all fit into one, the pixels,
+// because threads that share rows pack the same columns, each for itself.
 struct GradientCut {
   static constexpr int64_t kWideColumns = 256; // of sums in 64 bits
   static constexpr int64_t kFewRows = 64;
   static constexpr int64_t kFewColumns = 512;
   static constexpr int64_t kMostPixels = 2048;
   static constexpr int64_t kPackedBytes = 393216;
+  static constexpr int64_t kLongestSide = 1024; // of the one block, whatever its other side
   static constexpr int64_t kLeastPixels = 1024; // of a thread, so that adding sums up does not show
   static constexpr int64_t kManyBlocks = 8; // for each thread, of which one more or less does not show
 
@@ -46,15 +47,16 @@ struct GradientCut {
     row_blocks = divided(rows, few ? kFewRows : kMostGradientRows);
     column_blocks = divided(panels, (few ? kFewColumns : wide ? kWideColumns : kMostGradientColumns) / kPanelColumns);
     const int64_t wanted = divided(threads.count, conv.groups);
-    const int64_t most_sums = (kMostGradientRows + kSlackRows) * (wide ? kWideColumns : kMostGradientColumns);
-    const bool one_block = conv.groups == 1 && (rows + kSlackRows) * panels * kPanelColumns <= most_sums;
+    const int64_t columns = panels * kPanelColumns;
+    const int64_t most_sums = kMostGradientRows * (wide ? kWideColumns : kMostGradientColumns);
+    const bool one_block = conv.groups == 1 && rows * columns <= most_sums && std::max(rows, columns) <= kLongestSide;
     pixel_parts = one_block && conv.out_pixels() >= kLeastPixels * threads.count ? threads.count : 1;
     if (pixel_parts > 1) {
       row_blocks = 1;
       column_blocks = 1;
     } else if (row_blocks * column_blocks < kManyBlocks * wanted) {
       // What is cut into more blocks is packed once, the other operand once for each of them.
-      if (row_blocks > 1 || rows > panels * kPanelColumns) {
+      if (row_blocks > 1 || rows > columns) {
         row_blocks = std::min(divided(rows, kSlackRows), divided(row_blocks, wanted) * wanted);
       } else {
         column_blocks = std::min(panels, divided(column_blocks, wanted) * wanted);

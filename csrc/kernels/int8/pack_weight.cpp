@@ -134,8 +134,7 @@ void pack_weight(const Conv2d& conv, Pass pass, const int8_t* weight, const Thre
     return;
   }
   constexpr int64_t kPanelsAtOnce = 4;
-  constexpr int64_t kFewBytes = 1 << 18; // that one thread packs as fast as two begin
-  const Threads packing = conv.out_channels * conv.taps() * conv.in_depth() < kFewBytes ? Threads{} : threads;
+  const Threads packing = conv.out_channels * conv.taps() * conv.in_depth() < kManyWeights ? Threads{} : threads;
   char* to = static_cast<char*>(packed);
   for (int64_t phase = 0; phase < phases_of(conv, pass); ++phase) {
     const Correlation part = correlation_of(conv, pass, phase);

@@ -6,6 +6,8 @@
 namespace torch_odt::kernels::int8 {
 
 inline constexpr int64_t kMostPanelsAtOnce = 64;
+// Fewer weights are packed by one thread before two have begun.
+inline constexpr int64_t kManyWeights = 1 << 18;
 
 // Of the input's gradient: so many columns from the first one on, kMostPanelsAtOnce panels at most. Their sums, which
 // the offsets of the left operand need, are added to what is there.

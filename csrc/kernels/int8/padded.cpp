@@ -5,10 +5,11 @@
 
 namespace torch_odt::kernels::int8 {
 
-bool goes_padded(const Table& kernels, const Taps& rows, const Taps& columns, int64_t channels, int64_t depth) {
-  const bool overlaps = rows.count > 1 && columns.count > 1 && rows.step == 1 && columns.step == 1 && columns.spacing == 1;
-  const bool wide = columns.outputs >= 4 * (columns.count - 1);
-  return kernels.left_in_segments && overlaps && wide && depth == channels && depth % kernels.depth_multiple == 0;
+bool goes_padded(const Table& kernels, const Taps& rows, const Taps& columns, int64_t channels) {
+  const bool several = rows.count > 1 && columns.count > 1;
+  const bool overlap = rows.step == 1 && columns.step == 1 && columns.spacing == 1;
+  const bool long_lines = columns.outputs >= 4 * (columns.count - 1);
+  return kernels.left_in_segments && several && overlap && long_lines && channels % kernels.depth_multiple == 0;
 }
 
 Left copy_padded(
@@ -47,8 +48,7 @@ Left copy_padded(
     }
     fill(until, last_pixel);
   }
-  const int64_t step_bytes = kernels.step_values();
-  return {to, channels, columns.count * channels / step_bytes, rows.spacing * width * channels};
+  return {to, channels, columns.count * channels / kernels.step_values(), rows.spacing * width * channels};
 }
 
 } // namespace torch_odt::kernels::int8

@@ -36,9 +36,9 @@ class Padded {
   const Taps& columns_;
 };
 
-// Whether a product's rows are such: it moves on by one, all channels take part, and they fill steps; and whether that
-// is less work, with few positions that have no output.
-bool goes_padded(const Table& kernels, const Taps& rows, const Taps& columns, int64_t channels, int64_t depth);
+// Whether a product's rows may be such, where all channels of the image take part: it moves on by one, and they fill
+// steps; and whether that is less work, with few positions that have no output.
+bool goes_padded(const Table& kernels, const Taps& rows, const Taps& columns, int64_t channels);
 
 // The positions of a sample from `begin` up to but without `end`, copied `to` rows that overlap.
 Left copy_padded(

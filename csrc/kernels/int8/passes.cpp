@@ -158,18 +158,17 @@ struct Task {
     const int64_t width = Padded(part.rows, part.columns).width();
     float largest = 0;
     for (int64_t position = rows.begin; position < rows.end;) {
-      Pixel first(0, part.rows, part.columns);
-      first.sample = rows.sample;
-      first.row = position / width;
-      first.column = position % width;
-      const int64_t left = rows.end - position;
-      if (const int64_t outputs = std::min(left, part.columns.outputs - first.column); outputs > 0) {
+      const int64_t line = position / width;
+      const int64_t column = position % width;
+      const int64_t outputs = std::min(rows.end - position, part.columns.outputs - column);
+      if (outputs > 0) {
         Places places;
-        find_places(part, target, first, outputs, places.data());
+        const int64_t first = (rows.sample * part.rows.outputs + line) * part.columns.outputs + column;
+        find_places(part, target, Pixel(first, part.rows, part.columns), outputs, places.data());
         const int32_t* const of_line = sums + (position - rows.begin) * panels.columns();
         largest = std::max(largest, results.finish_sums(of_line, terms, panels, outputs, places.data()));
       }
-      position += width - first.column;
+      position += width - column;
     }
     return largest;
   }
@@ -239,8 +238,9 @@ struct Blocks {
 
   Blocks(const Conv2d& conv, const Correlation& part, const Finish& how, bool packs, int64_t threads) {
     const Padded positions(part.rows, part.columns);
-    padded = !packs && conv.groups == 1 && goes_padded(part.kernels(), part.rows, part.columns, part.source_depth, part.source_depth) &&
-        part.rows.outputs > 0 && part.chunk() >= part.depth() && (how.mask == nullptr || part.target_depth % 8 == 0) &&
+    const bool whole_bytes = how.mask == nullptr || part.target_depth % 8 == 0;
+    padded = !packs && conv.groups == 1 && goes_padded(part.kernels(), part.rows, part.columns, part.source_depth) &&
+        part.rows.outputs > 0 && part.chunk() >= part.depth() && whole_bytes &&
         positions.copy_bytes(kMostRows, part.source_depth) <= part.left_bytes();
     const int64_t outputs = part.rows.outputs * part.columns.outputs;
     samples = padded ? conv.batch : 1;

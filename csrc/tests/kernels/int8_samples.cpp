@@ -122,10 +122,11 @@ std::vector<Conv2d> int8_convolutions() {
       {1, axis(5, 2, 3), axis(6, 2, 4), 2, 3, 1},
       // Whole steps of channels: rows of the product may overlap in a padded copy, across lines, in lines longer than a
       // block, with taps spread over rows, padding wider than the kernel, and in phases of gradients.
-      {2, axis(9, 3, 1, 1), axis(13, 3, 1, 1), 64, 64, 1},
-      {1, axis(7, 3, 1, 2, 2), axis(110, 3, 1, 1), 64, 20, 1},
-      {3, axis(4, 2, 1, 0), axis(9, 2, 1, 3), 128, 72, 1},
-      {2, axis(8, 3, 2, 1), axis(18, 3, 2, 1), 64, 64, 1},
+      {2, axis(9, 3, 1, 1), axis(13, 3, 1, 1), 64, 3, 1},
+      {2, axis(9, 3, 1, 1), axis(13, 3, 1, 1), 20, 64, 1},
+      {1, axis(4, 3, 1, 2, 2), axis(110, 3, 1, 1), 64, 2, 1},
+      {3, axis(4, 2, 1, 0), axis(9, 2, 1, 3), 128, 3, 1},
+      {1, axis(6, 3, 2, 1), axis(18, 3, 2, 1), 20, 64, 1},
       // Few channels in: gradients whose rows are patches, of whole strides, that reach over the image's edges.
       {2, axis(15, 3, 2, 1), axis(17, 3, 2, 1), 3, 32, 1},
       {2, axis(14, 3, 2, 0), axis(13, 3, 2, 0), 3, 5, 1},
@@ -174,8 +175,8 @@ std::vector<Conv2d> int8_convolutions() {
       {1, axis(11, 5, 2, 2), axis(12, 5, 2, 2), 80, 80, 80},
       {1, axis(11, 7, 2, 3), axis(12, 7, 2, 3), 80, 80, 80},
       // Many pixels, which threads share: of one tap and of several, and more than are packed at a time.
-      {1, axis(60, 1), axis(90, 1), 12, 20, 1},
-      {1, axis(74, 3, 1, 1), axis(73, 3, 1, 1), 3, 20, 1},
+      {1, axis(45, 1), axis(70, 1), 3, 5, 1},
+      {1, axis(74, 3, 1, 1), axis(73, 3, 1, 1), 1, 2, 1},
       // Few pixels, whose weights are packed on the way, more than once.
       {8, axis(1, 1), axis(1, 1), 209, 40, 1},
       {1, axis(2, 3, 2, 1), axis(2, 3, 2, 1), 400, 24, 1},
@@ -231,7 +232,7 @@ std::vector<int32_t> grad_weight_sums_by_members(
   std::vector<int32_t> sums(sample.weight.size(), 77);
   grad_bias.assign(static_cast<size_t>(sample.conv.out_channels), 77);
   const Threads all{threads};
-  std::vector<char> workspace(static_cast<size_t>(grad_weight_workspace_bytes(sample.conv, all) * threads));
+  std::vector<char> workspace(static_cast<size_t>(grad_weight_workspace_bytes(sample.conv, all) * threads), char{17});
   Finish how;
   how.output = sums.data();
   how.channels_are_rows = true;
@@ -261,7 +262,7 @@ float run_grad_weight(
   using namespace kernels::int8;
   grad_bias.assign(static_cast<size_t>(sample.conv.out_channels), 77);
   const Threads all{threads};
-  std::vector<char> workspace(static_cast<size_t>(grad_weight_workspace_bytes(sample.conv, all) * threads));
+  std::vector<char> workspace(static_cast<size_t>(grad_weight_workspace_bytes(sample.conv, all) * threads), char{17});
   return grad_weight(
       sample.conv,
       sample.grad_output.data(),

@@ -55,6 +55,19 @@ TEST(int8_convolutions_and_their_gradients_are_exact) {
   }
 }
 
+// As many threads as samples, one more and many more: each of those that have no sample leaves nothing behind.
+TEST(int8_depthwise_gradients_of_few_samples_are_exact) {
+  for (const int64_t batch : {4, 10, 15}) {
+    const Int8Sample sample({batch, axis(6, 3, 1, 1), axis(5, 3, 1, 1), 32, 32, 32}, 3, Values::random);
+    for (const int64_t threads : {batch / 2, batch, batch + 1, 3 * batch}) {
+      const Context here("batch " + text_of(batch) + ", threads " + text_of(threads));
+      std::vector<int64_t> grad_bias;
+      check_sums(grad_weight_sums_of(sample, threads, grad_bias), sample.grad_weight());
+      CHECK(grad_bias == sample.grad_bias());
+    }
+  }
+}
+
 TEST(int8_members_of_threads_do_their_parts) {
   for (const Conv2d& conv : int8_convolutions()) {
     const Context here(text_of(conv));
@@ -135,7 +148,7 @@ TEST(int8_rows_of_padded_images_overlap_where_a_set_needs_no_packing) {
   using kernels::int8::correlation_of;
   const auto goes = [](const Conv2d& conv, Pass pass) {
     const kernels::int8::Correlation part = correlation_of(conv, pass, 0);
-    return kernels::int8::goes_padded(part.kernels(), part.rows, part.columns, conv.in_channels, part.source_depth);
+    return kernels::int8::goes_padded(part.kernels(), part.rows, part.columns, part.source_depth);
   };
   const Conv2d conv = {8, axis(56, 3, 1, 1), axis(56, 3, 1, 1), 64, 64, 1};
   const bool can = kernels::int8::table().left_in_segments;
@@ -311,6 +324,10 @@ TEST(int8_workspaces_are_small) {
       {8, axis(56, 3, 1, 1), axis(56, 3, 1, 1), 64, 64, 1},
       {8, axis(7, 3, 1, 1), axis(7, 3, 1, 1), 512, 512, 1},
       {8, axis(7, 1), axis(7, 1), 2048, 512, 1},
+      {8, axis(64, 1), axis(64, 1), 16, 8000, 1},
+      {8, axis(64, 1), axis(64, 1), 1, 9170, 1},
+      {8, axis(64, 1), axis(64, 1), 2000, 1, 1},
+      {20, axis(64, 1), axis(64, 1), 128, 1000, 1},
       {8, axis(7, 1), axis(7, 1), 512, 2048, 1},
       {512, axis(1, 1), axis(1, 1), 4096, 4096, 1},
       {8, axis(112, 3, 1, 1), axis(112, 3, 1, 1), 96, 96, 96},
