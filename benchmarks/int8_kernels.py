@@ -344,6 +344,8 @@ def keeps(summary: dict[str, Any]) -> bool:
 def print_summary(summary: dict[str, Any]) -> None:
     means = ", ".join(f"{value:.2f} {key}" for key, value in summary.items() if key.startswith("x "))
     promised = "" if summary["promised"] is None else f"; promised {summary['promised']}"
+    if summary["kind"] in ("pointwise", "spatial") and any("onednn" in key for key in summary):
+        promised += f"; promised beside oneDNN's int8 {PROMISE_BESIDE_ONEDNN}"
     verdict = "" if keeps(summary) else "  MISSED"
     print(f"{summary['set']:12s} {summary['threads']} threads, {summary['layers']:3d} {summary['kind']:16s}", end="")
     print(f"{means}{promised}{verdict}")

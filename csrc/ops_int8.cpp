@@ -132,11 +132,23 @@ Threads all_threads() {
   return {static_cast<int64_t>(torch::stable::get_num_threads()), run_tasks};
 }
 
-Rescaling rescaling(const char* name, Result result, const Tensor& scale, int64_t channels, bool channels_are_rows) {
+Rescaling rescaling(
+    const char* name,
+    Result result,
+    const Tensor& scale,
+    int64_t channels,
+    bool channels_are_rows,
+    const char* argument) {
+  const bool fits = scale.numel() == 1 || (channels > 0 && scale.numel() == channels);
+  const bool numbers = scale.is_cpu() && scale.scalar_type() == ScalarType::Float;
   STD_TORCH_CHECK(
-      scale.is_cpu() && scale.scalar_type() == ScalarType::Float && (scale.numel() == 1 || (channels > 0 && scale.numel() == channels)),
+      (numbers && fits) || channels != 1, name, ": ", argument, " must be a float32 CPU tensor of one number");
+  STD_TORCH_CHECK(
+      numbers && fits,
       name,
-      ": scale must be a float32 CPU tensor of one number or of one for each of the ",
+      ": ",
+      argument,
+      " must be a float32 CPU tensor of one number or of one for each of the ",
       channels,
       " output channels");
   const Tensor dense = as_contiguous(scale);

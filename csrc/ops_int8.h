@@ -29,6 +29,8 @@ using torch::stable::Tensor;
 using Pair = Sizes;
 
 // The arguments that say which convolution is meant, checked.
+inline constexpr int64_t kMostGeometry = int64_t{1} << 30; // whose products 64 bits hold
+
 struct Geometry {
   const char* name;
   const Pair& stride;
@@ -44,6 +46,14 @@ struct Geometry {
     STD_TORCH_CHECK(padding[0] >= 0 && padding[1] >= 0, name, ": padding must not be negative");
     STD_TORCH_CHECK(dilation[0] > 0 && dilation[1] > 0, name, ": dilation must be positive");
     STD_TORCH_CHECK(groups > 0, name, ": groups must be positive");
+    for (const Pair* pair : {&stride, &padding, &dilation}) {
+      STD_TORCH_CHECK(
+          std::max((*pair)[0], (*pair)[1]) <= kMostGeometry,
+          name,
+          ": stride, padding and dilation must be ",
+          kMostGeometry,
+          " at most");
+    }
   }
 
   WindowAxis axis(size_t which, int64_t input, int64_t kernel) const {
@@ -98,7 +108,13 @@ struct Rescaling {
   Finish finish;
 };
 
-Rescaling rescaling(const char* name, Result result, const Tensor& scale, int64_t channels, bool channels_are_rows);
+Rescaling rescaling(
+    const char* name,
+    Result result,
+    const Tensor& scale,
+    int64_t channels,
+    bool channels_are_rows,
+    const char* argument = "scale");
 Rescaling rescaling(const char* name, Result result, std::vector<float> multipliers, bool channels_are_rows);
 void set_rounding(const char* name, int64_t rounding, int64_t seed, Rescaling& made);
 void set_range(const char* name, int64_t zero_point, int64_t low, int64_t high, Finish& finish);

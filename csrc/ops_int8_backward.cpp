@@ -133,9 +133,10 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> conv2d_backward(
       grad_output, input, input_zero_point, {kName, stride, padding, dilation, groups}};
   const Conv2d conv = for_input.conv();
   for_weight.conv({weight.size(2), weight.size(3)}); // checks what is left
-  Rescaling to_input = rescaling(kName, Result::int8, grad_input_scale, 1, false);
+  Rescaling to_input = rescaling(kName, Result::int8, grad_input_scale, 1, false, "grad_input_scale");
   set_rounding(kName, rounding, seed, to_input);
-  Rescaling to_weight = rescaling(kName, Result::floats, grad_weight_scale, conv.out_channels, true);
+  Rescaling to_weight =
+      rescaling(kName, Result::floats, grad_weight_scale, conv.out_channels, true, "grad_weight_scale");
   Tensor of_input = empty_image(for_input.sizes(conv), ScalarType::Char, grad_output);
   Tensor of_weight = empty_image(for_weight.weight_sizes(conv), ScalarType::Float, grad_output);
   Tensor of_bias = for_weight.empty_bias(conv);

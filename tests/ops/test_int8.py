@@ -274,6 +274,34 @@ def test_bad_input_is_named(message: str, call: Callable[[Tensor, Tensor, Tensor
         call(x, weight, torch.tensor([0.5]))
 
 
+@pytest.mark.parametrize(
+    ("windows", "error", "message"),
+    [
+        ({"stride": (1, 2, 3)}, ValueError, r"\(1, 2, 3\): a stride, padding, dilation or size is one whole number"),
+        ({"padding": "same"}, ValueError, "'same': a stride, padding"),
+        ({"dilation": 1.5}, ValueError, "1.5: a stride, padding"),
+        ({"padding": 2**59, "stride": 2**58, "groups": 16}, RuntimeError, "must be 1073741824 at most"),
+    ],
+)
+def test_windows_that_are_none_are_named(windows: dict[str, Any], error: type[Exception], message: str) -> None:
+    x, kernel = numbers((2, 16, 6, 6), "random", 1), numbers((16, 1, 3, 3), "random", 2)
+    with pytest.raises(error, match=message):
+        ops.int8_conv2d(x, kernel, **windows)
+
+
+def test_tensors_of_several_devices_are_refused() -> None:
+    x, kernel = numbers((2, 4, 6, 6), "random", 1), numbers((8, 4, 3, 3), "random", 2)
+    with pytest.raises(RuntimeError, match="int8_conv2d_scaled: its tensors are on several devices, cpu and meta"):
+        ops.int8_conv2d_scaled(x, kernel, torch.ones(1, device="meta"))
+
+
+def test_linear_layers_name_what_is_not_int8() -> None:
+    with pytest.raises(RuntimeError, match=r"int8_linear: input must be int8, not torch\.float32"):
+        ops.int8_linear(torch.ones(3, 4), torch.ones(2, 4, dtype=torch.int8))
+    with pytest.raises(RuntimeError, match="int8_linear: grad_output must be int8"):
+        ops.int8_linear_grad_weight(torch.ones(3, 2), torch.ones(3, 4, dtype=torch.int8))
+
+
 def test_roundings_have_names() -> None:
     x = torch.ones(1, 1, 1, 1, dtype=torch.int8)
     with pytest.raises(ValueError, match="choose one of nearest, stochastic, pseudo_stochastic"):

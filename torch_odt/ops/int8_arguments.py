@@ -71,11 +71,18 @@ class ConvolutionGradients(NamedTuple):
 
 
 def pair(value: Pair) -> tuple[int, int]:
-    """A number for rows and for columns."""
+    """A number for rows and for columns.
+
+    Raises:
+        ValueError: it is neither a whole number nor two of them.
+    """
     if isinstance(value, int):
         return value, value
-    rows, columns = value
-    return rows, columns
+    if not isinstance(value, Sequence) or len(value) != 2:
+        raise ValueError(
+            f"{value!r}: a stride, padding, dilation or size is one whole number, or two: rows and columns"
+        )
+    return value[0], value[1]
 
 
 def number_of(rounding: Rounding) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from torch_odt.ops import int8_convolution as conv
@@ -132,7 +133,7 @@ def int8_linear_grad_input(grad_output: Tensor, weight: Tensor, *, packed: Tenso
         >>> int8_linear_grad_input(torch.tensor([[2]], dtype=torch.int8), torch.tensor([[3, 4]], dtype=torch.int8))
         tensor([[6, 8]], dtype=torch.int32)
     """
-    found = gradients.int8_conv2d_grad_input(_image(grad_output), _kernel(weight), (1, 1), packed=packed)
+    found = gradients.int8_conv2d_grad_input(_image(grad_output, "grad_output"), _kernel(weight), (1, 1), packed=packed)
     return _rows(found, grad_output.shape[:-1])
 
 
@@ -158,7 +159,9 @@ def int8_linear_grad_input_scaled(
         >>> int8_linear_grad_input_scaled(torch.tensor([[2]], dtype=torch.int8), row, torch.tensor([0.5]))
         tensor([[3., 4.]])
     """
-    found = gradients.int8_conv2d_grad_input_scaled(_image(grad_output), _kernel(weight), scale, (1, 1), packed=packed)
+    found = gradients.int8_conv2d_grad_input_scaled(
+        _image(grad_output, "grad_output"), _kernel(weight), scale, (1, 1), packed=packed
+    )
     return _rows(found, grad_output.shape[:-1])
 
 
@@ -192,7 +195,7 @@ def int8_linear_grad_input_quantized(
         tensor([[6, 8]], dtype=torch.int8)
     """
     found = gradients.int8_conv2d_grad_input_quantized(
-        _image(grad_output), _kernel(weight), scale, (1, 1), packed=packed, rounding=rounding, seed=seed
+        _image(grad_output, "grad_output"), _kernel(weight), scale, (1, 1), packed=packed, rounding=rounding, seed=seed
     )
     return found._replace(gradient=_rows(found.gradient, grad_output.shape[:-1]))
 
@@ -217,7 +220,9 @@ def int8_linear_grad_weight(grad_output: Tensor, input: Tensor, *, input_zero_po
         >>> int8_linear_grad_weight(torch.tensor([[2]], dtype=torch.int8), row).weight
         tensor([[6, 8]], dtype=torch.int32)
     """
-    found = gradients.int8_conv2d_grad_weight(_image(grad_output), _image(input), 1, input_zero_point=input_zero_point)
+    found = gradients.int8_conv2d_grad_weight(
+        _image(grad_output, "grad_output"), _image(input), 1, input_zero_point=input_zero_point
+    )
     return found._replace(weight=found.weight.flatten(1))
 
 
@@ -244,7 +249,7 @@ def int8_linear_grad_weight_scaled(
         tensor([[3., 4.]])
     """
     found = gradients.int8_conv2d_grad_weight_scaled(
-        _image(grad_output), _image(input), scale, 1, input_zero_point=input_zero_point
+        _image(grad_output, "grad_output"), _image(input), scale, 1, input_zero_point=input_zero_point
     )
     return found._replace(weight=found.weight.flatten(1))
 
@@ -286,15 +291,16 @@ def int8_linear_update_weight_(
     if not weight.is_contiguous():
         raise RuntimeError("int8_linear_update_weight_: weight is updated in place, and must be contiguous")
     return gradients.int8_conv2d_update_weight_(
-        _kernel(weight), _image(grad_output), _image(input), scale, input_zero_point=input_zero_point,
+        _kernel(weight), _image(grad_output, "grad_output"), _image(input), scale, input_zero_point=input_zero_point,
         rounding=rounding, seed=seed,
     )  # fmt: skip
 
 
-def _image(rows: Tensor) -> Tensor:
+def _image(rows: Tensor, argument: str = "input") -> Tensor:
     """Rows as images of one pixel."""
+    _check_int8(rows, argument)
     if not rows.dim():
-        raise RuntimeError("int8_linear: a tensor of features must have a dimension for them")
+        raise RuntimeError(f"int8_linear: {argument} must have a dimension for its features")
     return rows.reshape(math.prod(rows.shape[:-1]), rows.shape[-1], 1, 1)
 
 
@@ -302,6 +308,11 @@ def _kernel(weight: Tensor) -> Tensor:
     if weight.dim() != 2:
         raise RuntimeError("int8_linear: weight must have 2 dimensions, out_features x in_features")
     return weight[:, :, None, None]
+
+
+def _check_int8(tensor: Tensor, argument: str) -> None:
+    if tensor.dtype != torch.int8:
+        raise RuntimeError(f"int8_linear: {argument} must be int8, not {tensor.dtype}")
 
 
 def _rows(image: Tensor, shape: Sequence[int]) -> Tensor:

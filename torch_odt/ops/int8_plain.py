@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 MOST_TERMS = 1 << 24  # of a sum
+MOST_GEOMETRY = 1 << 30  # of strides and their kin, whose products 64 bits hold
 LOW_WORD = 0xFFFFFFFF
 FIRST_FACTOR, SECOND_FACTOR, GOLDEN = 0x7FEB352D, 0x846CA68B, 0x9E3779B9
 HUGE = 4194304.0  # beyond it int8 is clamped whatever the rest
@@ -37,6 +38,8 @@ class Geometry:
             raise RuntimeError(f"{name}: stride, padding and dilation are two numbers, for rows and for columns")
         if min(*self.stride, *self.dilation, self.groups) < 1 or min(self.padding) < 0:
             raise RuntimeError(f"{name}: stride, dilation and groups must be positive, and padding not negative")
+        if max(*self.stride, *self.padding, *self.dilation) > MOST_GEOMETRY:
+            raise RuntimeError(f"{name}: stride, padding and dilation must be {MOST_GEOMETRY} at most")
 
     def output_size(self, name: str, input_size: Sequence[int], kernel_size: Sequence[int]) -> list[int]:
         """Rows and columns of the output."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -22,7 +23,20 @@ def register(name: str, schema: str, in_torch: Callable[..., Any], fake: Callabl
     if not _extensions.has_kernels:
         torch.library.define(f"torch_odt::{name}", schema)
         torch.library.impl(f"torch_odt::{name}", "cpu", in_torch)
-    torch.library.register_fake(f"torch_odt::{name}", fake)
+    torch.library.register_fake(f"torch_odt::{name}", _on_one_device(name, fake))
+
+
+def _on_one_device(name: str, fake: Callable[..., Any]) -> Callable[..., Any]:
+    """A tensor without data among others must not make of a result what is there by chance."""
+
+    @functools.wraps(fake)
+    def checked(*arguments: Any) -> Any:
+        devices = {str(value.device) for value in arguments if isinstance(value, torch.Tensor)}
+        if len(devices) > 1:
+            raise RuntimeError(f"{name}: its tensors are on several devices, {' and '.join(sorted(devices))}")
+        return fake(*arguments)
+
+    return checked
 
 
 _library = torch.library.Library("torch_odt", "FRAGMENT")
