@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from torch_odt import _extensions
+
 ROOT = Path(__file__).parents[1]
 
 pytestmark = pytest.mark.skipif(not (ROOT / "setup.py").exists(), reason="needs the source tree")
@@ -117,3 +119,12 @@ def test_the_version_is_the_same_everywhere() -> None:
     import torch_odt
 
     assert tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"] == torch_odt.__version__
+
+
+def test_a_source_folder_says_that_it_hides_an_installed_package(tmp_path: Path) -> None:
+    package = tmp_path / "torch_odt"
+    package.mkdir()
+    assert _extensions._why_absent("torch_odt._C", package) == "not built; reinstall torch_odt to build it"
+    (tmp_path / "setup.py").touch()
+    for name in ("torch_odt._C", "torch_odt._memory"):
+        assert f"not built in {tmp_path}, the source folder" in _extensions._why_absent(name, package)

@@ -46,10 +46,13 @@ def _versions_built(folder: Path) -> list[str]:
 
 
 def _why_absent(name: str, folder: Path) -> str:
-    if name == "torch_odt._C":
-        return f"not built; {REINSTALL}"
     built = _versions_built(folder)
-    if not built:
+    if name == "torch_odt._C" or not built:
+        if (folder.parent / "setup.py").exists():
+            return (
+                f"not built in {folder.parent}, the source folder, which Python finds before an installed torch_odt; "
+                "start it elsewhere, or build here: pip install -e ."
+            )
         return f"not built; {REINSTALL}"
     return f"built for torch {' and '.join(built)} while torch {torch.__version__} is running; {REINSTALL}"
 

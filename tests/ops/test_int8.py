@@ -289,6 +289,13 @@ def test_windows_that_are_none_are_named(windows: dict[str, Any], error: type[Ex
         ops.int8_conv2d(x, kernel, **windows)
 
 
+def test_parameters_are_updated_in_place() -> None:
+    weight = torch.nn.Parameter(channels_last(torch.zeros(2, 3, 1, 1)))
+    x, gradient = (torch.ones(1, channels, 2, 2, dtype=torch.int8) for channels in (3, 2))
+    assert ops.int8_conv2d_update_weight_(weight, gradient, x, torch.tensor([0.5])).tolist() == [4, 4]
+    assert weight.is_leaf and weight.detach().flatten().tolist() == [-2.0] * 6
+
+
 def test_tensors_of_several_devices_are_refused() -> None:
     x, kernel = numbers((2, 4, 6, 6), "random", 1), numbers((8, 4, 3, 3), "random", 2)
     with pytest.raises(RuntimeError, match="int8_conv2d_scaled: its tensors are on several devices, cpu and meta"):

@@ -265,10 +265,11 @@ def int8_conv2d_update_weight_(
         >>> int8_conv2d_update_weight_(weight, ones, ones, torch.tensor([1.0])).item(), weight.item()
         (3, 2)
     """
-    of_bias: Tensor = torch.ops.torch_odt.int8_conv2d_update_weight_(
-        weight, grad_output, input, scale, input_zero_point, number_of(rounding), seed, pair(stride), pair(padding),
-        pair(dilation), groups,
-    )  # fmt: skip
+    with torch.no_grad():  # a parameter may be what is updated
+        of_bias: Tensor = torch.ops.torch_odt.int8_conv2d_update_weight_(
+            weight, grad_output, input, scale, input_zero_point, number_of(rounding), seed, pair(stride), pair(padding),
+            pair(dilation), groups,
+        )  # fmt: skip
     # torch moves the version of what its own operators write to, and PackedInt8Weight and autograd go by it.
     torch.autograd.graph.increment_version(weight)
     return of_bias
