@@ -30,11 +30,11 @@ def _on_one_device(name: str, fake: Callable[..., Any]) -> Callable[..., Any]:
     """A tensor without data among others must not make of a result what is there by chance."""
 
     @functools.wraps(fake)
-    def checked(*arguments: Any) -> Any:
-        devices = {str(value.device) for value in arguments if isinstance(value, torch.Tensor)}
+    def checked(*arguments: Any, **named: Any) -> Any:
+        devices = {str(value.device) for value in (*arguments, *named.values()) if isinstance(value, torch.Tensor)}
         if len(devices) > 1:
             raise RuntimeError(f"{name}: its tensors are on several devices, {' and '.join(sorted(devices))}")
-        return fake(*arguments)
+        return fake(*arguments, **named)
 
     return checked
 
