@@ -89,14 +89,22 @@ TORCH_ODT_TARGET int64_t segment_bytes(const Product& of) {
   return (of.left_segment_steps == 0 ? of.steps : of.left_segment_steps) * kPanelStepBytes;
 }
 
-TORCH_ODT_TARGET void multiply_four(const Product& of, const char* left, const char* right, int32_t* sums) {
+// One tile of rows or two, by one panel or two. Tiles 0 to 3 are sums, 4 and 5 rows, 6 and 7 panels.
+template <bool kTwoRows, bool kTwoPanels>
+TORCH_ODT_TARGET void multiply_tiles(const Product& of, const char* left, const char* right, int32_t* sums) {
   const int64_t sums_bytes = of.sums_stride * 4;
   int32_t* const lower = sums + kTileRows * of.sums_stride;
   if (of.accumulate) {
     _tile_loadd(0, sums, sums_bytes);
-    _tile_loadd(1, sums + kPanelColumns, sums_bytes);
-    _tile_loadd(2, lower, sums_bytes);
-    _tile_loadd(3, lower + kPanelColumns, sums_bytes);
+    if constexpr (kTwoPanels) {
+      _tile_loadd(1, sums + kPanelColumns, sums_bytes);
+    }
+    if constexpr (kTwoRows) {
+      _tile_loadd(2, lower, sums_bytes);
+    }
+    if constexpr (kTwoRows && kTwoPanels) {
+      _tile_loadd(3, lower + kPanelColumns, sums_bytes);
+    }
   } else {
     _tile_zero(0);
     _tile_zero(1);
@@ -109,62 +117,30 @@ TORCH_ODT_TARGET void multiply_four(const Product& of, const char* left, const c
       _tile_loadd(4, from, of.left_row_bytes);
       _tile_loadd(6, right, kPanelStepBytes);
       _tile_dpbssd(0, 4, 6);
-      _tile_loadd(7, right + of.panel_bytes, kPanelStepBytes);
-      _tile_dpbssd(1, 4, 7);
-      _tile_loadd(5, from + kTileRows * of.left_row_bytes, of.left_row_bytes);
-      _tile_dpbssd(2, 5, 6);
-      _tile_dpbssd(3, 5, 7);
+      if constexpr (kTwoPanels) {
+        _tile_loadd(7, right + of.panel_bytes, kPanelStepBytes);
+        _tile_dpbssd(1, 4, 7);
+      }
+      if constexpr (kTwoRows) {
+        _tile_loadd(5, from + kTileRows * of.left_row_bytes, of.left_row_bytes);
+        _tile_dpbssd(2, 5, 6);
+      }
+      if constexpr (kTwoRows && kTwoPanels) {
+        _tile_dpbssd(3, 5, 7);
+      }
       right += kTileSteps * kPanelStepBytes;
     }
   }
   _tile_stored(0, sums, sums_bytes);
-  _tile_stored(1, sums + kPanelColumns, sums_bytes);
-  _tile_stored(2, lower, sums_bytes);
-  _tile_stored(3, lower + kPanelColumns, sums_bytes);
-}
-
-// Two panels by a tile of rows.
-TORCH_ODT_TARGET void multiply_two(const Product& of, const char* left, const char* right, int32_t* sums) {
-  const int64_t sums_bytes = of.sums_stride * 4;
-  if (of.accumulate) {
-    _tile_loadd(0, sums, sums_bytes);
-    _tile_loadd(1, sums + kPanelColumns, sums_bytes);
-  } else {
-    _tile_zero(0);
-    _tile_zero(1);
+  if constexpr (kTwoPanels) {
+    _tile_stored(1, sums + kPanelColumns, sums_bytes);
   }
-  for (const char* const end = right + of.steps * kPanelStepBytes; right < end; left += of.left_segment_bytes) {
-    const char* from = left;
-    for (const char* const segment_end = right + segment_bytes(of); right < segment_end; from += kTileRowBytes) {
-      _tile_loadd(4, from, of.left_row_bytes);
-      _tile_loadd(6, right, kPanelStepBytes);
-      _tile_dpbssd(0, 4, 6);
-      _tile_loadd(7, right + of.panel_bytes, kPanelStepBytes);
-      _tile_dpbssd(1, 4, 7);
-      right += kTileSteps * kPanelStepBytes;
-    }
+  if constexpr (kTwoRows) {
+    _tile_stored(2, lower, sums_bytes);
   }
-  _tile_stored(0, sums, sums_bytes);
-  _tile_stored(1, sums + kPanelColumns, sums_bytes);
-}
-
-TORCH_ODT_TARGET void multiply_one(const Product& of, const char* left, const char* right, int32_t* sums) {
-  const int64_t sums_bytes = of.sums_stride * 4;
-  if (of.accumulate) {
-    _tile_loadd(0, sums, sums_bytes);
-  } else {
-    _tile_zero(0);
+  if constexpr (kTwoRows && kTwoPanels) {
+    _tile_stored(3, lower + kPanelColumns, sums_bytes);
   }
-  for (const char* const end = right + of.steps * kPanelStepBytes; right < end; left += of.left_segment_bytes) {
-    const char* from = left;
-    for (const char* const segment_end = right + segment_bytes(of); right < segment_end; from += kTileRowBytes) {
-      _tile_loadd(4, from, of.left_row_bytes);
-      _tile_loadd(6, right, kPanelStepBytes);
-      _tile_dpbssd(0, 4, 6);
-      right += kTileSteps * kPanelStepBytes;
-    }
-  }
-  _tile_stored(0, sums, sums_bytes);
 }
 
 // Configuring tiles takes as long as a small product.
@@ -184,14 +160,13 @@ TORCH_ODT_TARGET void multiply(const Product& of) {
     for (int64_t row = 0; row < of.rows; row += 2 * kTileRows) {
       const char* const left = static_cast<const char*>(of.left) + row * of.left_row_bytes;
       int32_t* const sums = of.sums + row * of.sums_stride + panel * kPanelColumns;
-      const bool more_rows = row + kTileRows < of.rows;
+      const bool two_rows = row + kTileRows < of.rows;
       if (panel + 1 < of.panels) {
-        more_rows ? multiply_four(of, left, right, sums) : multiply_two(of, left, right, sums);
-        continue;
-      }
-      multiply_one(of, left, right, sums);
-      if (more_rows) {
-        multiply_one(of, left + kTileRows * of.left_row_bytes, right, sums + kTileRows * of.sums_stride);
+        two_rows ? multiply_tiles<true, true>(of, left, right, sums)
+                 : multiply_tiles<false, true>(of, left, right, sums);
+      } else {
+        two_rows ? multiply_tiles<true, false>(of, left, right, sums)
+                 : multiply_tiles<false, false>(of, left, right, sums);
       }
     }
   }
