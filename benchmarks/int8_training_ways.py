@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -55,7 +54,6 @@ def make_step(way: str, model: nn.Module, images: Tensor, labels: Tensor) -> Ste
     if way == "folded":
         model = fuse(model.eval()).train().to(memory_format=torch.channels_last)
     optimizer: torch.optim.Optimizer
-    packs: Any = None
     if way == "qas":
         from torch_odt.quant import convert_, train_int8_
 
@@ -63,9 +61,9 @@ def make_step(way: str, model: nn.Module, images: Tensor, labels: Tensor) -> Ste
         optimizer = torch.optim.SGD(model.train().parameters(), lr=0.001)
         train_int8_(model, optimizer, in_backward=True)
     elif way == "niti":
-        from torch_odt.quant import NitiSGD, PackedWeights, niti_, niti_cross_entropy
+        from torch_odt.quant import NitiSGD, niti_, niti_cross_entropy
 
-        packs = niti_(model, batch_norm="fold", gradient_bits=1, packs=PackedWeights()).packs
+        niti_(model, batch_norm="fold", gradient_bits=1)
         optimizer, loss_fn = NitiSGD(model, lr=0.001), niti_cross_entropy
     else:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.001)
@@ -77,6 +75,4 @@ def make_step(way: str, model: nn.Module, images: Tensor, labels: Tensor) -> Ste
         loss.backward()
         optimizer.step()
 
-    # The operators know packed weights by number alone.
-    step.packs = packs  # type: ignore[attr-defined]
     return step

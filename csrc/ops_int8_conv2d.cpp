@@ -1,6 +1,5 @@
 // Convolutions of int8 tensors, see kernels/int8. Shapes for tracing are registered in torch_odt/ops.
 
-#include <cstring>
 #include <optional>
 #include <tuple>
 #include <utility>
@@ -8,13 +7,11 @@
 
 #include <torch/csrc/stable/library.h>
 
-#include "ops_int8.h"
+#include "ops_int8_outputs.h"
 
 namespace {
 
 using namespace torch_odt;
-using kernels::int8::forward;
-using kernels::int8::workspace_bytes;
 
 constexpr char kScaled[] = "int8_conv2d_scaled";
 constexpr char kQuantized[] = "int8_conv2d_quantized";
@@ -35,63 +32,6 @@ Tensor pack(
   const Conv2d conv = conv_of(geometry, pass, 1, size, weight.size(1) * groups, weight);
   return packed_for(conv, pass, weight, std::nullopt, all_threads());
 }
-
-// The arguments of all operators that compute an output.
-struct ForwardArguments {
-  const Tensor& input;
-  const Tensor& weight;
-  const std::optional<Tensor>& packed;
-  int64_t input_zero_point;
-  Geometry geometry;
-
-  Conv2d conv() const {
-    geometry.check();
-    check_int8(input, geometry.name, "input");
-    check_int8(weight, geometry.name, "weight");
-    check_zero_point(input_zero_point, geometry.name);
-    return conv_of(geometry, Pass::forward, input.size(0), {input.size(2), input.size(3)}, input.size(1), weight);
-  }
-
-  Pair output_sizes(const Conv2d& conv) const {
-    return {conv.batch, conv.out_channels, conv.rows.output, conv.columns.output};
-  }
-
-  float run(const Conv2d& conv, const int32_t* bias, const Finish& finish) const {
-    const Threads threads = threads_for(conv);
-    const Tensor weights = packed_for(conv, Pass::forward, weight, packed, threads);
-    const Tensor image = channels_last(input);
-    Tensor workspace =
-        empty_flat(workspace_bytes(conv, Pass::forward) * threads.count, ScalarType::Byte, input);
-    return forward(
-        conv,
-        bytes_of(image),
-        static_cast<int32_t>(input_zero_point),
-        data_of_packed(weights),
-        bias,
-        finish,
-        threads,
-        workspace.mutable_data_ptr());
-  }
-
-  Tensor scaled(const Conv2d& conv, const int32_t* bias, Rescaling made) const {
-    Tensor output = empty_image(output_sizes(conv), ScalarType::Float, input);
-    made.finish.output = output.mutable_data_ptr();
-    run(conv, bias, made.finish);
-    return output;
-  }
-
-  // The output, its mask, and the largest absolute value before rounding.
-  std::tuple<Tensor, Tensor, float> quantized(const Conv2d& conv, const int32_t* bias, Rescaling made) const {
-    Tensor output = empty_image(output_sizes(conv), ScalarType::Char, input);
-    const int64_t mask_bytes = (output.numel() + 7) / 8;
-    Tensor mask = empty_flat(mask_bytes, ScalarType::Byte, input);
-    std::memset(mask.mutable_data_ptr(), 0, static_cast<size_t>(mask_bytes));
-    made.finish.output = output.mutable_data_ptr();
-    made.finish.mask = static_cast<uint8_t*>(mask.mutable_data_ptr());
-    const float largest = run(conv, bias, made.finish);
-    return {output, mask, largest};
-  }
-};
 
 // A bias that is given as a tensor, checked.
 struct Bias {

@@ -7,7 +7,7 @@ its own rescalings as a "gradient" of the old one, and the weight's gradient as 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -45,6 +45,7 @@ class How:
     Attributes:
         to_float: the output is float32, not rescaled.
         relu: the output is clamped at 0.
+        ceiling: and at this, with `relu`; None sets no bound.
         rounding: of activations and gradients.
         part_bytes: what a part of a batch may take, see `parts_of`; 0 does not split.
         packs: the number of a `PackedWeights`; 0 packs for each call.
@@ -53,19 +54,28 @@ class How:
 
     to_float: bool = False
     relu: bool = False
+    ceiling: float | None = None
     rounding: Rounding = "pseudo_stochastic"
     part_bytes: int = 0
     packs: int = 0
     training: bool = True
 
     def numbers(self) -> list[int]:
-        """As an operator takes it."""
+        """As an operator takes it, the ceiling aside."""
         return [self.to_float, self.relu, ROUNDINGS.index(self.rounding), self.part_bytes, self.packs, self.training]
 
     @classmethod
-    def of(cls, numbers: list[int]) -> How:
+    def of(cls, numbers: list[int], ceiling: float | None) -> How:
         to_float, relu, rounding, part_bytes, packs, training = numbers
-        return cls(bool(to_float), bool(relu), ROUNDINGS[rounding], part_bytes, packs, bool(training))
+        return cls(bool(to_float), bool(relu), ceiling, ROUNDINGS[rounding], part_bytes, packs, bool(training))
+
+    def passes_below(self, exponent: float) -> int:
+        """The mantissas with that exponent which the ceiling changes nothing of are below this."""
+        return MOST + 1 if self.ceiling is None else min(MOST + 1, int(self.ceiling * 2.0**-exponent))
+
+    def most(self, exponent: float) -> int:
+        """The largest mantissa with that exponent."""
+        return min(MOST, self.passes_below(exponent))
 
 
 class Convolved(NamedTuple):
@@ -112,12 +122,12 @@ class _Kernels:
         """The weight as the kernels read it, packed once for all parts and attempts."""
         return packs_of(self.how.packs).packed(self._carrier, for_grad_input=for_grad_input, **self.windows)
 
-    def output(self, image: Tensor, bias: Tensor | None, shift: int) -> _Attempt:
+    def output(self, image: Tensor, bias: Tensor | None, sums_exponent: int, shift: int) -> _Attempt:
         scale, packed = torch.tensor([2.0**-shift]), self.packed(False)
-        low = 0 if self.how.relu else -MOST
+        low, high = (0, self.how.most(sums_exponent + shift)) if self.how.relu else (-MOST, MOST)
         found = [
             ops.int8_conv2d_quantized(
-                image[part], self.weight, scale, bias, packed=packed, low=low, high=MOST, rounding=self.how.rounding,
+                image[part], self.weight, scale, bias, packed=packed, low=low, high=high, rounding=self.how.rounding,
                 **self.windows,
             )
             for part in self.parts
@@ -216,6 +226,42 @@ def _sample_bytes(image: Tensor, output_pixels: int, channels: int, to_float: bo
     return image[0].numel() + output_pixels * channels * (4 if to_float else 1) if len(image) else 0
 
 
+def convolve(
+    input: Tensor,
+    exponent: Tensor | None,
+    weight: Tensor,
+    weight_exponent: Tensor,
+    bias: Tensor | None,
+    bias_exponent: Tensor | None,
+    state: Tensor,
+    how: How,
+    geometry: Geometry,
+) -> Convolved:
+    """What `niti_conv2d` computes."""
+    if exponent is None:
+        image, input_exponent = quantized(input, name="the input of a convolution")
+        image = image.contiguous(memory_format=torch.channels_last)
+        kept, kept_exponent = as_carrier(image), torch.tensor([float(input_exponent)])
+    else:
+        image, input_exponent = as_int8(input), int(exponent)
+        kept, kept_exponent = torch.empty(0, dtype=CARRIER), torch.empty(0)
+    rows, columns = geometry.output_size("niti_conv2d", image.shape[2:], weight.shape[2:])
+    sample_bytes = _sample_bytes(image, rows * columns, weight.shape[0], how.to_float)
+    kernels = _Kernels(weight, geometry, how, sample_bytes, len(image))
+    sums_exponent = input_exponent + int(weight_exponent)
+    added = _bias_sums(bias, bias_exponent, sums_exponent)
+    if how.to_float:
+        output = kernels.float_output(image, added, sums_exponent)
+        return Convolved(output, torch.zeros(1), kept, kept_exponent, state.clone())
+    mantissas, found, after = _settled(
+        Rescaling.of(state),
+        sums_exponent,
+        lambda shift: kernels.output(image, added, sums_exponent, shift),
+        how.training,
+    )
+    return Convolved(as_carrier(mantissas), torch.tensor([float(found)]), kept, kept_exponent, after.row())
+
+
 @torch.library.custom_op("torch_odt::niti_conv2d", mutates_args=())
 def niti_conv2d(
     input: Tensor,
@@ -228,6 +274,7 @@ def niti_conv2d(
     backward_state: Tensor,
     gradient_bits: Tensor,
     how: list[int],
+    ceiling: float | None,
     stride: list[int],
     padding: list[int],
     dilation: list[int],
@@ -242,32 +289,14 @@ def niti_conv2d(
         state: of the output's rescaling, float64 of shape (WIDTH,).
         backward_state: of those of the input's and the weight's gradient, float64 of shape (2, WIDTH).
         gradient_bits: int64 of shape (1,): what is left of a weight's gradient.
-        how: see `How`.
+        how, ceiling: see `How`.
         stride, padding, dilation, groups: as in `torch.nn.Conv2d`.
 
     Raises:
         ValueError: a number of a float32 input is not finite.
     """
-    geometry, manner = Geometry(stride, padding, dilation, groups), How.of(how)
-    if exponent is None:
-        image, input_exponent = quantized(input, name="the input of a convolution")
-        image = image.contiguous(memory_format=torch.channels_last)
-        kept, kept_exponent = as_carrier(image), torch.tensor([float(input_exponent)])
-    else:
-        image, input_exponent = as_int8(input), int(exponent)
-        kept, kept_exponent = torch.empty(0, dtype=CARRIER), torch.empty(0)
-    rows, columns = geometry.output_size("niti_conv2d", image.shape[2:], weight.shape[2:])
-    sample_bytes = _sample_bytes(image, rows * columns, weight.shape[0], manner.to_float)
-    kernels = _Kernels(weight, geometry, manner, sample_bytes, len(image))
-    sums_exponent = input_exponent + int(weight_exponent)
-    added = _bias_sums(bias, bias_exponent, sums_exponent)
-    if manner.to_float:
-        output = kernels.float_output(image, added, sums_exponent)
-        return Convolved(output, torch.zeros(1), kept, kept_exponent, state.clone())
-    mantissas, found, after = _settled(
-        Rescaling.of(state), sums_exponent, lambda shift: kernels.output(image, added, shift), manner.training
-    )
-    return Convolved(as_carrier(mantissas), torch.tensor([float(found)]), kept, kept_exponent, after.row())
+    manner, geometry = How.of(how, ceiling), Geometry(stride, padding, dilation, groups)
+    return convolve(input, exponent, weight, weight_exponent, bias, bias_exponent, state, manner, geometry)
 
 
 @niti_conv2d.register_fake
@@ -282,22 +311,106 @@ def _(
     backward_state: Tensor,
     gradient_bits: Tensor,
     how: list[int],
+    ceiling: float | None,
     *windows: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     size = Geometry(*windows).output_size("niti_conv2d", input.shape[2:], weight.shape[2:])
-    dtype = torch.float32 if How.of(how).to_float else CARRIER
-    output = _image([input.shape[0], weight.shape[0], *size], dtype, input)
+    dtype = torch.float32 if How.of(how, ceiling).to_float else CARRIER
+    output = empty_image([input.shape[0], weight.shape[0], *size], dtype, input)
     one = torch.empty(1, device=input.device)
     if exponent is None:
-        kept, kept_exponent = _image(input.shape, CARRIER, input), torch.empty_like(one)
+        kept, kept_exponent = empty_image(input.shape, CARRIER, input), torch.empty_like(one)
     else:
         kept = torch.empty(0, dtype=CARRIER, device=input.device)
         kept_exponent = torch.empty(0, device=input.device)
     return output, one, kept, kept_exponent, torch.empty_like(state)
 
 
-def _image(shape: Any, dtype: torch.dtype, like: Tensor) -> Tensor:
+def empty_image(shape: Any, dtype: torch.dtype, like: Tensor) -> Tensor:
     return torch.empty(shape, dtype=dtype, device=like.device, memory_format=torch.channels_last)
+
+
+class PassedBack(NamedTuple):
+    """What the backward operator returns; what is not wanted is empty.
+
+    Attributes:
+        input, exponent: the input's gradient; without an exponent where it is float32.
+        weight, bias: mantissas of `gradient_bits` bits, to be taken off.
+        state: of the rescalings of the input's and the weight's gradient, after this batch.
+    """
+
+    input: Tensor
+    exponent: Tensor
+    weight: Tensor
+    bias: Tensor
+    state: Tensor
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What the forward pass has kept for the backward pass.
+
+    Attributes:
+        output, output_exponent: of a layer that ends in a ReLU, None otherwise.
+        image, image_exponent: the input's mantissas, and theirs.
+        weight, weight_exponent, state, gradient_bits: as they were given.
+    """
+
+    output: Tensor | None
+    output_exponent: Tensor | None
+    image: Tensor
+    image_exponent: Tensor
+    weight: Tensor
+    weight_exponent: Tensor
+    state: Tensor
+    gradient_bits: Tensor
+
+
+def pass_back(
+    gradient: Tensor,
+    gradient_exponent: Tensor | None,
+    kept: Kept,
+    input_is_float: bool,
+    wanted: Sequence[bool],
+    how: How,
+    geometry: Geometry,
+) -> PassedBack:
+    """What `niti_conv2d_backward` computes."""
+    if gradient_exponent is None:
+        steps, exponent = quantized(gradient, how.rounding, "the gradient of a convolution's output")
+    else:
+        steps, exponent = as_int8(gradient), int(gradient_exponent)
+    steps = steps.contiguous(memory_format=torch.channels_last)
+    if kept.output is not None and kept.output_exponent is not None:
+        most = how.passes_below(float(kept.output_exponent))
+        steps = ops.int8_keep_between(steps, as_int8(kept.output), 0, most)
+    pixels, weight = as_int8(kept.image), kept.weight
+    sample_bytes = _sample_bytes(pixels, steps.shape[2] * steps.shape[3], weight.shape[0], input_is_float)
+    kernels = _Kernels(weight, geometry, how, sample_bytes, len(pixels))
+    of_input, of_weight = (Rescaling.of(row) for row in kept.state)
+    size = list(pixels.shape[2:])
+    input_gradient, input_exponent = torch.empty(0, dtype=CARRIER), torch.empty(0)
+    sums_exponent = exponent + int(kept.weight_exponent)
+    if wanted[0] and input_is_float:
+        input_gradient = kernels.float_input_gradient(steps, size, sums_exponent)
+    elif wanted[0]:
+        mantissas, found, of_input = _settled(
+            of_input, sums_exponent, lambda shift: kernels.input_gradient(steps, size, shift), how.training
+        )
+        input_gradient, input_exponent = as_carrier(mantissas), torch.tensor([float(found)])
+    weight_gradient, bias_gradient = (torch.empty(0, dtype=CARRIER) for _ in range(2))
+    bits = int(kept.gradient_bits)
+    if wanted[1]:
+        found_gradient, of_weight = _weight_gradient(
+            kernels, steps, pixels, of_weight, exponent + int(kept.image_exponent), bits
+        )
+        weight_gradient, bias_sums = as_carrier(found_gradient.weight), found_gradient.bias
+    elif wanted[2]:
+        bias_sums = steps.sum((0, 2, 3), dtype=torch.int64)
+    if wanted[2]:
+        bias_gradient = as_carrier(rescaled(bias_sums, how.rounding, bits)[0])
+    state = torch.stack([of_input.row(), of_weight.row()])
+    return PassedBack(input_gradient, input_exponent, weight_gradient, bias_gradient, state)
 
 
 @torch.library.custom_op("torch_odt::niti_conv2d_backward", mutates_args=())
@@ -305,6 +418,7 @@ def niti_conv2d_backward(
     gradient: Tensor,
     gradient_exponent: Tensor | None,
     output: Tensor | None,
+    output_exponent: Tensor | None,
     image: Tensor,
     image_exponent: Tensor,
     weight: Tensor,
@@ -314,68 +428,28 @@ def niti_conv2d_backward(
     input_is_float: bool,
     wanted: list[bool],
     how: list[int],
+    ceiling: float | None,
     stride: list[int],
     padding: list[int],
     dilation: list[int],
     groups: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The gradients of `niti_conv2d`; what is not wanted is empty.
+    """The gradients of `niti_conv2d`, see `PassedBack`.
 
     Args:
         gradient, gradient_exponent: mantissas and theirs, or float32 and None.
-        output: of the layer where it ends in a ReLU.
-        image, image_exponent: the input's mantissas, and theirs.
-        weight, weight_exponent, state, gradient_bits, how: as they were given.
+        output, output_exponent, image, image_exponent, weight, weight_exponent, state, gradient_bits: see `Kept`.
         input_is_float: the input's gradient is to be float32.
         wanted: whether the gradients of input, weight and bias are.
-
-    Returns:
-        The input's gradient and its exponent, the weight's and the bias's as mantissas of `gradient_bits` bits, and the
-        state after this batch.
+        how, ceiling: see `How`.
+        stride, padding, dilation, groups: as in `torch.nn.Conv2d`.
 
     Raises:
         ValueError: a number of a float32 gradient is not finite.
     """
-    geometry, manner = Geometry(stride, padding, dilation, groups), How.of(how)
-    if gradient_exponent is None:
-        steps, exponent = quantized(gradient, manner.rounding, "the gradient of a convolution's output")
-    else:
-        steps, exponent = as_int8(gradient), int(gradient_exponent)
-    steps = steps.contiguous(memory_format=torch.channels_last)
-    if output is not None:
-        steps = ops.int8_keep_between(steps, as_int8(output), 0)
-    pixels = as_int8(image)
-    sample_bytes = _sample_bytes(pixels, steps.shape[2] * steps.shape[3], weight.shape[0], input_is_float)
-    kernels = _Kernels(weight, geometry, manner, sample_bytes, len(pixels))
-    of_input, of_weight = (Rescaling.of(row) for row in state)
-    size = list(image.shape[2:])
-    input_gradient, input_exponent = torch.empty(0, dtype=CARRIER), torch.empty(0)
-    sums_exponent = exponent + int(weight_exponent)
-    if wanted[0] and input_is_float:
-        input_gradient = kernels.float_input_gradient(steps, size, sums_exponent)
-    elif wanted[0]:
-        mantissas, found, of_input = _settled(
-            of_input, sums_exponent, lambda shift: kernels.input_gradient(steps, size, shift), manner.training
-        )
-        input_gradient, input_exponent = as_carrier(mantissas), torch.tensor([float(found)])
-    weight_gradient, bias_gradient = (torch.empty(0, dtype=CARRIER) for _ in range(2))
-    bits = int(gradient_bits)
-    if wanted[1]:
-        found_gradient, of_weight = _weight_gradient(
-            kernels, steps, pixels, of_weight, exponent + int(image_exponent), bits
-        )
-        weight_gradient, bias_sums = as_carrier(found_gradient.weight), found_gradient.bias
-    elif wanted[2]:
-        bias_sums = steps.sum((0, 2, 3), dtype=torch.int64)
-    if wanted[2]:
-        bias_gradient = as_carrier(rescaled(bias_sums, manner.rounding, bits)[0])
-    return (
-        input_gradient,
-        input_exponent,
-        weight_gradient,
-        bias_gradient,
-        torch.stack([of_input.row(), of_weight.row()]),
-    )
+    kept = Kept(output, output_exponent, image, image_exponent, weight, weight_exponent, state, gradient_bits)
+    manner, geometry = How.of(how, ceiling), Geometry(stride, padding, dilation, groups)
+    return pass_back(gradient, gradient_exponent, kept, input_is_float, wanted, manner, geometry)
 
 
 def _weight_gradient(
@@ -396,11 +470,25 @@ def _weight_gradient(
     return found, state.after_batch(was_clipped=was_clipped)
 
 
+def empty_gradients(kept: Kept, input_is_float: bool, wanted: Sequence[bool]) -> PassedBack:
+    """What `pass_back` returns, without data."""
+    image, weight = kept.image, kept.weight
+    nothing = torch.empty(0, dtype=CARRIER, device=image.device)
+    of_input, exponent = nothing, torch.empty(0, device=image.device)
+    if wanted[0]:
+        of_input = empty_image(image.shape, torch.float32 if input_is_float else CARRIER, image)
+        exponent = exponent if input_is_float else torch.empty(1, device=image.device)
+    of_weight = torch.empty_like(weight) if wanted[1] else torch.empty_like(nothing)
+    bias = torch.empty(weight.shape[0], dtype=CARRIER, device=image.device) if wanted[2] else torch.empty_like(nothing)
+    return PassedBack(of_input, exponent, of_weight, bias, torch.empty_like(kept.state))
+
+
 @niti_conv2d_backward.register_fake
 def _(
     gradient: Tensor,
     gradient_exponent: Tensor | None,
     output: Tensor | None,
+    output_exponent: Tensor | None,
     image: Tensor,
     image_exponent: Tensor,
     weight: Tensor,
@@ -411,52 +499,50 @@ def _(
     wanted: list[bool],
     *rest: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    nothing = torch.empty(0, dtype=CARRIER, device=image.device)
-    of_input, exponent = nothing, torch.empty(0, device=image.device)
-    if wanted[0]:
-        of_input = _image(image.shape, torch.float32 if input_is_float else CARRIER, image)
-        exponent = exponent if input_is_float else torch.empty(1, device=image.device)
-    of_weight = torch.empty_like(weight) if wanted[1] else torch.empty_like(nothing)
-    bias = torch.empty(weight.shape[0], dtype=CARRIER, device=image.device) if wanted[2] else torch.empty_like(nothing)
-    return of_input, exponent, of_weight, bias, torch.empty_like(state)
+    kept = Kept(output, output_exponent, image, image_exponent, weight, weight_exponent, state, gradient_bits)
+    return empty_gradients(kept, input_is_float, wanted)
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     (
-        input, exponent, weight, weight_exponent, bias, _, _, backward_state, bits, how, *windows
+        input, exponent, weight, weight_exponent, bias, _, _, backward_state, bits, how, ceiling, *windows
     ) = inputs  # fmt: skip
     made = Convolved(*output)
-    manner = How.of(how)
+    manner = How.of(how, ceiling)
     image, image_exponent = (made.kept, made.kept_exponent) if exponent is None else (input, exponent)
-    ctx.save_for_backward(
-        made.output if manner.relu else None, image, image_exponent, weight, weight_exponent, backward_state, bits
-    )
-    ctx.manner, ctx.how, ctx.windows = manner, how, windows
-    ctx.input_is_float, ctx.has_bias = exponent is None, bias is not None
+    of_relu = (made.output, made.exponent) if manner.relu else (None, None)
+    ctx.save_for_backward(*of_relu, image, image_exponent, weight, weight_exponent, backward_state, bits)
+    ctx.to_float, ctx.rest = manner.to_float, (how, ceiling, *windows)
+    ctx.input_is_float = exponent is None
     ctx.mark_non_differentiable(made.kept, made.kept_exponent, made.state)
     if manner.to_float:
         ctx.mark_non_differentiable(made.exponent)
 
 
 def _gradients(ctx: Any, gradient: Tensor, exponent: Tensor | None, *_: Any) -> tuple[Any, ...]:
-    output, image, image_exponent, weight, weight_exponent, backward_state, bits = ctx.saved_tensors
     needs = ctx.needs_input_grad
     wanted = [needs[0], needs[2], needs[4]]
-    of_input, input_exponent, of_weight, of_bias, state = niti_conv2d_backward(
-        gradient, None if ctx.manner.to_float else exponent, output, image, image_exponent, weight, weight_exponent,
-        backward_state, bits, ctx.input_is_float, wanted, ctx.how, *ctx.windows,
-    )  # fmt: skip
-    return (
-        of_input if wanted[0] else None,
-        input_exponent if wanted[0] and not ctx.input_is_float else None,
-        of_weight if wanted[1] else None,
-        None,
-        of_bias if wanted[2] else None,
-        None,
-        None,
-        state if needs[7] else None,
-        *[None] * 6,
+    found = niti_conv2d_backward(
+        gradient, None if ctx.to_float else exponent, *ctx.saved_tensors, ctx.input_is_float, wanted, *ctx.rest
     )
+    return gradients_of(PassedBack(*found), wanted, ctx.input_is_float, needs[7], len(needs))
+
+
+def gradients_of(
+    found: PassedBack, wanted: Sequence[bool], input_is_float: bool, wants_state: bool, count: int
+) -> tuple[Any, ...]:
+    """The gradients of a forward operator's arguments, of which there are so many."""
+    of_arguments = (
+        found.input if wanted[0] else None,
+        found.exponent if wanted[0] and not input_is_float else None,
+        found.weight if wanted[1] else None,
+        None,
+        found.bias if wanted[2] else None,
+        None,
+        None,
+        found.state if wants_state else None,
+    )
+    return (*of_arguments, *[None] * (count - len(of_arguments)))
 
 
 register_gradient("niti_conv2d", _keep, _gradients)

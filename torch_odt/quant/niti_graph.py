@@ -206,10 +206,11 @@ def _end_in_float(model: nn.Module, graph: fx.Graph, node: fx.Node) -> None:
 
 
 def _end_in_relu(model: nn.Module, graph: fx.Graph, node: fx.Node) -> None:
-    """A ReLU is a bound of the kernel that goes before it."""
+    """A ReLU, and the ceiling that it may have, are bounds of the kernel that goes before it."""
     users = list(node.users)
-    if len(users) == 1 and users[0].target is niti.niti_relu and len(users[0].args) == 1:
-        model.get_submodule(str(node.target)).relu = True  # type: ignore[assignment]
+    if len(users) == 1 and users[0].target is niti.niti_relu:
+        layer = model.get_submodule(str(node.target))
+        layer.relu, layer.ceiling = True, users[0].args[1] if len(users[0].args) > 1 else None  # type: ignore[assignment]
         users[0].replace_all_uses_with(node)
         graph.erase_node(users[0])
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from torch_odt.ops.int8_arguments import Rounding
 from torch_odt.quant.niti_convolution import How, niti_conv2d
+from torch_odt.quant.niti_integers import niti_layer
 from torch_odt.quant.niti_numbers import Scaled, as_carrier, as_int8, dequantized, quantized
 from torch_odt.quant.packed_weights import PackedWeights
 from torch_odt.quant.rescaling import Rescaling
@@ -30,6 +31,7 @@ class NitiLayer(nn.Module):
     Attributes:
         to_float: return float32 instead of mantissas, which spares their rounding.
         relu: clamp the output at 0.
+        ceiling: and at this, with `relu`; None sets no bound.
         rounding: of activations and gradients.
         part_bytes: what a part of a batch may take; 0 does not split.
         packs: where packed weights are kept, or None.
@@ -55,6 +57,7 @@ class NitiLayer(nn.Module):
     ) -> None:
         super().__init__()
         self.to_float = self.relu = False
+        self.ceiling: float | None = None
         self.rounding, self.part_bytes, self.packs = rounding, part_bytes, packs
         mantissas, exponent = quantized(layer.weight.detach(), name="weight", spare_bits=headroom_bits)
         if not mantissas.any():
@@ -95,19 +98,27 @@ class NitiLayer(nn.Module):
         return {name: Rescaling.of(row) for name, row in zip(names, rows, strict=True)}
 
     def _convolve(self, x: Scaled | Tensor, weight: Tensor, *windows: Any) -> Scaled | Tensor:
-        input, exponent = (x, None) if isinstance(x, Tensor) else x
         how = How(
-            self.to_float, self.relu and not self.to_float, self.rounding, self.part_bytes,
+            self.to_float, self.relu and not self.to_float, self.ceiling, self.rounding, self.part_bytes,
             0 if self.packs is None else self.packs.number, self.training,
         )  # fmt: skip
-        output, output_exponent, _, _, state = niti_conv2d(
-            input, exponent, weight, self.weight_exponent, self.bias, self.bias_exponent, self.rescaling,
-            self.gradient_rescaling, self.gradient_bits, how.numbers(), *windows,
+        tensors = (
+            weight, self.weight_exponent, self.bias, self.bias_exponent, self.rescaling, self.gradient_rescaling,
+            self.gradient_bits,
         )  # fmt: skip
+        found: Scaled | Tensor
+        if isinstance(x, Tensor) or how.to_float or how.packs:
+            input, exponent = (x, None) if isinstance(x, Tensor) else x
+            output, output_exponent, _, _, state = niti_conv2d(
+                input, exponent, *tensors, how.numbers(), how.ceiling, *windows
+            )
+            found = output if how.to_float else Scaled(output, output_exponent)
+        else:
+            found, state = niti_layer(x, tensors, how, windows)
         if self.training and not self.to_float:
             with torch.no_grad():
                 self.rescaling.copy_(state)
-        return output if self.to_float else Scaled(output, output_exponent)
+        return found
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> NitiLayer:
         """Moves to other devices; integers and states have no other type."""

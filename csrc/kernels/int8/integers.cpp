@@ -1,6 +1,8 @@
 #include "integers.h"
 
 #include <algorithm>
+#include <cmath>
+#include <cstdlib>
 #include <cstring>
 
 #include "lanes.h"
@@ -66,7 +68,107 @@ keep_body(const int8_t* values, const int8_t* others, int64_t count, int8_t leas
   }
 }
 
+TORCH_ODT_INLINE void ends_body(const int32_t* numbers, int64_t count, int32_t* least, int32_t* most) {
+  int32_t low = 0;
+  int32_t high = 0;
+  for (int64_t i = 0; i < count; ++i) {
+    low = numbers[i] < low ? numbers[i] : low;
+    high = numbers[i] > high ? numbers[i] : high;
+  }
+  *least = low;
+  *most = high;
+}
+
+TORCH_ODT_INLINE void add_body(const int8_t* coarse, const int8_t* fine, int64_t count, int32_t factor, int32_t* sums) {
+  for (int64_t i = 0; i < count; ++i) {
+    sums[i] = coarse[i] * factor + fine[i];
+  }
+}
+
+TORCH_ODT_INLINE void
+largest_sum_body(const int8_t* coarse, const int8_t* fine, int64_t count, int32_t factor, int32_t* largest) {
+  int32_t most = 0;
+  for (int64_t i = 0; i < count; ++i) {
+    const int32_t sum = coarse[i] * factor + fine[i];
+    const int32_t magnitude = sum < 0 ? -sum : sum;
+    most = magnitude > most ? magnitude : most;
+  }
+  *largest = most;
+}
+
+TORCH_ODT_INLINE void negate_body(int8_t* numbers, int64_t count) {
+  for (int64_t i = 0; i < count; ++i) {
+    numbers[i] = static_cast<int8_t>(-numbers[i]);
+  }
+}
+
+TORCH_ODT_INLINE void clip_body(int8_t* numbers, int64_t count, int8_t most, uint8_t* largest) {
+  uint8_t found = 0;
+  for (int64_t i = 0; i < count; ++i) {
+    const int8_t number = numbers[i];
+    const auto magnitude = static_cast<uint8_t>(number < 0 ? -number : number);
+    found = magnitude > found ? magnitude : found;
+    const int8_t raised = number < -most ? static_cast<int8_t>(-most) : number;
+    numbers[i] = raised > most ? most : raised;
+  }
+  *largest = found;
+}
+
+// As the vectors round, see lanes.h.
+int64_t shifted(int64_t sum, int64_t shift, Rounding rounding) {
+  if (rounding == Rounding::nearest) {
+    return static_cast<int64_t>(std::nearbyint(std::ldexp(static_cast<float>(sum), static_cast<int>(-shift))));
+  }
+  const int64_t magnitude = std::abs(sum);
+  const int64_t half = shift / 2;
+  const int64_t lost = magnitude & ((int64_t{1} << shift) - 1);
+  const int64_t random = (lost & ((int64_t{1} << half) - 1)) << (shift - 2 * half);
+  const int64_t rounded = (magnitude >> shift) + ((lost >> half) > random ? 1 : 0);
+  return sum < 0 ? -rounded : rounded;
+}
+
 } // namespace
+
+void shift_to_int8(const int64_t* sums, int64_t count, int64_t shift, Rounding rounding, int8_t* output) {
+  for (int64_t i = 0; i < count; ++i) {
+    output[i] = static_cast<int8_t>(std::clamp<int64_t>(shifted(sums[i], shift, rounding), -127, 127));
+  }
+}
+
+int64_t largest_magnitude(const int32_t* numbers, int64_t count) {
+  int32_t least = 0;
+  int32_t most = 0;
+  run<ends_body>(numbers, count, &least, &most);
+  return std::max<int64_t>(-static_cast<int64_t>(least), most);
+}
+
+int64_t largest_magnitude(const int64_t* numbers, int64_t count) {
+  int64_t largest = 0;
+  for (int64_t i = 0; i < count; ++i) {
+    largest = std::max(largest, std::abs(numbers[i]));
+  }
+  return largest;
+}
+
+void add_shifted(const int8_t* coarse, const int8_t* fine, int64_t count, int64_t up, int32_t* sums) {
+  run<add_body>(coarse, fine, count, int32_t{1} << up, sums);
+}
+
+int32_t largest_sum(const int8_t* coarse, const int8_t* fine, int64_t count, int64_t up) {
+  int32_t largest = 0;
+  run<largest_sum_body>(coarse, fine, count, int32_t{1} << up, &largest);
+  return largest;
+}
+
+void negate(int8_t* numbers, int64_t count) {
+  run<negate_body>(numbers, count);
+}
+
+int64_t clip(int8_t* numbers, int64_t count, int64_t most) {
+  uint8_t largest = 0;
+  run<clip_body>(numbers, count, static_cast<int8_t>(std::min<int64_t>(most, 127)), &largest);
+  return largest;
+}
 
 void shift_to_int8(const int32_t* sums, int64_t count, int64_t shift, Rounding rounding, int8_t* output) {
   const float factor = 1.0F / static_cast<float>(int64_t{1} << shift);

@@ -1,5 +1,4 @@
-// int32 that becomes int8, and int8 that is taken off int8: what NITI's arithmetic does between
-// kernels.
+// Integers that become int8, int8 that is added up and taken off int8: what NITI's arithmetic does between kernels.
 #pragma once
 
 #include <cstdint>
@@ -10,6 +9,22 @@ namespace torch_odt::kernels::int8 {
 
 // sums * 2^-shift, rounded, clamped to -127 and 127; `shift` is from 0 to 30, `rounding` nearest or pseudo-stochastic.
 void shift_to_int8(const int32_t* sums, int64_t count, int64_t shift, Rounding rounding, int8_t* output);
+
+// The same of int64, one after another; `shift` is from 0 to 62.
+void shift_to_int8(const int64_t* sums, int64_t count, int64_t shift, Rounding rounding, int8_t* output);
+
+// The largest magnitude; 0 of none.
+int64_t largest_magnitude(const int32_t* numbers, int64_t count);
+int64_t largest_magnitude(const int64_t* numbers, int64_t count);
+
+// coarse * 2^up + fine, of which int32 has to hold all; and their largest magnitude.
+void add_shifted(const int8_t* coarse, const int8_t* fine, int64_t count, int64_t up, int32_t* sums);
+int32_t largest_sum(const int8_t* coarse, const int8_t* fine, int64_t count, int64_t up);
+
+// Numbers that are not below -127: each with the other sign; and clipped at -most and most, which returns the largest
+// magnitude before.
+void negate(int8_t* numbers, int64_t count);
+int64_t clip(int8_t* numbers, int64_t count, int64_t most);
 
 // weights - steps, clamped to -127 and 127, in place. Returns whether a step is not 0; if none is, nothing is written.
 bool take_off(int8_t* weights, const int8_t* steps, int64_t count);
