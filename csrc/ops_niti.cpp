@@ -168,53 +168,83 @@ constexpr int64_t kSumsAtOnce = 2048;
 constexpr int64_t kGrainElements = 1 << 15;
 constexpr int64_t kMostUp = 16; // so that int32 holds the sums
 
-// coarse * 2^up + fine, as mantissas, and by how many bits they were shifted.
-std::tuple<Tensor, Tensor> add(const Tensor& coarse, const Tensor& fine, int64_t up, int64_t rounding) {
-  constexpr char kName[] = "niti_shift_add";
-  const bool same = coarse.is_cpu() && fine.is_cpu() && coarse.scalar_type() == ScalarType::Char &&
-      fine.scalar_type() == ScalarType::Char && coarse.numel() == fine.numel() && coarse.dim() == fine.dim();
-  STD_TORCH_CHECK(same, kName, ": both must be int8 CPU tensors of the same shape");
-  for (int64_t i = 0; i < coarse.dim(); ++i) {
-    STD_TORCH_CHECK(coarse.size(i) == fine.size(i), kName, ": both must have the same shape");
-  }
-  STD_TORCH_CHECK(up >= 0 && up <= kMostUp, kName, ": up must be from 0 to ", kMostUp);
-  STD_TORCH_CHECK(rounding == 0 || rounding == 2, kName, ": rounding must be 0 (nearest) or 2 (pseudo-stochastic)");
-  const bool has_pixels =
-      coarse.dim() == 4 && (!coarse.is_contiguous() || (coarse.stride(1) == 1 && coarse.stride(3) == coarse.size(1)));
-  const Tensor one = has_pixels ? channels_last(coarse) : as_contiguous(coarse);
-  const Tensor other = has_pixels ? channels_last(fine) : as_contiguous(fine);
+// The same bytes in the order of another tensor's memory, which is channels_last or contiguous.
+Tensor ordered(const Tensor& carrier, bool in_channels_last) {
+  return in_channels_last ? channels_last(carrier) : as_contiguous(carrier);
+}
+
+// How far mantissas are moved up, and those of the finer scale down, so that int32 holds their sums.
+struct Apart {
+  int64_t up;
+  int64_t down;
+
+  explicit Apart(int64_t exponents) : up(std::min(exponents, kMostUp)), down(std::min(exponents - up, kernels::int8::kLargestShift)) {}
+};
+
+// The sum of two tensors of different scales, see `added` in torch_odt/quant/niti_numbers.py.
+std::tuple<Tensor, Tensor> add(
+    const Tensor& first,
+    const Tensor& first_exponent,
+    const Tensor& second,
+    const Tensor& second_exponent,
+    int64_t rounding) {
+  constexpr char kName[] = "niti_add";
+  const auto is_carrier = [](const Tensor& tensor) {
+    return tensor.is_cpu() && (tensor.scalar_type() == kCarrier || tensor.scalar_type() == ScalarType::Char);
+  };
+  STD_TORCH_CHECK(
+      is_carrier(first) && is_carrier(second) && first.dim() == second.dim(),
+      kName,
+      ": both must be mantissas of the same shape on the CPU");
   Pair sizes;
-  for (int64_t i = 0; i < coarse.dim(); ++i) {
-    sizes.push_back(coarse.size(i));
+  for (int64_t i = 0; i < first.dim(); ++i) {
+    STD_TORCH_CHECK(first.size(i) == second.size(i), kName, ": both must have the same shape");
+    sizes.push_back(first.size(i));
   }
-  Tensor result = has_pixels ? empty_image(sizes, ScalarType::Char, coarse) : empty_contiguous(sizes, ScalarType::Char, coarse);
-  const int8_t* const upper = bytes_of(one);
-  const int8_t* const lower = bytes_of(other);
-  auto* const to = static_cast<int8_t*>(result.mutable_data_ptr());
+  STD_TORCH_CHECK(rounding == 0 || rounding == 2, kName, ": rounding must be 0 (nearest) or 2 (pseudo-stochastic)");
+  const bool in_channels_last =
+      first.dim() == 4 && (!first.is_contiguous() || (first.stride(1) == 1 && first.stride(3) == first.size(1)));
+  const int64_t exponents[2] = {exponent_of(first_exponent, "first_exponent"), exponent_of(second_exponent, "second_exponent")};
+  const bool first_is_coarse = exponents[0] >= exponents[1];
+  const Tensor coarse = ordered(first_is_coarse ? first : second, in_channels_last);
+  Tensor fine = ordered(first_is_coarse ? second : first, in_channels_last);
+  const Apart apart(std::abs(exponents[0] - exponents[1]));
   const int64_t count = coarse.numel();
-  std::vector<int32_t> largest(static_cast<size_t>(count / kGrainElements + 1), 0);
-  const auto blocks = static_cast<int64_t>(largest.size());
+  if (apart.down > 0) {
+    Tensor moved = empty_flat(count, ScalarType::Char, fine);
+    auto* const to = static_cast<int8_t*>(moved.mutable_data_ptr());
+    for (int64_t i = 0; i < count; ++i) {
+      to[i] = static_cast<int8_t>(
+          std::nearbyint(std::ldexp(static_cast<float>(bytes_of(fine)[i]), static_cast<int>(-apart.down))));
+    }
+    fine = moved;
+  }
+  const int8_t* const upper = bytes_of(coarse);
+  const int8_t* const lower = bytes_of(fine);
+  const auto blocks = count / kGrainElements + 1;
+  std::vector<int32_t> largest(static_cast<size_t>(blocks), 0);
   torch::stable::parallel_for(0, blocks, 1, [&](int64_t begin, int64_t end) {
     for (int64_t block = begin; block < end; ++block) {
-      const int64_t first = block * kGrainElements;
-      const int64_t some = std::min(kGrainElements, count - first);
-      largest[static_cast<size_t>(block)] = kernels::int8::largest_sum(upper + first, lower + first, some, up);
+      const int64_t place = block * kGrainElements;
+      const int64_t some = std::min(kGrainElements, count - place);
+      largest[static_cast<size_t>(block)] = kernels::int8::largest_sum(upper + place, lower + place, some, apart.up);
     }
   });
-  const int64_t shift = std::max<int64_t>(
-      0, kernels::int8::bits_of(static_cast<double>(*std::max_element(largest.begin(), largest.end()))) - kMantissaBits);
+  const auto most = static_cast<double>(*std::max_element(largest.begin(), largest.end()));
+  const int64_t shift = std::max<int64_t>(0, kernels::int8::bits_of(most) - kMantissaBits);
+  Tensor result = in_channels_last ? empty_image(sizes, kCarrier, first) : empty_contiguous(sizes, kCarrier, first);
+  auto* const to = static_cast<int8_t*>(result.mutable_data_ptr());
   torch::stable::parallel_for(0, count, kGrainElements, [&](int64_t begin, int64_t end) {
     alignas(64) std::array<int32_t, kSumsAtOnce> sums;
-    for (int64_t first = begin; first < end; first += kSumsAtOnce) {
-      const int64_t some = std::min(kSumsAtOnce, end - first);
-      kernels::int8::add_shifted(upper + first, lower + first, some, up, sums.data());
+    for (int64_t place = begin; place < end; place += kSumsAtOnce) {
+      const int64_t some = std::min(kSumsAtOnce, end - place);
+      kernels::int8::add_shifted(upper + place, lower + place, some, apart.up, sums.data());
       kernels::int8::shift_to_int8(
-          sums.data(), some, shift, static_cast<kernels::int8::Rounding>(rounding), to + first);
+          sums.data(), some, shift, static_cast<kernels::int8::Rounding>(rounding), to + place);
     }
   });
-  Tensor dropped = empty_flat(1, ScalarType::Long, coarse);
-  *static_cast<int64_t*>(dropped.mutable_data_ptr()) = shift;
-  return {result, dropped};
+  const int64_t exponent = std::min(exponents[0], exponents[1]) + std::abs(exponents[0] - exponents[1]) - apart.up + shift;
+  return {result, one_number(static_cast<float>(exponent), first)};
 }
 
 } // namespace
@@ -227,10 +257,12 @@ STABLE_TORCH_LIBRARY_FRAGMENT(torch_odt, m) {
       "Tensor? bias_exponent, Tensor state, Tensor backward_state, Tensor gradient_bits, bool relu, float? ceiling, "
       "int rounding, int part_bytes, bool training, int[] stride, int[] padding, int[] dilation, int groups) -> "
       "(Tensor, Tensor, Tensor)");
-  m.def("niti_shift_add(Tensor coarse, Tensor fine, int up, int rounding) -> (Tensor, Tensor)");
+  m.def(
+      "niti_add(Tensor first, Tensor first_exponent, Tensor second, Tensor second_exponent, int rounding) -> "
+      "(Tensor, Tensor)");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(torch_odt, CPU, m) {
   m.impl("niti_layer", TORCH_BOX(&torch_odt::layer));
-  m.impl("niti_shift_add", TORCH_BOX(&torch_odt::add));
+  m.impl("niti_add", TORCH_BOX(&torch_odt::add));
 }

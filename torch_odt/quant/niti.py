@@ -19,8 +19,8 @@ from torch_odt.quant import niti_graph
 from torch_odt.quant.batch_splitting import cache_bytes
 from torch_odt.quant.fold_batch_norms import fold_batch_norms
 from torch_odt.quant.niti_convertible import layers_of, reasons
-from torch_odt.quant.niti_convolution import ROUNDINGS
 from torch_odt.quant.niti_layers import LEAST_GRADIENT_BITS, MOST_GRADIENT_BITS, NitiConv2d, NitiLayer, NitiLinear
+from torch_odt.quant.niti_passes import ROUNDINGS
 from torch_odt.quant.packed_weights import PackedWeights
 from torch_odt.quant.rescaling import Rescaling
 

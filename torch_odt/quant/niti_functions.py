@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from torch_odt import ops
-from torch_odt.ops.int8_arguments import Pair, Rounding, pair
-from torch_odt.quant.niti_convolution import ROUNDINGS
+from torch_odt.ops.int8_arguments import ROUNDINGS as ALL_ROUNDINGS
+from torch_odt.ops.int8_arguments import Pair, Rounding, number_of, pair
+from torch_odt.ops.registration import register, register_gradient
 from torch_odt.quant.niti_numbers import (
     BITS,
     CARRIER,
@@ -24,6 +25,7 @@ from torch_odt.quant.niti_numbers import (
     quantized,
     rescaled,
 )
+from torch_odt.quant.niti_passes import ROUNDINGS
 
 
 def niti_quantize(values: Tensor, rounding: Rounding = "pseudo_stochastic") -> Scaled:
@@ -82,7 +84,7 @@ def niti_add(first: Scaled, second: Scaled, rounding: Rounding = "nearest") -> S
 
     Its scale is looked at in every batch: the sums are there, and reading them is all that it takes.
     """
-    return Scaled(*_add(*first, *second, ROUNDINGS.index(rounding)))
+    return Scaled(*torch.ops.torch_odt.niti_add.default(*first, *second, number_of(rounding)))
 
 
 def niti_fork(tensor: Scaled) -> tuple[Scaled, Scaled]:
@@ -321,24 +323,30 @@ _avg_pool.register_autograd(
 )
 
 
-@torch.library.custom_op("torch_odt::niti_add", mutates_args=())
 def _add(
     first: Tensor, first_exponent: Tensor, second: Tensor, second_exponent: Tensor, rounding: int
 ) -> tuple[Tensor, Tensor]:
-    total = added(as_int8(first), int(first_exponent), as_int8(second), int(second_exponent), ROUNDINGS[rounding])
+    exponents = (int(first_exponent), int(second_exponent))
+    total = added(as_int8(first), exponents[0], as_int8(second), exponents[1], ALL_ROUNDINGS[rounding])
     return as_carrier(total.mantissas), total.exponent
 
 
-@_add.register_fake
-def _(
+def _add_fake(
     first: Tensor, first_exponent: Tensor, second: Tensor, second_exponent: Tensor, rounding: int
 ) -> tuple[Tensor, Tensor]:
-    return _like(_like(first, torch.int8) + _like(second, torch.int8), CARRIER), torch.empty_like(first_exponent)
+    return torch.empty_like(first), torch.empty_like(first_exponent)
 
 
-_add.register_autograd(
+register(
+    "niti_add",
+    "(Tensor first, Tensor first_exponent, Tensor second, Tensor second_exponent, int rounding) -> (Tensor, Tensor)",
+    _add,
+    _add_fake,
+)
+register_gradient(
+    "niti_add",
+    lambda ctx, inputs, output: None,
     lambda ctx, gradient, exponent: (gradient, exponent, gradient, exponent, None),
-    setup_context=lambda ctx, inputs, output: None,
 )
 
 
@@ -356,10 +364,7 @@ class _Fork(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
-        one, one_exponent, other, other_exponent = gradients
-        found: tuple[Tensor, Tensor] = _add(
-            one, one_exponent, other, other_exponent, ROUNDINGS.index("pseudo_stochastic")
-        )
+        found: tuple[Tensor, Tensor] = torch.ops.torch_odt.niti_add.default(*gradients, number_of("pseudo_stochastic"))
         return found
 
 

@@ -14,18 +14,9 @@ from torch import Tensor
 from torch_odt.ops.int8_arguments import number_of
 from torch_odt.ops.int8_plain import Geometry
 from torch_odt.ops.registration import register, register_gradient
-from torch_odt.quant.niti_convolution import (
-    ROUNDINGS,
-    How,
-    Kept,
-    PassedBack,
-    convolve,
-    empty_gradients,
-    empty_image,
-    gradients_of,
-    pass_back,
-)
+from torch_odt.quant.niti_convolution import convolve, pass_back
 from torch_odt.quant.niti_numbers import CARRIER, Scaled
+from torch_odt.quant.niti_passes import ROUNDINGS, How, Kept, PassedBack, empty_gradients, empty_image, gradients_of
 
 _NAME_OF_CODE = {number_of(name): name for name in ROUNDINGS}
 

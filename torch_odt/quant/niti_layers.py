@@ -9,9 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from torch_odt.ops.int8_arguments import Rounding
-from torch_odt.quant.niti_convolution import How, niti_conv2d
+from torch_odt.quant.niti_convolution import niti_conv2d
 from torch_odt.quant.niti_integers import niti_layer
 from torch_odt.quant.niti_numbers import Scaled, as_carrier, as_int8, dequantized, quantized
+from torch_odt.quant.niti_passes import How
 from torch_odt.quant.packed_weights import PackedWeights
 from torch_odt.quant.rescaling import Rescaling
 

@@ -18,8 +18,7 @@ import torch
 from torch import Tensor
 
 from torch_odt.ops import int8_shift_sums
-from torch_odt.ops.int8_arguments import ROUNDINGS, Rounding, number_of
-from torch_odt.ops.registration import register
+from torch_odt.ops.int8_arguments import Rounding
 
 # Autograd differentiates floats alone. Mantissas are int8; between operators they travel as floats of eight bits, whose
 # value nobody reads.
@@ -77,7 +76,9 @@ def largest_of(values: Tensor, name: str = "a tensor") -> float:
     """
     if not values.numel():
         return 0.0
-    least, most = torch.aminmax(values)
+    # In the order of memory, of which torch would make a copy first.
+    in_order = values.permute(0, 2, 3, 1) if values.dim() == 4 and not values.is_contiguous() else values
+    least, most = torch.aminmax(in_order)
     largest = max(-float(least), float(most))
     if not (math.isfinite(largest) and math.isfinite(float(least))):
         raise ValueError(
@@ -198,29 +199,9 @@ def added(first: Tensor, first_exponent: int, second: Tensor, second_exponent: i
     exponent = min(first_exponent, second_exponent)
     # Beyond 16 bits the finer one is below a thousandth of the coarser one's last bit.
     too_many = max(0, apart - 16)
-    if too_many:
-        fine = shift_rounded(fine.int(), min(too_many, LARGEST_SHIFT), "nearest").to(torch.int8)
-    up = apart - too_many
-    mantissas, shift = torch.ops.torch_odt.niti_shift_add.default(coarse, fine, up, number_of(rounding))
-    return Scaled(mantissas, torch.tensor([float(exponent + too_many + int(shift))]))
-
-
-def _shift_add(coarse: Tensor, fine: Tensor, up: int, rounding: int) -> tuple[Tensor, Tensor]:
-    """coarse * 2**up + fine as mantissas, and by how many bits the sums were shifted."""
-    mantissas, shift = rescaled((coarse.int() << up) + fine, ROUNDINGS[rounding])
-    return mantissas, torch.tensor([shift])
-
-
-def _shift_add_fake(coarse: Tensor, fine: Tensor, up: int, rounding: int) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(coarse), torch.empty(1, dtype=torch.int64, device=coarse.device)
-
-
-register(
-    "niti_shift_add",
-    "(Tensor coarse, Tensor fine, int up, int rounding) -> (Tensor, Tensor)",
-    _shift_add,
-    _shift_add_fake,
-)
+    addend = shift_rounded(fine.int(), min(too_many, LARGEST_SHIFT), "nearest") if too_many else fine
+    mantissas, shift = rescaled((coarse.int() << (apart - too_many)) + addend, rounding)
+    return Scaled(mantissas, torch.tensor([float(exponent + too_many + shift)]))
 
 
 def cross_entropy_gradient(logits: Tensor, exponent: int, target: Tensor) -> tuple[Tensor, int]:
