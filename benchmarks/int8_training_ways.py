@@ -64,7 +64,7 @@ def make_step(way: str, model: nn.Module, images: Tensor, labels: Tensor) -> Ste
         from torch_odt.quant import NitiSGD, niti_, niti_cross_entropy
 
         niti_(model, batch_norm="fold", gradient_bits=1)
-        optimizer, loss_fn = NitiSGD(model, lr=0.001), niti_cross_entropy
+        optimizer, loss_fn = NitiSGD(model, lr=0.001, in_backward=True), niti_cross_entropy
     else:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.001)
 

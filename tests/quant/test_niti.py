@@ -9,12 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from niti_cases import Means, Residual, batches, bytes_of, small_net
+from niti_cases import Means, Residual, batches, bytes_of, mantissas, small_net
 from torch import Tensor, nn
 
 import torch_odt as odt
 from torch_odt.quant import NitiSGD, PackedWeights, niti_, niti_cross_entropy
-from torch_odt.quant.niti_layers import NitiLayer
+from torch_odt.quant.niti_functions import niti_dequantize, niti_quantize, niti_relu
+from torch_odt.quant.niti_layers import NitiConv2d, NitiLayer
+from torch_odt.quant.niti_numbers import as_carrier, as_int8
 
 
 @pytest.fixture(autouse=True)
@@ -123,6 +125,54 @@ def test_a_loop_and_a_step_train_the_same_bits() -> None:
         found = [float(step(x, y)) for x, y in data]
         assert found == expected
         assert bytes_of(ours) == bytes_of(loop)
+
+
+# An operator that looks at a scale allocates otherwise than one that does not.
+@pytest.mark.filterwarnings("ignore:allocations departed from the plan:torch_odt.OdtWarning")
+def test_updates_in_the_backward_pass_change_no_bit_and_keep_no_gradient() -> None:
+    data = batches(12)
+    loop, ours, planned = (small_net() for _ in range(3))
+    for model in (ours, planned):
+        model.load_state_dict(loop.state_dict())
+    for model in (loop, ours, planned):
+        niti_(model)
+    expected = train(loop, NitiSGD(loop), data)
+    assert train(ours, NitiSGD(ours, in_backward=True), data) == expected
+    assert bytes_of(ours) == bytes_of(loop)
+    niti_cross_entropy(ours(data[0][0]), data[0][1]).backward()
+    layers = [module for module in ours.modules() if isinstance(module, NitiLayer)]
+    assert all(layer.weight.grad is None and layer.bias.grad is None for layer in layers)  # type: ignore[union-attr]
+    assert all(layer.gradient_rescaling.grad is not None for layer in layers)
+    optimizer = NitiSGD(planned, in_backward=True)
+    step = odt.TrainStep(planned, niti_cross_entropy, optimizer, budget=odt.Budget("1GiB", of="training"))
+    assert [float(step(x, y)) for x, y in data] == expected
+    assert bytes_of(planned) == bytes_of(loop)
+
+
+def test_a_relu6_is_a_bound_of_the_layer_before_it() -> None:
+    model = small_net()
+    plain = copy.deepcopy(model)
+    niti_(model)
+    assert [(layer.relu, layer.ceiling) for layer in model.modules() if isinstance(layer, NitiLayer)] == [
+        (True, None), (False, None), (True, 6.0), (False, None),
+    ]  # fmt: skip
+    # As a function of its own behind the layer, it does the same.
+    images, _ = batches(1)[0]
+    inside = 40 * plain[:2](images).detach()
+    layer = NitiConv2d(plain[4], rounding="nearest")
+    other = copy.deepcopy(layer)
+    layer.relu, layer.ceiling = True, 6.0
+    fused, apart = niti_quantize(inside), niti_quantize(inside)
+    for x in (fused, apart):
+        x.mantissas.requires_grad_(), x.exponent.requires_grad_()
+    bounded, free = layer(fused), niti_relu(other(apart), 6.0)
+    assert torch.equal(as_int8(bounded.mantissas), as_int8(free.mantissas)) and bounded.exponent == free.exponent
+    assert float(niti_dequantize(free).detach().max()) == 6.0
+    gradient = [as_carrier(mantissas(*free.mantissas.shape, seed=5)), torch.tensor([-3.0])]
+    for found in (bounded, free):
+        torch.autograd.backward([found.mantissas, found.exponent], gradient)
+    assert torch.equal(as_int8(layer.weight.grad), as_int8(other.weight.grad))
+    assert torch.equal(as_int8(fused.mantissas.grad), as_int8(apart.mantissas.grad))
 
 
 def test_the_state_goes_on_where_it_was() -> None:

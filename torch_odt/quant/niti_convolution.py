@@ -125,7 +125,7 @@ class _Kernels:
             slice(start, min(start + fitting, part.stop))
             for part in self.parts
             for start in range(part.start, part.stop, fitting)
-        ]
+        ] or [slice(0, 0)]
         size = self.weight.shape[2:]
         sums = [ops.int8_conv2d_grad_weight(gradient[part], image[part], tuple(size), **self.windows) for part in parts]
         if len(sums) == 1:

@@ -24,6 +24,10 @@ class NitiSGD(torch.optim.Optimizer):
     Args:
         model: converted by `niti_`.
         lr, momentum, weight_decay: of what is float32, as in `torch.optim.SGD`.
+        in_backward: take a gradient of mantissas off as soon as it is there, in the backward pass, and drop it: those
+            of all layers would be as large as the converted model. The bits are the same. The weights keep to it until
+            the model is converted back; a backward pass that fails has changed those that it had come to. A captured
+            step (`TrainStep`) leaves gradients to `step`.
 
     Raises:
         ValueError: nothing of the model is in NITI's arithmetic, or a number is negative.
@@ -38,7 +42,15 @@ class NitiSGD(torch.optim.Optimizer):
         ['integers', 'states']
     """
 
-    def __init__(self, model: nn.Module, *, lr: float = 0.1, momentum: float = 0.9, weight_decay: float = 0.0) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        lr: float = 0.1,
+        momentum: float = 0.9,
+        weight_decay: float = 0.0,
+        in_backward: bool = False,
+    ) -> None:
         if min(lr, momentum, weight_decay) < 0:
             raise ValueError("lr, momentum and weight_decay must not be negative")
         layers = [module for module in model.modules() if isinstance(module, NitiLayer)]
@@ -51,6 +63,8 @@ class NitiSGD(torch.optim.Optimizer):
         groups = [{"params": params, "kind": kind} for params, kind in
                   ((integers, INTEGERS), (states, STATES), (floats, FLOATS)) if params]  # fmt: skip
         super().__init__(groups, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "kind": FLOATS})
+        for parameter in integers if in_backward else ():
+            parameter.register_post_accumulate_grad_hook(_take_off)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -83,3 +97,9 @@ class NitiSGD(torch.optim.Optimizer):
                 state["momentum_buffer"].mul_(group["momentum"]).add_(gradient)
             gradient = state["momentum_buffer"]
         parameter.add_(gradient, alpha=-group["lr"])
+
+
+@torch.no_grad()
+def _take_off(parameter: Tensor) -> None:
+    int8_take_off_(as_int8(parameter), as_int8(parameter.grad))  # type: ignore[arg-type]
+    parameter.grad = None
