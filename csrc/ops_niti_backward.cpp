@@ -2,7 +2,6 @@
 
 #include "ops_niti.h"
 
-#include <cstring>
 #include <tuple>
 #include <utility>
 
@@ -18,24 +17,22 @@ using kernels::int8::Rounding;
 
 // What the int32 sums of a weight's gradient hold whatever the operands are.
 constexpr int64_t kMostPixels = 65535;
-constexpr int64_t kGrainElements = 1 << 15;
-
-Tensor nothing(ScalarType dtype, const Tensor& like) {
-  return empty_flat(0, dtype, like);
-}
+constexpr int64_t kLeastGradientBits = -8;
 
 // The output's gradient where the output is between its bounds; the bounds themselves pass nothing.
 Tensor between_bounds(
     const Tensor& gradient, const Tensor& output, int64_t output_exponent, std::optional<double> ceiling) {
   const Tensor bounded = channels_last(mantissas_of(output));
-  const double above = static_cast<double>(kMostMantissa + 1);
-  const double most = ceiling ? std::min(above, std::ldexp(*ceiling, static_cast<int>(-output_exponent))) : above;
+  for (int64_t i = 0; i < 4; ++i) {
+    STD_TORCH_CHECK(gradient.size(i) == bounded.size(i), kNiti, ": output must have the gradient's shape");
+  }
+  const auto most = static_cast<int32_t>(bound_of(ceiling, output_exponent));
   Tensor result = empty_image(
       {gradient.size(0), gradient.size(1), gradient.size(2), gradient.size(3)}, ScalarType::Char, gradient);
   auto* const to = static_cast<int8_t*>(result.mutable_data_ptr());
   torch::stable::parallel_for(0, gradient.numel(), kGrainElements, [&](int64_t begin, int64_t end) {
     kernels::int8::keep_between(
-        bytes_of(gradient) + begin, bytes_of(bounded) + begin, end - begin, 0, static_cast<int32_t>(most), to + begin);
+        bytes_of(gradient) + begin, bytes_of(bounded) + begin, end - begin, 0, most, to + begin);
   });
   return result;
 }
@@ -54,69 +51,88 @@ struct Layer {
     return {weight.size(2), weight.size(3)};
   }
 
-  // Returns the gradient and its exponent.
-  std::pair<Tensor, int64_t> input_gradient(HeldScale& scale, int64_t sums_exponent) const {
-    const Pair size{image.size(2), image.size(3)};
+  // Weights for the input's gradient, once for all parts and all scales that are tried; none where they are packed on
+  // the way.
+  std::optional<Tensor> packed() const {
     const std::optional<Tensor> unpacked;
-    const Conv2d conv = GradInputArguments{steps, weight, unpacked, size, geometry}.conv();
-    const auto packed = parts.size() > 1
-        ? std::optional<Tensor>(packed_for(conv, Pass::grad_input, weight, unpacked, threads_for(conv)))
-        : std::nullopt;
-    Tensor result = empty_image({conv.batch, conv.in_channels, size[0], size[1]}, kCarrier, steps);
-    auto* const to = static_cast<int8_t*>(result.mutable_data_ptr());
-    const auto attempt = [&](int64_t shift) {
+    const Conv2d conv = GradInputArguments{steps, weight, unpacked, {image.size(2), image.size(3)}, geometry}.conv();
+    if (parts.size() == 1 && kernels::int8::grad_input_packs_on_the_way(conv)) {
+      return std::nullopt;
+    }
+    return packed_for(conv, Pass::grad_input, weight, unpacked, threads_for(conv));
+  }
+
+  // Writes what `made` makes of the sums, and returns the largest magnitude before rounding.
+  float run_input(const std::optional<Tensor>& packed, Rescaling& made, Tensor& result, int64_t element_bytes) const {
+    const Pair size{image.size(2), image.size(3)};
+    const int64_t sample_bytes = image.size(1) * size[0] * size[1] * element_bytes;
+    auto* const to = static_cast<char*>(result.mutable_data_ptr());
+    float largest = 0;
+    for (const SampleRange& part : parts) {
+      const Tensor samples = mantissas_of(steps, part.begin, part.count());
+      const GradInputArguments arguments{samples, weight, packed, size, geometry};
+      made.finish.output = to + part.begin * sample_bytes;
+      largest = std::max(largest, arguments.run(arguments.conv(), made.finish));
+    }
+    return largest;
+  }
+
+  Tensor empty_input(ScalarType dtype) const {
+    return empty_image({image.size(0), image.size(1), image.size(2), image.size(3)}, dtype, steps);
+  }
+
+  Tensor float_input_gradient(int64_t sums_exponent) const {
+    Tensor result = empty_input(ScalarType::Float);
+    const Numbers unit{std::ldexp(1.0F, static_cast<int>(sums_exponent))};
+    Rescaling made = rescaling(kNiti, Result::floats, unit, false);
+    run_input(packed(), made, result, 4);
+    return result;
+  }
+
+  Scaled input_gradient(HeldScale& scale, int64_t sums_exponent) const {
+    Tensor result = empty_input(kCarrier);
+    const std::optional<Tensor> weights = packed();
+    const int64_t exponent = settle(scale, sums_exponent, training, [&](int64_t shift) {
       Rescaling made = rescaling(kNiti, Result::int8, dropping(shift), false);
       set_rounding(kNiti, rounding, 0, made);
       made.finish.low = -kMostMantissa;
-      float largest = 0;
-      for (const SampleRange& part : parts) {
-        const Tensor samples = mantissas_of(steps, part.begin, part.count());
-        const GradInputArguments arguments{samples, weight, packed, size, geometry};
-        made.finish.output = to + part.begin * conv.in_channels * size[0] * size[1];
-        largest = std::max(largest, arguments.run(arguments.conv(), made.finish));
-      }
-      return std::ldexp(static_cast<double>(largest), static_cast<int>(shift));
-    };
-    return {result, settle(scale, sums_exponent, training, attempt)};
+      return std::ldexp(static_cast<double>(run_input(weights, made, result, 1)), static_cast<int>(shift));
+    });
+    return {result, exponent};
   }
 
-  // Mantissas of so many bits, and the sums of the output's gradient for the bias.
+  // Mantissas of so many bits, and the sums of the output's gradient for the bias. Sums of one piece are never stored,
+  // also where their scale is looked at: that it holds is found out by rounding them.
   std::pair<Tensor, std::vector<int64_t>> weight_gradient(HeldScale& scale, int64_t sums_exponent, int64_t bits) const {
-    if (!scale.is_due()) {
+    const std::optional<WholeSums> sums = pieces().size() > 1 ? std::optional(whole_sums()) : std::nullopt;
+    const auto rounded = [&](int64_t shift) { return sums ? shifted(*sums, shift) : rounded_gradient(shift); };
+    const int64_t present = scale.shift(sums_exponent);
+    RoundedGradient found = rounded(present);
+    if (scale.is_due()) {
+      const int64_t fitting = scale.fitting_shift(found.largest, bits, sums_exponent);
+      if (fitting != present) {
+        found = rounded(fitting);
+      }
+      scale.note_check(sums_exponent + fitting, found.largest == 0);
+    } else {
       const int64_t most = int64_t{1} << std::max<int64_t>(bits, 0);
-      auto found = rounded_weight_gradient(scale.shift(sums_exponent), most);
-      scale.note_batch(found.largest > most);
-      return {found.gradient, std::move(found.bias)};
+      auto* const to = static_cast<int8_t*>(found.gradient.mutable_data_ptr());
+      scale.note_batch(kernels::int8::clip(to, found.gradient.numel(), most) > most);
     }
-    WholeSums sums = whole_sums();
-    const double largest = sums.largest();
-    const int64_t shift = scale.fitting_shift(largest, bits, sums_exponent);
-    scale.note_check(sums_exponent + shift, largest == 0);
-    return {shifted(sums, shift), std::move(sums.bias)};
+    return {found.gradient, std::move(found.bias)};
   }
 
  private:
   struct RoundedGradient {
     Tensor gradient;
     std::vector<int64_t> bias;
-    int64_t largest;
+    double largest; // magnitude of the sums
   };
 
-  // Exact sums, in 32 bits where those hold them, otherwise in 64.
+  // Of more pixels than int32 holds the sums of.
   struct WholeSums {
-    std::optional<Tensor> narrow;
-    std::vector<int64_t> wide;
+    std::vector<int64_t> weight;
     std::vector<int64_t> bias;
-
-    const int32_t* numbers() const {
-      return static_cast<const int32_t*>(narrow->const_data_ptr());
-    }
-    double largest() const {
-      if (!wide.empty()) {
-        return static_cast<double>(kernels::int8::largest_magnitude(wide.data(), static_cast<int64_t>(wide.size())));
-      }
-      return static_cast<double>(kernels::int8::largest_magnitude(numbers(), narrow->numel()));
-    }
   };
 
   // Samples whose sums int32 holds.
@@ -125,22 +141,21 @@ struct Layer {
     const int64_t fitting = std::max<int64_t>(1, kMostPixels / pixels);
     std::vector<SampleRange> all;
     for (const SampleRange& part : parts) {
-      for (int64_t begin = part.begin; begin < part.end; begin += fitting) {
+      for (int64_t begin = part.begin; begin == part.begin || begin < part.end; begin += fitting) {
         all.push_back({begin, std::min(begin + fitting, part.end)});
       }
     }
-    return all.empty() ? std::vector<SampleRange>{{0, 0}} : all;
+    return all;
   }
 
-  // Returns the sums of the output's gradient.
-  std::vector<int64_t> run(const SampleRange& samples, const Finish& finish) const {
+  // Writes the sums of the output's gradient to `bias`.
+  float run(const SampleRange& samples, const Finish& finish, std::vector<int64_t>& bias) const {
     const Tensor gradient = mantissas_of(steps, samples.begin, samples.count());
     const Tensor input = mantissas_of(image, samples.begin, samples.count());
     const GradWeightArguments arguments{gradient, input, 0, geometry};
     const Conv2d conv = arguments.conv(kernel_size());
-    std::vector<int64_t> bias(static_cast<size_t>(conv.out_channels));
-    arguments.run(conv, finish, bias.data());
-    return bias;
+    bias.resize(static_cast<size_t>(conv.out_channels));
+    return arguments.run(conv, finish, bias.data());
   }
 
   Tensor empty_weight(ScalarType dtype) const {
@@ -148,63 +163,45 @@ struct Layer {
   }
 
   WholeSums whole_sums() const {
-    WholeSums found;
-    found.narrow = empty_weight(ScalarType::Int);
+    Tensor narrow = empty_weight(ScalarType::Int);
     Finish finish;
     finish.channels_are_rows = true;
-    finish.output = found.narrow->mutable_data_ptr();
-    const std::vector<SampleRange> all = pieces();
-    for (const SampleRange& piece : all) {
-      const std::vector<int64_t> bias = run(piece, finish);
-      found.bias.resize(bias.size());
+    finish.output = narrow.mutable_data_ptr();
+    const auto* const numbers = static_cast<const int32_t*>(narrow.const_data_ptr());
+    WholeSums found;
+    found.weight.resize(static_cast<size_t>(weight.numel()));
+    found.bias.resize(static_cast<size_t>(steps.size(1)));
+    std::vector<int64_t> bias;
+    for (const SampleRange& piece : pieces()) {
+      check_fits(run(piece, finish, bias), kNiti);
       for (size_t i = 0; i < bias.size(); ++i) {
         found.bias[i] += bias[i];
       }
-      if (all.size() > 1) {
-        found.wide.resize(static_cast<size_t>(weight.numel()));
-        for (size_t i = 0; i < found.wide.size(); ++i) {
-          found.wide[i] += found.numbers()[i];
-        }
+      for (size_t i = 0; i < found.weight.size(); ++i) {
+        found.weight[i] += numbers[i];
       }
     }
     return found;
   }
 
-  Tensor shifted(const WholeSums& sums, int64_t shift) const {
-    Tensor result = empty_weight(kCarrier);
-    auto* const to = static_cast<int8_t*>(result.mutable_data_ptr());
-    const auto how = static_cast<Rounding>(rounding);
-    if (!sums.wide.empty()) {
-      kernels::int8::shift_to_int8(sums.wide.data(), weight.numel(), shift, how, to);
-    } else {
-      torch::stable::parallel_for(0, weight.numel(), kGrainElements, [&](int64_t begin, int64_t end) {
-        kernels::int8::shift_to_int8(sums.numbers() + begin, end - begin, shift, how, to + begin);
-      });
-    }
-    return result;
+  RoundedGradient shifted(const WholeSums& sums, int64_t shift) const {
+    Tensor gradient = empty_weight(kCarrier);
+    kernels::int8::shift_to_int8(
+        sums.weight.data(), weight.numel(), shift, static_cast<Rounding>(rounding),
+        static_cast<int8_t*>(gradient.mutable_data_ptr()));
+    const auto count = static_cast<int64_t>(sums.weight.size());
+    return {gradient, sums.bias, static_cast<double>(kernels::int8::largest_magnitude(sums.weight.data(), count))};
   }
 
-  // With a scale that is known, sums are never stored; what is beyond `most` is clipped.
-  RoundedGradient rounded_weight_gradient(int64_t shift, int64_t most) const {
-    if (pieces().size() > 1) {
-      WholeSums sums = whole_sums();
-      Tensor gradient = shifted(sums, shift);
-      auto* const to = static_cast<int8_t*>(gradient.mutable_data_ptr());
-      const int64_t largest = kernels::int8::clip(to, gradient.numel(), most);
-      return {gradient, std::move(sums.bias), largest};
-    }
+  RoundedGradient rounded_gradient(int64_t shift) const {
     Tensor gradient = empty_weight(kCarrier);
-    auto* const to = static_cast<int8_t*>(gradient.mutable_data_ptr());
-    std::memset(to, 0, static_cast<size_t>(gradient.numel()));
-    // An update takes the gradient off zeros.
-    Rescaling made = rescaling(kNiti, Result::int8_update, dropping(shift), true);
+    Rescaling made = rescaling(kNiti, Result::int8, dropping(shift), true);
     set_rounding(kNiti, rounding, 0, made);
     made.finish.low = -kMostMantissa;
-    made.finish.output = to;
-    std::vector<int64_t> bias = run({0, steps.size(0)}, made.finish);
-    kernels::int8::negate(to, gradient.numel());
-    const int64_t largest = kernels::int8::clip(to, gradient.numel(), most);
-    return {gradient, std::move(bias), largest};
+    made.finish.output = gradient.mutable_data_ptr();
+    std::vector<int64_t> bias;
+    const float largest = run({0, steps.size(0)}, made.finish, bias);
+    return {gradient, std::move(bias), std::ldexp(static_cast<double>(largest), static_cast<int>(shift))};
   }
 };
 
@@ -231,17 +228,25 @@ Tensor bias_gradient(const std::vector<int64_t>& sums, int64_t rounding, int64_t
   return result;
 }
 
-int64_t whole_number(const Tensor& number) {
+int64_t bits_in(const Tensor& gradient_bits) {
   STD_TORCH_CHECK(
-      number.is_cpu() && number.scalar_type() == ScalarType::Long && number.numel() == 1,
+      gradient_bits.is_cpu() && gradient_bits.scalar_type() == ScalarType::Long && gradient_bits.numel() == 1,
       kNiti,
       ": gradient_bits must be an int64 CPU tensor of one number");
-  return *static_cast<const int64_t*>(number.const_data_ptr());
+  const int64_t bits = *static_cast<const int64_t*>(gradient_bits.const_data_ptr());
+  STD_TORCH_CHECK(
+      bits >= kLeastGradientBits && bits <= kMantissaBits,
+      kNiti,
+      ": gradient_bits must be from ",
+      kLeastGradientBits,
+      " to ",
+      kMantissaBits);
+  return bits;
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> layer_backward(
     const Tensor& gradient,
-    const Tensor& gradient_exponent,
+    const std::optional<Tensor>& gradient_exponent,
     const std::optional<Tensor>& output,
     const std::optional<Tensor>& output_exponent,
     const Tensor& image,
@@ -250,6 +255,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> layer_backward(
     const Tensor& weight_exponent,
     const Tensor& state,
     const Tensor& gradient_bits,
+    bool input_is_float,
     bool for_input,
     bool for_weight,
     bool for_bias,
@@ -261,37 +267,48 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> layer_backward(
     const Pair& padding,
     const Pair& dilation,
     int64_t groups) {
-  Tensor steps = channels_last(mantissas_of(gradient));
-  if (output && output_exponent) {
-    steps = between_bounds(steps, *output, exponent_of(*output_exponent, "output_exponent"), ceiling);
-  }
+  const Scaled taken = gradient_exponent ? Scaled{gradient, exponent_of(*gradient_exponent, "gradient_exponent")}
+                                         : quantized(gradient, rounding, "the gradient of a convolution's output");
+  check_rounding(rounding, kNiti);
+  Tensor steps = channels_last(mantissas_of(taken.mantissas));
   const Tensor pixels = channels_last(mantissas_of(image));
   const Tensor weights = mantissas_of(weight);
   const Geometry geometry{kNiti, stride, padding, dilation, groups};
-  // Checks that all belong to one convolution.
   const Conv2d conv = GradWeightArguments{steps, pixels, 0, geometry}.conv({weights.size(2), weights.size(3)});
+  STD_TORCH_CHECK(
+      weights.size(0) == conv.out_channels && weights.size(1) == conv.in_depth(),
+      kNiti,
+      ": weight must have the shape ",
+      conv.out_channels,
+      " x ",
+      conv.in_depth(),
+      " x rows x columns");
+  if (output && output_exponent) {
+    steps = between_bounds(steps, *output, exponent_of(*output_exponent, "output_exponent"), ceiling);
+  }
   const Layer layer{
       steps, pixels, weights, geometry, rounding, training,
-      parts_of(conv.batch, sample_bytes_of(pixels, conv), weight.numel(), part_bytes)};
+      parts_of(conv.batch, sample_bytes_of(pixels, conv, input_is_float ? 4 : 1), weight.numel(), part_bytes)};
   const double* const rows = rows_of(state, 2);
   HeldScale of_input(rows);
   HeldScale of_weight(rows + HeldScale::kWidth);
-  const int64_t exponent = exponent_of(gradient_exponent, "gradient_exponent");
-  const int64_t bits = whole_number(gradient_bits);
+  const int64_t bits = bits_in(gradient_bits);
 
   Tensor input_gradient = nothing(kCarrier, image);
   Tensor input_exponent = nothing(ScalarType::Float, image);
-  if (for_input) {
-    auto [found, found_exponent] =
-        layer.input_gradient(of_input, exponent + exponent_of(weight_exponent, "weight_exponent"));
-    input_gradient = found;
-    input_exponent = one_number(static_cast<float>(found_exponent), image);
+  const int64_t sums_exponent = taken.exponent + exponent_of(weight_exponent, "weight_exponent");
+  if (for_input && input_is_float) {
+    input_gradient = layer.float_input_gradient(sums_exponent);
+  } else if (for_input) {
+    const Scaled found = layer.input_gradient(of_input, sums_exponent);
+    input_gradient = found.mantissas;
+    input_exponent = one_number(static_cast<float>(found.exponent), image);
   }
   Tensor weight_gradient = nothing(kCarrier, image);
   std::vector<int64_t> sums;
   if (for_weight) {
     auto [found, found_sums] =
-        layer.weight_gradient(of_weight, exponent + exponent_of(image_exponent, "image_exponent"), bits);
+        layer.weight_gradient(of_weight, taken.exponent + exponent_of(image_exponent, "image_exponent"), bits);
     weight_gradient = found;
     sums = std::move(found_sums);
   } else if (for_bias) {
@@ -313,10 +330,11 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> layer_backward(
 
 STABLE_TORCH_LIBRARY_FRAGMENT(torch_odt, m) {
   m.def(
-      "niti_layer_backward(Tensor gradient, Tensor gradient_exponent, Tensor? output, Tensor? output_exponent, "
+      "niti_layer_backward(Tensor gradient, Tensor? gradient_exponent, Tensor? output, Tensor? output_exponent, "
       "Tensor image, Tensor image_exponent, Tensor weight, Tensor weight_exponent, Tensor state, Tensor gradient_bits, "
-      "bool for_input, bool for_weight, bool for_bias, float? ceiling, int rounding, int part_bytes, bool training, "
-      "int[] stride, int[] padding, int[] dilation, int groups) -> (Tensor, Tensor, Tensor, Tensor, Tensor)");
+      "bool input_is_float, bool for_input, bool for_weight, bool for_bias, float? ceiling, int rounding, "
+      "int part_bytes, bool training, int[] stride, int[] padding, int[] dilation, int groups) -> "
+      "(Tensor, Tensor, Tensor, Tensor, Tensor)");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(torch_odt, CPU, m) {

@@ -65,12 +65,15 @@ GEOMETRIES = {
     "depthwise": (Geometry([1, 1], [1, 1], [1, 1], 24), (3, 24, 6, 7), 24, 3),
     "groups": (Geometry([1, 2], [2, 1], [2, 1], 2), (2, 6, 9, 8), 8, 3),
     "linear": (Geometry([1, 1], [0, 0], [1, 1], 1), (5, 40, 1, 1), 10, 1),
-    "no samples": (Geometry([1, 1], [1, 1], [1, 1], 1), (0, 6, 9, 8), 12, 3),
+    "no samples": (Geometry([1, 1], [1, 1], [1, 1], 1), (0, 6, 9, 8), 40, 3),
     # More pixels than int32 holds the sums of.
     "many pixels": (Geometry([1, 1], [0, 0], [1, 1], 1), (3, 3, 160, 150), 4, 1),
+    "one large sample": (Geometry([1, 1], [0, 0], [1, 1], 1), (1, 2, 300, 260), 3, 1),
 }
 
 
+# The gradients of input, weight and bias.
+WANTED = ((True, True, True), (True, False, False), (False, True, False), (False, False, True))
 # Whether there is a ReLU, its ceiling, what a part of the batch may take, and what is left of a weight's gradient.
 MANNERS = ((False, None, 0, 3), (True, None, 900, 1), (True, 0.5, 0, 7), (True, 1e3, 0, -2))
 
@@ -84,23 +87,62 @@ def test_both_passes_have_the_bits_of_plain_torch(name: str, state: Rescaling, t
     tensors, shape = operands(geometry, size, outputs, kernel, 1)
     windows, operators = windows_of(geometry), torch.ops.torch_odt
     rows = torch.stack([replace(state, exponent=state.exponent + 2).row(), replace(state, exponent=1).row()])
-    for relu, ceiling, part_bytes, bits in (
-        (False, None, 0, 3),
-        (True, None, 900, 1),
-        (True, 0.5, 0, 7),
-        (True, 1e3, 0, -2),
-    ):
+    for relu, ceiling, part_bytes, bits in MANNERS:
         manner = (number_of(rounding), part_bytes, training)
-        arguments = (*tensors, state.row(), rows, torch.tensor([bits]), relu, ceiling, *manner, *windows)
+        arguments = (*tensors, state.row(), rows, torch.tensor([bits]), False, relu, ceiling, *manner, *windows)
         found = operators.niti_layer(*arguments)
         same(found, niti_integers._layer(*arguments))
         assert found[0].stride() == niti_integers._layer_fake(*arguments)[0].stride()
         gradient = as_carrier(mantissas(*shape, seed=9, most=40))
         of_relu = found[:2] if relu else (None, None)
         kept = (gradient, one(-4), *of_relu, *tensors[:4], rows, torch.tensor([bits]))
-        for wanted in ((True, True, True), (True, False, False), (False, True, False), (False, False, True)):
-            rest = (*wanted, ceiling, *manner, *windows)
+        for wanted in WANTED:
+            rest = (False, *wanted, ceiling, *manner, *windows)
             same(operators.niti_layer_backward(*kept, *rest), niti_integers._backward(*kept, *rest))
+
+
+@pytest.mark.parametrize("name", GEOMETRIES)
+@pytest.mark.parametrize("state", [FRESH, HELD], ids=["fresh", "held"])
+@pytest.mark.parametrize("rounding", ["nearest", "pseudo_stochastic"])
+@pytest.mark.parametrize("size", [1.0, 2.0**-30, 0.0])
+def test_float32_in_and_out_has_the_bits_of_plain_torch(
+    name: str, state: Rescaling, rounding: Any, size: float
+) -> None:
+    geometry, shape_in, outputs, kernel = GEOMETRIES[name]
+    tensors, shape = operands(geometry, shape_in, outputs, kernel, 1)
+    generator = torch.Generator().manual_seed(2)
+    image = size * torch.randn(shape_in, generator=generator)
+    gradient = size * torch.randn(shape, generator=generator)
+    windows, operators = windows_of(geometry), torch.ops.torch_odt
+    rows = torch.stack([state.row(), state.row()])
+    for to_float, relu, part_bytes in ((True, False, 0), (False, True, 900), (True, False, 900)):
+        manner = (None, number_of(rounding), part_bytes, True)
+        states = (state.row(), rows, torch.tensor([2]))
+        arguments = (image, None, *tensors[2:], *states, to_float, relu, *manner, *windows)
+        made = niti_integers._layer(*arguments)
+        same(operators.niti_layer(*arguments), made)
+        of_output = (gradient, None) if to_float else (as_carrier(mantissas(*shape, seed=9)), one(-4))
+        of_relu = made[:2] if relu else (None, None)
+        kept = (*of_output, *of_relu, *made[2:4], *tensors[2:4], *states[1:])
+        for wanted in WANTED:
+            rest = (True, *wanted, *manner, *windows)
+            same(operators.niti_layer_backward(*kept, *rest), niti_integers._backward(*kept, *rest))
+
+
+@pytest.mark.parametrize("number", [float("nan"), float("inf"), -float("inf")])
+def test_what_is_not_finite_is_refused(number: float) -> None:
+    geometry, size, outputs, kernel = GEOMETRIES["spatial"]
+    tensors, shape = operands(geometry, size, outputs, kernel, 1)
+    rows, bits = torch.stack([FRESH.row(), FRESH.row()]), torch.tensor([2])
+    rest = (None, 2, 0, True, *windows_of(geometry))
+    image, gradient = torch.zeros(size), torch.zeros(shape)
+    image[1, 2, 3, 4] = gradient[0, 1, 2, 3] = number
+    for run in (torch.ops.torch_odt.niti_layer, niti_integers._layer):
+        with pytest.raises(RuntimeError, match="the input of a convolution holds numbers that are not finite"):
+            run(image, None, *tensors[2:], FRESH.row(), rows, bits, False, False, *rest)
+    for run in (torch.ops.torch_odt.niti_layer_backward, niti_integers._backward):
+        with pytest.raises(RuntimeError, match="the gradient of a convolution's output holds numbers that are not"):
+            run(gradient, None, None, None, *tensors[:4], rows, bits, False, True, True, True, *rest)
 
 
 @settings(max_examples=60, deadline=None)
@@ -124,7 +166,7 @@ def test_no_thread_changes_a_bit() -> None:
     geometry, size, outputs, kernel = GEOMETRIES["spatial"]
     tensors, _ = operands(geometry, (8, *size[1:]), outputs, kernel, 4)
     state = torch.stack([FRESH.row(), FRESH.row()])
-    arguments = (*tensors, FRESH.row(), state, torch.tensor([2]), True, None, 2, 0, True, *windows_of(geometry))
+    arguments = (*tensors, FRESH.row(), state, torch.tensor([2]), False, True, None, 2, 0, True, *windows_of(geometry))
     found, before = [], torch.get_num_threads()
     try:
         for threads in (1, 2, 3):
@@ -145,10 +187,13 @@ def test_wrong_tensors_are_named() -> None:
         names = ("input", "exponent", "weight", "weight_exponent", "bias", "bias_exponent", "state")
         named = dict(zip(names, (*tensors, FRESH.row()), strict=True)) | other
         windows = windows_of(geometry)
-        torch.ops.torch_odt.niti_layer(*named.values(), state, torch.tensor([2]), False, None, 2, 0, True, *windows)
+        rest = (torch.tensor([2]), False, False, None, 2, 0, True)
+        torch.ops.torch_odt.niti_layer(*named.values(), state, *rest, *windows)
 
     with pytest.raises(RuntimeError, match="mantissas are a CPU tensor of 4 dimensions"):
         run(input=torch.zeros(size))
+    with pytest.raises(RuntimeError, match="must be mantissas with an exponent, or a float32 CPU tensor"):
+        run(exponent=None)
     with pytest.raises(RuntimeError, match="exponent must be a contiguous float32"):
         run(exponent=torch.zeros(2))
     with pytest.raises(RuntimeError, match="state must be a contiguous float64"):
@@ -158,3 +203,27 @@ def test_wrong_tensors_are_named() -> None:
     with pytest.raises(RuntimeError, match="both must have the same shape"):
         zeros = torch.zeros(3, dtype=CARRIER)
         torch.ops.torch_odt.niti_add(zeros, one(0), zeros[:2], one(0), 0)
+    with pytest.raises(RuntimeError, match="rounding must be 0"):
+        torch.ops.torch_odt.niti_add(zeros, one(0), zeros, one(0), 1)
+
+
+def test_wrong_tensors_of_the_backward_pass_are_named() -> None:
+    geometry, size, outputs, kernel = GEOMETRIES["pointwise"]
+    (image, image_exponent, weight, weight_exponent, *_), shape = operands(geometry, size, outputs, kernel, 1)
+    gradient, state = as_carrier(mantissas(*shape, seed=3)), torch.stack([FRESH.row(), FRESH.row()])
+
+    def run(output: Tensor | None = None, weight: Tensor = weight, bits: int = 2, rounding: int = 2) -> None:
+        kept = (output, None if output is None else one(0), image, image_exponent, weight, weight_exponent)
+        manner = (False, False, True, False, None, rounding, 0, True)
+        arguments = (gradient, one(0), *kept, state, torch.tensor([bits]), *manner, *windows_of(geometry))
+        torch.ops.torch_odt.niti_layer_backward(*arguments)
+
+    run()
+    with pytest.raises(RuntimeError, match="weight must have the shape 33 x 20"):
+        run(weight=weight[:4])
+    with pytest.raises(RuntimeError, match="output must have the gradient's shape"):
+        run(output=gradient[:1])
+    with pytest.raises(RuntimeError, match="gradient_bits must be from -8 to 7"):
+        run(bits=63)
+    with pytest.raises(RuntimeError, match="rounding must be 0"):
+        run(rounding=1)

@@ -159,10 +159,17 @@ def test_float32_goes_in_and_comes_out() -> None:
     expected = torch.nn.grad.conv2d_input(x.shape, weight, gradient, padding=1)
     assert torch.equal(found, expected)
     for bad in (float("nan"), float("inf")):
-        with pytest.raises(ValueError, match="the input of a convolution holds numbers that are not finite"):
+        with pytest.raises(RuntimeError, match="the input of a convolution holds numbers that are not finite"):
             layer(torch.full((1, 4, 5, 5), bad))
-        with pytest.raises(ValueError, match="the gradient of a convolution's output"):
+        with pytest.raises(RuntimeError, match="the gradient of a convolution's output"):
             layer(x).backward(torch.full_like(gradient, bad))
+
+
+def test_wrong_options_of_a_layer_are_refused() -> None:
+    with pytest.raises(ValueError, match="rounding='stochastic'"):
+        conv(3, 4, 1, {}, rounding="stochastic")
+    with pytest.raises(ValueError, match="gradient_bits=8: it is from -8 to 7"):
+        conv(3, 4, 1, {}, gradient_bits=8)
 
 
 def test_a_weight_without_a_scale_is_refused() -> None:

@@ -57,7 +57,7 @@ def parts_of(batch: int, sample_bytes: int, weight_bytes: int, part_bytes: int) 
         >>> parts_of(5, 100, 50, 250)
         [slice(0, 2, None), slice(2, 4, None), slice(4, 5, None)]
     """
-    if not part_bytes or batch * sample_bytes + weight_bytes <= part_bytes:
+    if not batch or not part_bytes or batch * sample_bytes + weight_bytes <= part_bytes:
         return [slice(0, batch)]
     size = max(1, (part_bytes - weight_bytes) // max(sample_bytes, 1))
     return [slice(start, min(start + size, batch)) for start in range(0, batch, size)]

@@ -162,7 +162,7 @@ def niti_(
         slack_bits: see `Rescaling`.
         split: a layer whose tensors take more than so many bytes runs in parts of the batch; "cache" takes the size of
             a core's own cache, None does not split.
-        packs: keep packed weights there from one call to the next.
+        packs: keep packed weights there from one call to the next; see `PackedWeights` for what that takes.
         keep_float32: names of layers that are left as they are.
 
     Returns:

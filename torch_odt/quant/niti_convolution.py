@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from torch_odt import ops
-from torch_odt.ops.int8_arguments import WeightGradient
+from torch_odt.ops.int8_arguments import Rounding, WeightGradient
 from torch_odt.ops.int8_plain import Geometry
 from torch_odt.ops.registration import register_gradient
 from torch_odt.quant.batch_splitting import MOST_PIXELS, joined, parts_of
@@ -37,8 +37,9 @@ from torch_odt.quant.niti_passes import (
     Kept,
     PassedBack,
     empty_gradients,
-    empty_image,
+    empty_results,
     gradients_of,
+    keep_for_backward,
 )
 from torch_odt.quant.packed_weights import packs_of
 from torch_odt.quant.rescaling import Rescaling
@@ -124,8 +125,8 @@ class _Kernels:
         parts = [
             slice(start, min(start + fitting, part.stop))
             for part in self.parts
-            for start in range(part.start, part.stop, fitting)
-        ] or [slice(0, 0)]
+            for start in range(part.start, max(part.stop, part.start + 1), fitting)
+        ]
         size = self.weight.shape[2:]
         sums = [ops.int8_conv2d_grad_weight(gradient[part], image[part], tuple(size), **self.windows) for part in parts]
         if len(sums) == 1:
@@ -139,10 +140,11 @@ class _Kernels:
     def weight_step(self, gradient: Tensor, image: Tensor, shift: int) -> WeightGradient:
         """The weight's gradient as mantissas, and the bias's sums; in one piece, the weight's are never stored."""
         pixels = gradient.shape[2] * gradient.shape[3]
-        if len(self.parts) > 1 or self._batch * pixels > MOST_PIXELS:
+        # A sample is never cut: what rounds its sums adds up in 64 bits where it has to.
+        if len(self.parts) > 1 or (self._batch > 1 and self._batch * pixels > MOST_PIXELS):
             sums = self.weight_sums(gradient, image)
             return sums._replace(weight=shifted(sums.weight, shift, self.how.rounding))
-        less = torch.zeros_like(self.weight)
+        less = torch.zeros_like(self.weight, memory_format=torch.channels_last)
         of_bias = ops.int8_conv2d_update_weight_(
             less, gradient, image, torch.tensor([2.0**-shift]), rounding=self.how.rounding, **self.windows
         )
@@ -176,6 +178,14 @@ def _sample_bytes(image: Tensor, output_pixels: int, channels: int, to_float: bo
     return image[0].numel() + output_pixels * channels * (4 if to_float else 1) if len(image) else 0
 
 
+def _quantized(values: Tensor, rounding: Rounding, name: str) -> tuple[Tensor, int]:
+    """As `quantized`; what training has brought about is no wrong argument."""
+    try:
+        return quantized(values, rounding, name)
+    except ValueError as error:
+        raise RuntimeError(str(error)) from None
+
+
 def convolve(
     input: Tensor,
     exponent: Tensor | None,
@@ -189,7 +199,7 @@ def convolve(
 ) -> Convolved:
     """What `niti_conv2d` computes."""
     if exponent is None:
-        image, input_exponent = quantized(input, name="the input of a convolution")
+        image, input_exponent = _quantized(input, "nearest", "the input of a convolution")
         image = image.contiguous(memory_format=torch.channels_last)
         kept, kept_exponent = as_carrier(image), torch.tensor([float(input_exponent)])
     else:
@@ -243,7 +253,7 @@ def niti_conv2d(
         stride, padding, dilation, groups: as in `torch.nn.Conv2d`.
 
     Raises:
-        ValueError: a number of a float32 input is not finite.
+        RuntimeError: a number of a float32 input is not finite.
     """
     manner, geometry = How.of(how, ceiling), Geometry(stride, padding, dilation, groups)
     return convolve(input, exponent, weight, weight_exponent, bias, bias_exponent, state, manner, geometry)
@@ -264,16 +274,7 @@ def _(
     ceiling: float | None,
     *windows: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    size = Geometry(*windows).output_size("niti_conv2d", input.shape[2:], weight.shape[2:])
-    dtype = torch.float32 if How.of(how, ceiling).to_float else CARRIER
-    output = empty_image([input.shape[0], weight.shape[0], *size], dtype, input)
-    one = torch.empty(1, device=input.device)
-    if exponent is None:
-        kept, kept_exponent = empty_image(input.shape, CARRIER, input), torch.empty_like(one)
-    else:
-        kept = torch.empty(0, dtype=CARRIER, device=input.device)
-        kept_exponent = torch.empty(0, device=input.device)
-    return output, one, kept, kept_exponent, torch.empty_like(state)
+    return empty_results(input, exponent is None, weight, state, How.of(how, ceiling).to_float, Geometry(*windows))
 
 
 def pass_back(
@@ -287,7 +288,7 @@ def pass_back(
 ) -> PassedBack:
     """What `niti_conv2d_backward` computes."""
     if gradient_exponent is None:
-        steps, exponent = quantized(gradient, how.rounding, "the gradient of a convolution's output")
+        steps, exponent = _quantized(gradient, how.rounding, "the gradient of a convolution's output")
     else:
         steps, exponent = as_int8(gradient), int(gradient_exponent)
     steps = steps.contiguous(memory_format=torch.channels_last)
@@ -355,7 +356,7 @@ def niti_conv2d_backward(
         stride, padding, dilation, groups: as in `torch.nn.Conv2d`.
 
     Raises:
-        ValueError: a number of a float32 gradient is not finite.
+        RuntimeError: a number of a float32 gradient is not finite.
     """
     kept = Kept(output, output_exponent, image, image_exponent, weight, weight_exponent, state, gradient_bits)
     manner, geometry = How.of(how, ceiling), Geometry(stride, padding, dilation, groups)
@@ -369,6 +370,9 @@ def _weight_gradient(
     if state.is_due:
         sums = kernels.weight_sums(steps, pixels)
         largest = largest_of(sums.weight)
+        if sums.weight.dtype == torch.int32:
+            # As the kernels tell it, which round such sums and never store them.
+            largest = float(torch.tensor(largest, dtype=torch.float32))
         shift = state.fitting_shift(largest, bits, exponent)
         mantissas = shifted(sums.weight, shift, kernels.how.rounding)
         return sums._replace(weight=mantissas), state.after_check(exponent + shift, is_zero=not largest)
@@ -401,19 +405,9 @@ def _(
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    (
-        input, exponent, weight, weight_exponent, _, _, _, backward_state, bits, how, ceiling, *windows
-    ) = inputs  # fmt: skip
-    made = Convolved(*output)
-    manner = How.of(how, ceiling)
-    image, image_exponent = (made.kept, made.kept_exponent) if exponent is None else (input, exponent)
-    of_relu = (made.output, made.exponent) if manner.relu else (None, None)
-    ctx.save_for_backward(*of_relu, image, image_exponent, weight, weight_exponent, backward_state, bits)
-    ctx.to_float, ctx.rest = manner.to_float, (how, ceiling, *windows)
-    ctx.input_is_float = exponent is None
-    ctx.mark_non_differentiable(made.kept, made.kept_exponent, made.state)
-    if manner.to_float:
-        ctx.mark_non_differentiable(made.exponent)
+    ctx.rest = inputs[9:]
+    manner = How.of(*inputs[9:11])
+    keep_for_backward(ctx, inputs, Convolved(*output), manner.to_float, manner.relu)
 
 
 def _gradients(ctx: Any, gradient: Tensor, exponent: Tensor | None, *_: Any) -> tuple[Any, ...]:

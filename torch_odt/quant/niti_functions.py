@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from torch_odt import ops
-from torch_odt.ops.int8_arguments import ROUNDINGS as ALL_ROUNDINGS
-from torch_odt.ops.int8_arguments import Pair, Rounding, number_of, pair
+from torch_odt.ops.int8_arguments import ROUNDINGS, Pair, Rounding, number_of, pair
 from torch_odt.ops.registration import register, register_gradient
 from torch_odt.quant.niti_numbers import (
     BITS,
@@ -25,7 +24,6 @@ from torch_odt.quant.niti_numbers import (
     quantized,
     rescaled,
 )
-from torch_odt.quant.niti_passes import ROUNDINGS
 
 
 def niti_quantize(values: Tensor, rounding: Rounding = "pseudo_stochastic") -> Scaled:
@@ -38,12 +36,12 @@ def niti_quantize(values: Tensor, rounding: Rounding = "pseudo_stochastic") -> S
     Raises:
         ValueError: a number is not finite.
     """
-    return Scaled(*_quantize(values, ROUNDINGS.index(rounding)))
+    return Scaled(*_quantize(values, number_of(rounding)))
 
 
 def niti_dequantize(tensor: Scaled, rounding: Rounding = "pseudo_stochastic") -> Tensor:
     """Mantissas and their exponent as float32; the gradient is rounded to mantissas."""
-    return _dequantize(*tensor, ROUNDINGS.index(rounding))
+    return _dequantize(*tensor, number_of(rounding))
 
 
 def niti_relu(tensor: Scaled, ceiling: float | None = None) -> Scaled:
@@ -82,8 +80,11 @@ def niti_flatten(tensor: Scaled) -> Scaled:
 def niti_add(first: Scaled, second: Scaled, rounding: Rounding = "nearest") -> Scaled:
     """The sum of two tensors, brought to the finer scale of both and rescaled; see `added`.
 
-    Its scale is looked at in every batch: the sums are there, and reading them is all that it takes.
+    Its scale is looked at in every batch: the sums are there, and reading them is all that it takes. Where a tensor is
+    repeated to the other's shape, the sum is made in float32, which knows how gradients are added up then.
     """
+    if first.mantissas.shape != second.mantissas.shape:
+        return niti_quantize(niti_dequantize(first) + niti_dequantize(second), rounding)
     return Scaled(*torch.ops.torch_odt.niti_add.default(*first, *second, number_of(rounding)))
 
 
@@ -327,14 +328,23 @@ def _add(
     first: Tensor, first_exponent: Tensor, second: Tensor, second_exponent: Tensor, rounding: int
 ) -> tuple[Tensor, Tensor]:
     exponents = (int(first_exponent), int(second_exponent))
-    total = added(as_int8(first), exponents[0], as_int8(second), exponents[1], ALL_ROUNDINGS[rounding])
-    return as_carrier(total.mantissas), total.exponent
+    total = added(as_int8(first), exponents[0], as_int8(second), exponents[1], ROUNDINGS[rounding])
+    return as_carrier(total.mantissas.contiguous(memory_format=_format_of(first))), total.exponent
+
+
+def _format_of(first: Tensor) -> torch.memory_format:
+    """A sum lies as its first addend, if that is contiguous or in channels_last; otherwise in channels_last."""
+    strides = first.stride()
+    if first.dim() == 4 and (not first.is_contiguous() or (strides[1] == 1 and strides[3] == first.shape[1])):
+        return torch.channels_last
+    return torch.contiguous_format
 
 
 def _add_fake(
     first: Tensor, first_exponent: Tensor, second: Tensor, second_exponent: Tensor, rounding: int
 ) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(first), torch.empty_like(first_exponent)
+    total = torch.empty(first.shape, dtype=CARRIER, device=first.device, memory_format=_format_of(first))
+    return total, torch.empty_like(first_exponent)
 
 
 register(

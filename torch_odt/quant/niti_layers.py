@@ -12,7 +12,7 @@ from torch_odt.ops.int8_arguments import Rounding
 from torch_odt.quant.niti_convolution import niti_conv2d
 from torch_odt.quant.niti_integers import niti_layer
 from torch_odt.quant.niti_numbers import Scaled, as_carrier, as_int8, dequantized, quantized
-from torch_odt.quant.niti_passes import How
+from torch_odt.quant.niti_passes import ROUNDINGS, Convolved, How
 from torch_odt.quant.packed_weights import PackedWeights
 from torch_odt.quant.rescaling import Rescaling
 
@@ -57,6 +57,10 @@ class NitiLayer(nn.Module):
         packs: PackedWeights | None = None,
     ) -> None:
         super().__init__()
+        if rounding not in ROUNDINGS:
+            raise ValueError(f"rounding={rounding!r}: it is one of {', '.join(ROUNDINGS)}")
+        if not LEAST_GRADIENT_BITS <= gradient_bits <= MOST_GRADIENT_BITS:
+            raise ValueError(f"gradient_bits={gradient_bits}: it is from {LEAST_GRADIENT_BITS} to {MOST_GRADIENT_BITS}")
         self.to_float = self.relu = False
         self.ceiling: float | None = None
         self.rounding, self.part_bytes, self.packs = rounding, part_bytes, packs
@@ -107,19 +111,15 @@ class NitiLayer(nn.Module):
             weight, self.weight_exponent, self.bias, self.bias_exponent, self.rescaling, self.gradient_rescaling,
             self.gradient_bits,
         )  # fmt: skip
-        found: Scaled | Tensor
-        if isinstance(x, Tensor) or how.to_float or how.packs:
-            input, exponent = (x, None) if isinstance(x, Tensor) else x
-            output, output_exponent, _, _, state = niti_conv2d(
-                input, exponent, *tensors, how.numbers(), how.ceiling, *windows
-            )
-            found = output if how.to_float else Scaled(output, output_exponent)
+        input, exponent = (x, None) if isinstance(x, Tensor) else x
+        if how.packs:
+            made = Convolved(*niti_conv2d(input, exponent, *tensors, how.numbers(), how.ceiling, *windows))
         else:
-            found, state = niti_layer(x, tensors, how, windows)
+            made = niti_layer(input, exponent, tensors, how, windows)
         if self.training and not self.to_float:
             with torch.no_grad():
-                self.rescaling.copy_(state)
-        return found
+                self.rescaling.copy_(made.state)
+        return made.output if how.to_float else Scaled(made.output, made.exponent)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> NitiLayer:
         """Moves to other devices; integers and states have no other type."""

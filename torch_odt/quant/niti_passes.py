@@ -9,7 +9,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from torch_odt.ops.int8_arguments import Rounding
+from torch_odt.ops.int8_arguments import ROUNDINGS as ALL_ROUNDINGS
+from torch_odt.ops.int8_arguments import Rounding, number_of
+from torch_odt.ops.int8_plain import Geometry
 from torch_odt.quant.niti_numbers import CARRIER, MOST
 
 ROUNDINGS: tuple[Rounding, ...] = ("nearest", "pseudo_stochastic")
@@ -39,15 +41,15 @@ class How:
 
     def numbers(self) -> list[int]:
         """As an operator takes it, the ceiling aside."""
-        return [self.to_float, self.relu, ROUNDINGS.index(self.rounding), self.part_bytes, self.packs, self.training]
+        return [self.to_float, self.relu, number_of(self.rounding), self.part_bytes, self.packs, self.training]
 
     @classmethod
     def of(cls, numbers: list[int], ceiling: float | None) -> How:
         to_float, relu, rounding, part_bytes, packs, training = numbers
-        return cls(bool(to_float), bool(relu), ceiling, ROUNDINGS[rounding], part_bytes, packs, bool(training))
+        return cls(bool(to_float), bool(relu), ceiling, ALL_ROUNDINGS[rounding], part_bytes, packs, bool(training))
 
     def passes_below(self, exponent: float) -> int:
-        """The mantissas with that exponent which the ceiling changes nothing of are below this."""
+        """Mantissas with that exponent are below this where the ceiling stops nothing; those pass the gradient, too."""
         return MOST + 1 if self.ceiling is None else min(MOST + 1, int(self.ceiling * 2.0**-exponent))
 
     def most(self, exponent: float) -> int:
@@ -113,6 +115,21 @@ def empty_image(shape: Any, dtype: torch.dtype, like: Tensor) -> Tensor:
     return torch.empty(shape, dtype=dtype, device=like.device, memory_format=torch.channels_last)
 
 
+def empty_results(
+    input: Tensor, input_is_float: bool, weight: Tensor, state: Tensor, to_float: bool, geometry: Geometry
+) -> Convolved:
+    """What a forward operator returns, without data."""
+    size = geometry.output_size("niti_conv2d", input.shape[2:], weight.shape[2:])
+    output = empty_image([input.shape[0], weight.shape[0], *size], torch.float32 if to_float else CARRIER, input)
+    one = torch.empty(1, device=input.device)
+    if input_is_float:
+        kept, kept_exponent = empty_image(input.shape, CARRIER, input), torch.empty_like(one)
+    else:
+        kept = torch.empty(0, dtype=CARRIER, device=input.device)
+        kept_exponent = torch.empty(0, device=input.device)
+    return Convolved(output, one, kept, kept_exponent, torch.empty_like(state))
+
+
 def empty_gradients(kept: Kept, input_is_float: bool, wanted: Sequence[bool]) -> PassedBack:
     """What `pass_back` returns, without data."""
     image, weight = kept.image, kept.weight
@@ -121,9 +138,21 @@ def empty_gradients(kept: Kept, input_is_float: bool, wanted: Sequence[bool]) ->
     if wanted[0]:
         of_input = empty_image(image.shape, torch.float32 if input_is_float else CARRIER, image)
         exponent = exponent if input_is_float else torch.empty(1, device=image.device)
-    of_weight = torch.empty_like(weight) if wanted[1] else torch.empty_like(nothing)
+    of_weight = empty_image(weight.shape, CARRIER, weight) if wanted[1] else torch.empty_like(nothing)
     bias = torch.empty(weight.shape[0], dtype=CARRIER, device=image.device) if wanted[2] else torch.empty_like(nothing)
     return PassedBack(of_input, exponent, of_weight, bias, torch.empty_like(kept.state))
+
+
+def keep_for_backward(ctx: Any, inputs: tuple[Any, ...], made: Convolved, to_float: bool, relu: bool) -> None:
+    """What autograd keeps of a forward operator's first nine arguments, which all have, and of its results."""
+    input, exponent, weight, weight_exponent, _, _, _, backward_state, bits = inputs[:9]
+    ctx.to_float, ctx.input_is_float = to_float, exponent is None
+    image, image_exponent = (made.kept, made.kept_exponent) if exponent is None else (input, exponent)
+    of_relu = (made.output, made.exponent) if relu else (None, None)
+    ctx.save_for_backward(*of_relu, image, image_exponent, weight, weight_exponent, backward_state, bits)
+    ctx.mark_non_differentiable(made.kept, made.kept_exponent, made.state)
+    if to_float:
+        ctx.mark_non_differentiable(made.exponent)
 
 
 def gradients_of(

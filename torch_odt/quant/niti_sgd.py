@@ -101,5 +101,7 @@ class NitiSGD(torch.optim.Optimizer):
 
 @torch.no_grad()
 def _take_off(parameter: Tensor) -> None:
-    int8_take_off_(as_int8(parameter), as_int8(parameter.grad))  # type: ignore[arg-type]
-    parameter.grad = None
+    # Another optimizer of the same parameter may have been here.
+    if parameter.grad is not None:
+        int8_take_off_(as_int8(parameter), as_int8(parameter.grad))
+        parameter.grad = None

@@ -23,7 +23,8 @@ class PackedWeights:
     """Packed weights of all layers of a model.
 
     When to choose it: where weights are used more than once before they change: in the parts of a batch that is split,
-    in a check that computes again, in accumulation, evaluation, and where an update was nothing but zeros.
+    in a check that computes again, in accumulation, evaluation, and where an update was nothing but zeros. Layers that
+    keep them run in Python around their kernels, which takes longer than packing for all but large weights.
 
     Args:
         limit_bytes: of what is kept; None sets no limit, and 0 keeps nothing.

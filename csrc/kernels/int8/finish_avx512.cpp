@@ -339,15 +339,15 @@ TORCH_ODT_TARGET float wholes_to_int8(const Finish& how, const Block<int32_t>& b
 // NITI's rounding of 64 columns at a time, without a mask and a zero point. Multipliers are a power of two, so that the
 // largest value is that of the largest sum.
 TORCH_ODT_TARGET float rows_by_shift(const Finish& how, const Block<int32_t>& block) {
-  const Columns columns(how, block);
   const Constants all = constants_of(how);
   const __m512i low = _mm512_set1_epi8(static_cast<int8_t>(how.low));
   const __m512i high = _mm512_set1_epi8(static_cast<int8_t>(how.high));
-  const bool has_terms = block.column_terms != nullptr;
+  const int32_t* const terms = block.column_terms;
   __m512i largest = _mm512_setzero_si512();
   for (int64_t row = 0; row < block.rows; ++row) {
     const int32_t* const sums = block.sums + row * block.stride;
     int8_t* const output = static_cast<int8_t*>(how.output) + block.places[row];
+    const __m512i row_term = _mm512_set1_epi32(block.row_terms == nullptr ? 0 : block.row_terms[row]);
     for (int64_t column = 0; column < block.columns; column += kWhole) {
       const int64_t left = block.columns - column;
       const uint64_t inside = left >= kWhole ? ~uint64_t{0} : (uint64_t{1} << left) - 1;
@@ -356,9 +356,9 @@ TORCH_ODT_TARGET float rows_by_shift(const Finish& how, const Block<int32_t>& bl
       for (int part = 0; part < kWhole / kLanes; ++part) {
         const auto lanes = static_cast<__mmask16>(inside >> part * kLanes);
         const int64_t at = column + part * kLanes;
-        __m512i sum = _mm512_maskz_loadu_epi32(lanes, sums + at);
-        if (has_terms) {
-          sum = _mm512_add_epi32(sum, _mm512_maskz_loadu_epi32(lanes, columns.terms + at));
+        __m512i sum = _mm512_maskz_add_epi32(lanes, _mm512_maskz_loadu_epi32(lanes, sums + at), row_term);
+        if (terms != nullptr) {
+          sum = _mm512_add_epi32(sum, _mm512_maskz_loadu_epi32(lanes, terms + at));
         }
         largest = _mm512_max_epu32(largest, _mm512_abs_epi32(sum));
         words[part] = shifted(sum, all);
@@ -464,7 +464,7 @@ float finish_avx512(const Finish& how, const Block<int32_t>& block) {
     case Rounding::pseudo_stochastic:
       break;
   }
-  const bool is_simple = how.zero_point == 0 && how.mask == nullptr && block.row_terms == nullptr && !how.per_channel;
+  const bool is_simple = how.zero_point == 0 && how.mask == nullptr && !how.per_channel;
   return is_simple ? rows_by_shift(how, block) : to_int8<Rounding::pseudo_stochastic>(how, block);
 }
 

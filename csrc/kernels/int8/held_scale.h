@@ -45,7 +45,8 @@ struct HeldScale {
 
   void write(double* row) const {
     const int64_t numbers[kWidth] = {
-        longest_period, slack_bits, is_known ? 1 : 0, exponent, period, wait, batches, checks, changes, clipped_batches};
+        longest_period, slack_bits, is_known ? 1 : 0, exponent, period, wait, batches, checks, changes,
+        clipped_batches};
     std::copy_n(numbers, kWidth, row);
   }
 

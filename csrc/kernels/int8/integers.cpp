@@ -1,6 +1,7 @@
 #include "integers.h"
 
 #include <algorithm>
+#include <bit>
 #include <cmath>
 #include <cstdlib>
 #include <cstring>
@@ -42,6 +43,41 @@ struct Shift {
   };
 };
 
+template <int kBytes>
+struct Whole {
+  using L = Lanes<kBytes>;
+  using Floats = typename L::Floats;
+  using Ints = typename L::Ints;
+
+  TORCH_ODT_INLINE static Ints rounded(Floats values, float first, float second) {
+    return __builtin_convertvector(L::nearest(values * first * second), Ints);
+  }
+
+  TORCH_ODT_INLINE static void run(const float* values, int64_t count, float first, float second, int32_t* whole) {
+    int64_t i = 0;
+    for (; i + L::kCount <= count; i += L::kCount) {
+      const Ints some = rounded(L::template load<Floats>(values + i), first, second);
+      __builtin_memcpy(whole + i, &some, sizeof(some));
+    }
+    if (i < count) {
+      float room[L::kCount] = {};
+      std::memcpy(room, values + i, static_cast<size_t>(count - i) * sizeof(float));
+      const Ints some = rounded(L::template load<Floats>(room), first, second);
+      std::memcpy(whole + i, &some, static_cast<size_t>(count - i) * sizeof(int32_t));
+    }
+  }
+};
+
+// Bits of magnitudes have their order, and those of what is not finite come last.
+TORCH_ODT_INLINE void magnitude_body(const int32_t* bits, int64_t count, int32_t* largest) {
+  int32_t most = 0;
+  for (int64_t i = 0; i < count; ++i) {
+    const int32_t magnitude = bits[i] & 0x7fffffff;
+    most = magnitude > most ? magnitude : most;
+  }
+  *largest = most;
+}
+
 TORCH_ODT_INLINE void any_body(const int8_t* steps, int64_t count, uint8_t* any) {
   uint8_t bits = 0;
   for (int64_t i = 0; i < count; ++i) {
@@ -68,17 +104,6 @@ keep_body(const int8_t* values, const int8_t* others, int64_t count, int8_t leas
   }
 }
 
-TORCH_ODT_INLINE void ends_body(const int32_t* numbers, int64_t count, int32_t* least, int32_t* most) {
-  int32_t low = 0;
-  int32_t high = 0;
-  for (int64_t i = 0; i < count; ++i) {
-    low = numbers[i] < low ? numbers[i] : low;
-    high = numbers[i] > high ? numbers[i] : high;
-  }
-  *least = low;
-  *most = high;
-}
-
 TORCH_ODT_INLINE void add_body(const int8_t* coarse, const int8_t* fine, int64_t count, int32_t factor, int32_t* sums) {
   for (int64_t i = 0; i < count; ++i) {
     sums[i] = coarse[i] * factor + fine[i];
@@ -94,12 +119,6 @@ largest_sum_body(const int8_t* coarse, const int8_t* fine, int64_t count, int32_
     most = magnitude > most ? magnitude : most;
   }
   *largest = most;
-}
-
-TORCH_ODT_INLINE void negate_body(int8_t* numbers, int64_t count) {
-  for (int64_t i = 0; i < count; ++i) {
-    numbers[i] = static_cast<int8_t>(-numbers[i]);
-  }
 }
 
 TORCH_ODT_INLINE void clip_body(int8_t* numbers, int64_t count, int8_t most, uint8_t* largest) {
@@ -135,11 +154,14 @@ void shift_to_int8(const int64_t* sums, int64_t count, int64_t shift, Rounding r
   }
 }
 
-int64_t largest_magnitude(const int32_t* numbers, int64_t count) {
-  int32_t least = 0;
-  int32_t most = 0;
-  run<ends_body>(numbers, count, &least, &most);
-  return std::max<int64_t>(-static_cast<int64_t>(least), most);
+void whole_numbers(const float* values, int64_t count, float first, float second, int32_t* whole) {
+  run_with_vectors<Whole>(values, count, first, second, whole);
+}
+
+float largest_magnitude(const float* numbers, int64_t count) {
+  int32_t largest = 0;
+  run<magnitude_body>(reinterpret_cast<const int32_t*>(numbers), count, &largest);
+  return std::bit_cast<float>(largest);
 }
 
 int64_t largest_magnitude(const int64_t* numbers, int64_t count) {
@@ -158,10 +180,6 @@ int32_t largest_sum(const int8_t* coarse, const int8_t* fine, int64_t count, int
   int32_t largest = 0;
   run<largest_sum_body>(coarse, fine, count, int32_t{1} << up, &largest);
   return largest;
-}
-
-void negate(int8_t* numbers, int64_t count) {
-  run<negate_body>(numbers, count);
 }
 
 int64_t clip(int8_t* numbers, int64_t count, int64_t most) {

@@ -13,17 +13,18 @@ void shift_to_int8(const int32_t* sums, int64_t count, int64_t shift, Rounding r
 // The same of int64, one after another; `shift` is from 0 to 62.
 void shift_to_int8(const int64_t* sums, int64_t count, int64_t shift, Rounding rounding, int8_t* output);
 
-// The largest magnitude; 0 of none.
-int64_t largest_magnitude(const int32_t* numbers, int64_t count);
+// Floats times two factors, to the nearest whole number; int32 has to hold it.
+void whole_numbers(const float* values, int64_t count, float first, float second, int32_t* whole);
+
+// The largest magnitude; 0 of none. Of floats: not finite where one of them is not.
+float largest_magnitude(const float* numbers, int64_t count);
 int64_t largest_magnitude(const int64_t* numbers, int64_t count);
 
 // coarse * 2^up + fine, of which int32 has to hold all; and their largest magnitude.
 void add_shifted(const int8_t* coarse, const int8_t* fine, int64_t count, int64_t up, int32_t* sums);
 int32_t largest_sum(const int8_t* coarse, const int8_t* fine, int64_t count, int64_t up);
 
-// Numbers that are not below -127: each with the other sign; and clipped at -most and most, which returns the largest
-// magnitude before.
-void negate(int8_t* numbers, int64_t count);
+// Clips numbers that are not below -127 at -most and most; returns the largest magnitude before.
 int64_t clip(int8_t* numbers, int64_t count, int64_t most);
 
 // weights - steps, clamped to -127 and 127, in place. Returns whether a step is not 0; if none is, nothing is written.

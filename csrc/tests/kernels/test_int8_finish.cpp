@@ -162,7 +162,7 @@ void check_all_int8() {
     const Context width("columns " + text_of(columns));
     for (const Rounding rounding : {Rounding::nearest, Rounding::stochastic, Rounding::pseudo_stochastic}) {
       const Context by("rounding " + text_of(rounding));
-      for (const int64_t shift : {0, 1, 6, 9}) {
+      for (const int64_t shift : {0, 1, 6, 9, 22}) {
         Sums<Sum> sums(columns, std::ldexp(1.0F, -static_cast<int>(shift)));
         Sums<Sum> without_row_terms = sums;
         without_row_terms.row_terms.clear();
@@ -190,9 +190,10 @@ void check_all_int8() {
               if (columns == 1) {
                 check_int8(how, single, columns, false);
               }
-              how.zero_point = -7;
               how.low = -100;
               how.high = 90;
+              check_int8(how, sums, columns, false);
+              how.zero_point = -7;
               check_int8(how, sums, columns, true);
               check_int8(how, without_row_terms, columns, true);
             }

@@ -1,7 +1,10 @@
-// Integers that become int8, and scales that are held: by arithmetic of one number at a time, around the ends of vectors.
+// Integers that become int8, and scales that are held: by arithmetic of one number at a time, around the ends of
+// vectors.
 
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
+#include <limits>
 #include <vector>
 
 #include "../../kernels/int8/held_scale.h"
@@ -42,8 +45,28 @@ TEST(int8_shifts_of_32_and_64_bits_agree) {
       for (const int64_t number : wide) {
         largest = std::max(largest, number < 0 ? -number : number);
       }
-      CHECK(largest_magnitude(narrow.data(), count) == largest);
       CHECK(largest_magnitude(wide.data(), count) == largest);
+    }
+  }
+}
+
+TEST(floats_become_whole_numbers) {
+  for (const int64_t count : kIntegerCounts) {
+    const auto numbers = some_numbers<int32_t>(count, 1 << 12);
+    std::vector<float> values(numbers.begin(), numbers.end());
+    std::vector<int32_t> whole(values.size() + 1, 99);
+    whole_numbers(values.data(), count, 0.25F, 0.5F, whole.data());
+    float largest = 0;
+    for (size_t i = 0; i < values.size(); ++i) {
+      CHECK(whole[i] == static_cast<int32_t>(std::nearbyint(values[i] * 0.125F)));
+      largest = std::max(largest, std::fabs(values[i]));
+    }
+    CHECK(whole.back() == 99 && largest_magnitude(values.data(), count) == largest);
+    for (const float odd : {std::numeric_limits<float>::quiet_NaN(), -std::numeric_limits<float>::infinity()}) {
+      if (count > 0) {
+        values.back() = odd;
+        CHECK(!std::isfinite(largest_magnitude(values.data(), count)));
+      }
     }
   }
 }
@@ -63,12 +86,11 @@ TEST(int8_sums_and_clips_are_those_of_single_numbers) {
       CHECK(largest_sum(coarse.data(), fine.data(), count, up) == largest);
     }
     std::vector<int8_t> numbers = coarse;
-    negate(numbers.data(), count);
     const int64_t largest = clip(numbers.data(), count, 20);
     int64_t expected = 0;
     for (size_t i = 0; i < numbers.size(); ++i) {
       expected = std::max<int64_t>(expected, coarse[i] < 0 ? -coarse[i] : coarse[i]);
-      CHECK(numbers[i] == std::clamp(-coarse[i], -20, 20));
+      CHECK(numbers[i] == std::clamp<int8_t>(coarse[i], -20, 20));
     }
     CHECK(largest == expected);
   }
@@ -83,7 +105,8 @@ TEST(a_scale_that_holds_is_looked_at_less_and_less_often) {
   CHECK(scale.is_known && scale.exponent == -17 && scale.is_due());
   CHECK(scale.shift(-20) == 3 && scale.shift(-10) == 0 && scale.shift(-60) == kLargestShift);
   // One bit more would fit, which is no change; two are.
-  CHECK(scale.fitting_shift(500, 7, -20) == 3 && scale.fitting_shift(250, 7, -20) == 1 && scale.fitting_shift(0, 7, -20) == 3);
+  CHECK(scale.fitting_shift(500, 7, -20) == 3 && scale.fitting_shift(250, 7, -20) == 1);
+  CHECK(scale.fitting_shift(0, 7, -20) == 3);
   int64_t checks = 0;
   for (int batch = 0; batch < 32; ++batch) {
     if (scale.is_due()) {
