@@ -47,7 +47,7 @@ void check_rounding(int64_t rounding, const char* name) {
 int64_t bound_of(std::optional<double> ceiling, int64_t exponent) {
   const auto most = static_cast<double>(kMostMantissa + 1);
   const double bound = ceiling ? std::ldexp(*ceiling, static_cast<int>(-exponent)) : most;
-  return static_cast<int64_t>(std::min(most, bound));
+  return static_cast<int64_t>(std::clamp(bound, -1.0, most));
 }
 
 int64_t exponent_of(const Tensor& exponent, const char* argument) {

@@ -128,7 +128,9 @@ def wrap(
         refuse_compiled(model)
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if tensor.device.type != "cpu":
-            raise ValueError(f"{name} is on {tensor.device}; torch_odt trains on the CPU in this version")
+            raise ValueError(
+                f"{name} is on {tensor.device}; torch_odt trains on the CPU in this version: use model.cpu()"
+            )
     if optimizer is not None:
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise TypeError(f"the optimizer is a {type(optimizer).__name__}")
