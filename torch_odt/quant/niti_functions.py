@@ -24,6 +24,7 @@ from torch_odt.quant.niti_numbers import (
     quantized,
     rescaled,
 )
+from torch_odt.quant.niti_passes import How
 
 
 def niti_quantize(values: Tensor, rounding: Rounding = "pseudo_stochastic") -> Scaled:
@@ -171,8 +172,7 @@ _dequantize.register_autograd(
 
 @torch.library.custom_op("torch_odt::niti_relu", mutates_args=())
 def _relu(mantissas: Tensor, exponent: Tensor, ceiling: float | None) -> Tensor:
-    most = MOST if ceiling is None else min(MOST, int(ceiling * 2.0 ** -float(exponent)))
-    return as_carrier(as_int8(mantissas).clamp(0, most))
+    return as_carrier(as_int8(mantissas).clamp(0, How(ceiling=ceiling).most(float(exponent))))
 
 
 @_relu.register_fake
@@ -182,8 +182,8 @@ def _(mantissas: Tensor, exponent: Tensor, ceiling: float | None) -> Tensor:
 
 @torch.library.custom_op("torch_odt::niti_relu_backward", mutates_args=())
 def _relu_backward(gradient: Tensor, output: Tensor, exponent: Tensor, ceiling: float | None) -> Tensor:
-    most = MOST + 1 if ceiling is None else int(ceiling * 2.0 ** -float(exponent))
-    return as_carrier(ops.int8_keep_between(as_int8(gradient), as_int8(output), 0, most))
+    bound = How(ceiling=ceiling).passes_below(float(exponent))
+    return as_carrier(ops.int8_keep_between(as_int8(gradient), as_int8(output), 0, bound))
 
 
 @_relu_backward.register_fake

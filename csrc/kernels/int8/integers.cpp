@@ -133,24 +133,14 @@ TORCH_ODT_INLINE void clip_body(int8_t* numbers, int64_t count, int8_t most, uin
   *largest = found;
 }
 
-// As the vectors round, see lanes.h.
-int64_t shifted(int64_t sum, int64_t shift, Rounding rounding) {
-  if (rounding == Rounding::nearest) {
-    return static_cast<int64_t>(std::nearbyint(std::ldexp(static_cast<float>(sum), static_cast<int>(-shift))));
-  }
-  const int64_t magnitude = std::abs(sum);
-  const int64_t half = shift / 2;
-  const int64_t lost = magnitude & ((int64_t{1} << shift) - 1);
-  const int64_t random = (lost & ((int64_t{1} << half) - 1)) << (shift - 2 * half);
-  const int64_t rounded = (magnitude >> shift) + ((lost >> half) > random ? 1 : 0);
-  return sum < 0 ? -rounded : rounded;
-}
-
 } // namespace
 
 void shift_to_int8(const int64_t* sums, int64_t count, int64_t shift, Rounding rounding, int8_t* output) {
   for (int64_t i = 0; i < count; ++i) {
-    output[i] = static_cast<int8_t>(std::clamp<int64_t>(shifted(sums[i], shift, rounding), -127, 127));
+    const float whole = rounding == Rounding::nearest
+        ? std::nearbyint(std::ldexp(static_cast<float>(sums[i]), static_cast<int>(-shift)))
+        : static_cast<float>(shifted(sums[i], shift));
+    output[i] = static_cast<int8_t>(std::clamp(whole, -127.0F, 127.0F));
   }
 }
 

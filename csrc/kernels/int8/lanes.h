@@ -206,4 +206,16 @@ struct ByteDraws {
   }
 };
 
+// NITI's rounding, as Lanes has it, of a sum that int32 does not hold, up to what any clamp to int8 keeps apart.
+TORCH_ODT_INLINE int32_t shifted(int64_t sum, int64_t shift) {
+  constexpr int64_t kMost = 1 << 22;
+  const auto magnitude = static_cast<uint64_t>(sum < 0 ? -sum : sum);
+  const uint64_t lost = magnitude & ((uint64_t{1} << shift) - 1);
+  const int64_t half = shift / 2;
+  const uint64_t random = (lost & ((uint64_t{1} << half) - 1)) << (shift - 2 * half);
+  const auto rounded = static_cast<int64_t>((magnitude >> shift) + (lost >> half > random ? 1 : 0));
+  const auto most = static_cast<int32_t>(rounded < kMost ? rounded : kMost);
+  return sum < 0 ? -most : most;
+}
+
 } // namespace torch_odt::kernels::int8
