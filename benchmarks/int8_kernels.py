@@ -155,23 +155,19 @@ class Methods:
         out = (layer.batch, layer.outputs, layer.output_size, layer.output_size)
         kernel = (layer.outputs, layer.inputs // layer.groups, layer.kernel, layer.kernel)
         x, gradient, weight = (self._bytes(shape) for shape in (size, out, kernel))
-        pad = (layer.kernel // 2,) * 2
-        stride, one = (layer.stride,) * 2, (1, 1)
+        pad = layer.kernel // 2
+        windows = (layer.stride, layer.stride, pad, pad, 1, 1, layer.groups)
         ops = torch.ops.torch_odt
         # Spreads sums of random bytes over int8, as training chooses its scales.
         scale = torch.tensor([2.0**-11])
-        packed = ops.int8_pack_weight(weight, stride, pad, one, layer.groups, False)
+        packed = ops.int8_pack_weight(weight, windows, False)
         self.passes: dict[tuple[str, str], Callable[[], object]] = {}
 
         def of_int8() -> None:
-            ops.int8_conv2d_backward.default(
-                gradient, x, weight, None, scale, scale, 0, 1, 7, stride, pad, one, layer.groups
-            )
+            ops.int8_conv2d_backward.default(gradient, x, weight, None, scale, scale, 0, 1, 7, windows)
 
         def forward_int8() -> None:
-            ops.int8_conv2d_quantized.default(
-                x, weight, packed, None, scale, 0, 0, -128, 127, 0, 0, stride, pad, one, layer.groups
-            )
+            ops.int8_conv2d_quantized.default(x, weight, packed, None, scale, 0, 0, -128, 127, 0, 0, windows)
 
         self.passes["int8", "backward"] = of_int8
         self.passes["int8", "forward"] = forward_int8

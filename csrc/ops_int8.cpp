@@ -64,7 +64,7 @@ Conv2d conv_of(
     int64_t in_channels,
     const Tensor& weight) {
   STD_TORCH_CHECK(
-      weight.size(0) % geometry.groups == 0 && weight.size(1) * geometry.groups == in_channels,
+      weight.size(0) % geometry.groups() == 0 && weight.size(1) * geometry.groups() == in_channels,
       geometry.name,
       ": weight has ",
       weight.size(0),
@@ -73,7 +73,7 @@ Conv2d conv_of(
       " channels, which do not fit ",
       in_channels,
       " input channels in ",
-      geometry.groups,
+      geometry.groups(),
       " groups");
   const Conv2d conv{
       batch,
@@ -81,7 +81,7 @@ Conv2d conv_of(
       geometry.axis(1, input_size[1], weight.size(3)),
       in_channels,
       weight.size(0),
-      geometry.groups};
+      geometry.groups()};
   STD_TORCH_CHECK(
       conv.taps() * (pass == Pass::forward ? conv.in_depth() : conv.out_depth()) <= kMostTerms,
       geometry.name,

@@ -28,39 +28,53 @@ using torch::stable::Tensor;
 
 using Pair = Sizes;
 
-// The arguments that say which convolution is meant, checked.
+// The argument `windows` that says which convolution is meant: stride, padding and dilation, each of rows and of
+// columns, and groups. One list, because operators' arguments are boxed, which takes microseconds for each list.
 inline constexpr int64_t kMostGeometry = int64_t{1} << 30; // whose products 64 bits hold
 
 struct Geometry {
+  static constexpr size_t kNumbers = 7;
+
   const char* name;
-  const Pair& stride;
-  const Pair& padding;
-  const Pair& dilation;
-  int64_t groups;
+  const Sizes& windows;
+
+  int64_t stride(size_t which) const {
+    return windows[which];
+  }
+  int64_t padding(size_t which) const {
+    return windows[2 + which];
+  }
+  int64_t dilation(size_t which) const {
+    return windows[4 + which];
+  }
+  int64_t groups() const {
+    return windows[6];
+  }
 
   void check() const {
-    for (const Pair* pair : {&stride, &padding, &dilation}) {
-      STD_TORCH_CHECK(pair->size() == 2, name, ": stride, padding and dilation are two numbers, for rows and for columns");
-    }
-    STD_TORCH_CHECK(stride[0] > 0 && stride[1] > 0, name, ": stride must be positive");
-    STD_TORCH_CHECK(padding[0] >= 0 && padding[1] >= 0, name, ": padding must not be negative");
-    STD_TORCH_CHECK(dilation[0] > 0 && dilation[1] > 0, name, ": dilation must be positive");
-    STD_TORCH_CHECK(groups > 0, name, ": groups must be positive");
-    for (const Pair* pair : {&stride, &padding, &dilation}) {
+    STD_TORCH_CHECK(
+        windows.size() == kNumbers,
+        name,
+        ": windows are seven numbers: stride, padding and dilation, for rows and for columns, and groups");
+    for (const size_t which : {0, 1}) {
+      STD_TORCH_CHECK(stride(which) > 0, name, ": stride must be positive");
+      STD_TORCH_CHECK(padding(which) >= 0, name, ": padding must not be negative");
+      STD_TORCH_CHECK(dilation(which) > 0, name, ": dilation must be positive");
       STD_TORCH_CHECK(
-          std::max((*pair)[0], (*pair)[1]) <= kMostGeometry,
+          std::max({stride(which), padding(which), dilation(which)}) <= kMostGeometry,
           name,
           ": stride, padding and dilation must be ",
           kMostGeometry,
           " at most");
     }
+    STD_TORCH_CHECK(groups() > 0, name, ": groups must be positive");
   }
 
   WindowAxis axis(size_t which, int64_t input, int64_t kernel) const {
-    const int64_t reach = input + 2 * padding[which] - dilation[which] * (kernel - 1) - 1;
+    const int64_t reach = input + 2 * padding(which) - dilation(which) * (kernel - 1) - 1;
     STD_TORCH_CHECK(kernel > 0, name, ": the kernel is empty");
     STD_TORCH_CHECK(reach >= 0, name, ": the kernel is larger than the padded input");
-    return {input, reach / stride[which] + 1, kernel, stride[which], padding[which], dilation[which]};
+    return {input, reach / stride(which) + 1, kernel, stride(which), padding(which), dilation(which)};
   }
 };
 
@@ -156,10 +170,7 @@ Tensor int8_conv2d_scaled(
     const std::optional<std::vector<int32_t>>& bias,
     Numbers scale,
     int64_t input_zero_point,
-    const Pair& stride,
-    const Pair& padding,
-    const Pair& dilation,
-    int64_t groups);
+    const Sizes& windows);
 
 // Rounded to the nearest; the output and its mask.
 std::tuple<Tensor, Tensor> int8_conv2d_quantized(
@@ -171,20 +182,14 @@ std::tuple<Tensor, Tensor> int8_conv2d_quantized(
     int64_t output_zero_point,
     int64_t low,
     int64_t high,
-    const Pair& stride,
-    const Pair& padding,
-    const Pair& dilation,
-    int64_t groups);
+    const Sizes& windows);
 
 Tensor int8_conv2d_grad_input_scaled(
     const Tensor& grad_output,
     const Tensor& weight,
     float scale,
     const Pair& input_size,
-    const Pair& stride,
-    const Pair& padding,
-    const Pair& dilation,
-    int64_t groups);
+    const Sizes& windows);
 
 Tensor int8_conv2d_grad_weight_scaled(
     const Tensor& grad_output,
@@ -192,10 +197,7 @@ Tensor int8_conv2d_grad_weight_scaled(
     Numbers scale,
     int64_t input_zero_point,
     const Pair& kernel_size,
-    const Pair& stride,
-    const Pair& padding,
-    const Pair& dilation,
-    int64_t groups);
+    const Sizes& windows);
 
 // What int8_quantize_gradient returns; tensors that were not asked for are empty.
 struct RoundedGradient {

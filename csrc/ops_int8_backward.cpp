@@ -117,20 +117,17 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> conv2d_backward(
     int64_t input_zero_point,
     int64_t rounding,
     int64_t seed,
-    const Pair& stride,
-    const Pair& padding,
-    const Pair& dilation,
-    int64_t groups) {
+    const Sizes& windows) {
+  const Geometry geometry{kName, windows};
+  geometry.check();
   STD_TORCH_CHECK(
       input.dim() == 4 && weight.dim() == 4, "int8_conv2d_backward: input and weight must have 4 dimensions");
   STD_TORCH_CHECK(
-      input.size(1) == weight.size(1) * groups,
+      input.size(1) == weight.size(1) * geometry.groups(),
       "int8_conv2d_backward: input must have as many channels as weight has, times groups");
   const Pair input_size{input.size(2), input.size(3)};
-  const GradInputArguments for_input{
-      grad_output, weight, packed, input_size, {kName, stride, padding, dilation, groups}};
-  const GradWeightArguments for_weight{
-      grad_output, input, input_zero_point, {kName, stride, padding, dilation, groups}};
+  const GradInputArguments for_input{grad_output, weight, packed, input_size, geometry};
+  const GradWeightArguments for_weight{grad_output, input, input_zero_point, geometry};
   const Conv2d conv = for_input.conv();
   for_weight.conv({weight.size(2), weight.size(3)}); // checks what is left
   Rescaling to_input = rescaling(kName, Result::int8, grad_input_scale, 1, false, "grad_input_scale");
@@ -160,8 +157,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> conv2d_backward(
 STABLE_TORCH_LIBRARY_FRAGMENT(torch_odt, m) {
   m.def(
       "int8_conv2d_backward(Tensor grad_output, Tensor input, Tensor weight, Tensor? packed, Tensor grad_input_scale, "
-      "Tensor grad_weight_scale, int input_zero_point, int rounding, int seed, int[2] stride, int[2] padding, "
-      "int[2] dilation, int groups) -> (Tensor, Tensor, Tensor, Tensor)");
+      "Tensor grad_weight_scale, int input_zero_point, int rounding, int seed, int[] windows) -> "
+      "(Tensor, Tensor, Tensor, Tensor)");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(torch_odt, CPU, m) {

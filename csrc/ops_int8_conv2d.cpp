@@ -18,18 +18,15 @@ constexpr char kQuantized[] = "int8_conv2d_quantized";
 
 Tensor pack(
     const Tensor& weight,
-    const Pair& stride,
-    const Pair& padding,
-    const Pair& dilation,
-    int64_t groups,
+    const Sizes& windows,
     bool for_grad_input) {
-  const Geometry geometry{"int8_pack_weight", stride, padding, dilation, groups};
+  const Geometry geometry{"int8_pack_weight", windows};
   geometry.check();
   check_int8(weight, geometry.name, "weight");
   // The image's size does not matter.
-  const Pair size{dilation[0] * (weight.size(2) - 1) + 1, dilation[1] * (weight.size(3) - 1) + 1};
+  const Pair size{geometry.dilation(0) * (weight.size(2) - 1) + 1, geometry.dilation(1) * (weight.size(3) - 1) + 1};
   const Pass pass = for_grad_input ? Pass::grad_input : Pass::forward;
-  const Conv2d conv = conv_of(geometry, pass, 1, size, weight.size(1) * groups, weight);
+  const Conv2d conv = conv_of(geometry, pass, 1, size, weight.size(1) * geometry.groups(), weight);
   return packed_for(conv, pass, weight, std::nullopt, all_threads());
 }
 
@@ -63,12 +60,8 @@ Tensor conv2d(
     const Tensor& weight,
     const std::optional<Tensor>& packed,
     int64_t input_zero_point,
-    const Pair& stride,
-    const Pair& padding,
-    const Pair& dilation,
-    int64_t groups) {
-  const ForwardArguments arguments{
-      input, weight, packed, input_zero_point, {"int8_conv2d", stride, padding, dilation, groups}};
+    const Sizes& windows) {
+  const ForwardArguments arguments{input, weight, packed, input_zero_point, {"int8_conv2d", windows}};
   const Conv2d conv = arguments.conv();
   Tensor output = empty_image(arguments.output_sizes(conv), ScalarType::Int, input);
   Finish finish;
@@ -84,12 +77,8 @@ Tensor conv2d_scaled(
     const std::optional<Tensor>& bias,
     const Tensor& scale,
     int64_t input_zero_point,
-    const Pair& stride,
-    const Pair& padding,
-    const Pair& dilation,
-    int64_t groups) {
-  const ForwardArguments arguments{
-      input, weight, packed, input_zero_point, {kScaled, stride, padding, dilation, groups}};
+    const Sizes& windows) {
+  const ForwardArguments arguments{input, weight, packed, input_zero_point, {kScaled, windows}};
   const Conv2d conv = arguments.conv();
   const Bias added(kScaled, bias, conv);
   return arguments.scaled(
@@ -108,12 +97,8 @@ std::tuple<Tensor, Tensor, Tensor> conv2d_quantized(
     int64_t high,
     int64_t rounding,
     int64_t seed,
-    const Pair& stride,
-    const Pair& padding,
-    const Pair& dilation,
-    int64_t groups) {
-  const ForwardArguments arguments{
-      input, weight, packed, input_zero_point, {kQuantized, stride, padding, dilation, groups}};
+    const Sizes& windows) {
+  const ForwardArguments arguments{input, weight, packed, input_zero_point, {kQuantized, windows}};
   const Conv2d conv = arguments.conv();
   Rescaling made = rescaling(kQuantized, Result::int8, scale, conv.out_channels, false);
   set_rounding(kQuantized, rounding, seed, made);
@@ -133,13 +118,9 @@ Tensor int8_conv2d_scaled(
     const std::optional<std::vector<int32_t>>& bias,
     Numbers scale,
     int64_t input_zero_point,
-    const Pair& stride,
-    const Pair& padding,
-    const Pair& dilation,
-    int64_t groups) {
+    const Sizes& windows) {
   const std::optional<Tensor> packed;
-  const ForwardArguments arguments{
-      input, weight, packed, input_zero_point, {kScaled, stride, padding, dilation, groups}};
+  const ForwardArguments arguments{input, weight, packed, input_zero_point, {kScaled, windows}};
   return arguments.scaled(
       arguments.conv(), numbers_of(bias), rescaling(kScaled, Result::floats, std::move(scale), false));
 }
@@ -153,13 +134,9 @@ std::tuple<Tensor, Tensor> int8_conv2d_quantized(
     int64_t output_zero_point,
     int64_t low,
     int64_t high,
-    const Pair& stride,
-    const Pair& padding,
-    const Pair& dilation,
-    int64_t groups) {
+    const Sizes& windows) {
   const std::optional<Tensor> packed;
-  const ForwardArguments arguments{
-      input, weight, packed, input_zero_point, {kQuantized, stride, padding, dilation, groups}};
+  const ForwardArguments arguments{input, weight, packed, input_zero_point, {kQuantized, windows}};
   Rescaling made = rescaling(kQuantized, Result::int8, std::move(scale), false);
   set_range(kQuantized, output_zero_point, low, high, made.finish);
   const auto [output, mask, largest] = arguments.quantized(arguments.conv(), numbers_of(bias), std::move(made));
@@ -170,18 +147,16 @@ std::tuple<Tensor, Tensor> int8_conv2d_quantized(
 
 STABLE_TORCH_LIBRARY_FRAGMENT(torch_odt, m) {
   m.def(
-      "int8_pack_weight(Tensor weight, int[2] stride, int[2] padding, int[2] dilation, int groups, "
-      "bool for_grad_input) -> Tensor");
+      "int8_pack_weight(Tensor weight, int[] windows, bool for_grad_input) -> Tensor");
   m.def(
-      "int8_conv2d(Tensor input, Tensor weight, Tensor? packed, int input_zero_point, int[2] stride, int[2] padding, "
-      "int[2] dilation, int groups) -> Tensor");
+      "int8_conv2d(Tensor input, Tensor weight, Tensor? packed, int input_zero_point, int[] windows) -> Tensor");
   m.def(
       "int8_conv2d_scaled(Tensor input, Tensor weight, Tensor? packed, Tensor? bias, Tensor scale, "
-      "int input_zero_point, int[2] stride, int[2] padding, int[2] dilation, int groups) -> Tensor");
+      "int input_zero_point, int[] windows) -> Tensor");
   m.def(
       "int8_conv2d_quantized(Tensor input, Tensor weight, Tensor? packed, Tensor? bias, Tensor scale, "
-      "int input_zero_point, int output_zero_point, int low, int high, int rounding, int seed, int[2] stride, "
-      "int[2] padding, int[2] dilation, int groups) -> (Tensor, Tensor, Tensor)");
+      "int input_zero_point, int output_zero_point, int low, int high, int rounding, int seed, int[] windows) -> "
+      "(Tensor, Tensor, Tensor)");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(torch_odt, CPU, m) {

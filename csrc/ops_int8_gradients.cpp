@@ -21,12 +21,8 @@ Tensor conv2d_grad_input(
     const Tensor& weight,
     const std::optional<Tensor>& packed,
     const Pair& input_size,
-    const Pair& stride,
-    const Pair& padding,
-    const Pair& dilation,
-    int64_t groups) {
-  const GradInputArguments arguments{
-      grad_output, weight, packed, input_size, {"int8_conv2d_grad_input", stride, padding, dilation, groups}};
+    const Sizes& windows) {
+  const GradInputArguments arguments{grad_output, weight, packed, input_size, {"int8_conv2d_grad_input", windows}};
   const Conv2d conv = arguments.conv();
   Tensor result = empty_image(arguments.sizes(conv), ScalarType::Int, grad_output);
   Finish finish;
@@ -41,12 +37,8 @@ Tensor conv2d_grad_input_scaled(
     const std::optional<Tensor>& packed,
     const Tensor& scale,
     const Pair& input_size,
-    const Pair& stride,
-    const Pair& padding,
-    const Pair& dilation,
-    int64_t groups) {
-  const GradInputArguments arguments{
-      grad_output, weight, packed, input_size, {kGradInputScaled, stride, padding, dilation, groups}};
+    const Sizes& windows) {
+  const GradInputArguments arguments{grad_output, weight, packed, input_size, {kGradInputScaled, windows}};
   return arguments.scaled(arguments.conv(), rescaling(kGradInputScaled, Result::floats, scale, 1, false));
 }
 
@@ -58,12 +50,9 @@ std::tuple<Tensor, Tensor> conv2d_grad_input_quantized(
     int64_t rounding,
     int64_t seed,
     const Pair& input_size,
-    const Pair& stride,
-    const Pair& padding,
-    const Pair& dilation,
-    int64_t groups) {
+    const Sizes& windows) {
   const GradInputArguments arguments{
-      grad_output, weight, packed, input_size, {"int8_conv2d_grad_input_quantized", stride, padding, dilation, groups}};
+      grad_output, weight, packed, input_size, {"int8_conv2d_grad_input_quantized", windows}};
   const char* const name = arguments.geometry.name;
   const Conv2d conv = arguments.conv();
   Rescaling made = rescaling(name, Result::int8, scale, 1, false);
@@ -79,12 +68,8 @@ std::tuple<Tensor, Tensor> conv2d_grad_weight(
     const Tensor& input,
     int64_t input_zero_point,
     const Pair& kernel_size,
-    const Pair& stride,
-    const Pair& padding,
-    const Pair& dilation,
-    int64_t groups) {
-  const GradWeightArguments arguments{
-      grad_output, input, input_zero_point, {"int8_conv2d_grad_weight", stride, padding, dilation, groups}};
+    const Sizes& windows) {
+  const GradWeightArguments arguments{grad_output, input, input_zero_point, {"int8_conv2d_grad_weight", windows}};
   const Conv2d conv = arguments.conv(kernel_size);
   Tensor result = empty_image(arguments.weight_sizes(conv), ScalarType::Int, input);
   Finish finish;
@@ -101,12 +86,8 @@ std::tuple<Tensor, Tensor> conv2d_grad_weight_scaled(
     const Tensor& scale,
     int64_t input_zero_point,
     const Pair& kernel_size,
-    const Pair& stride,
-    const Pair& padding,
-    const Pair& dilation,
-    int64_t groups) {
-  const GradWeightArguments arguments{
-      grad_output, input, input_zero_point, {kGradWeightScaled, stride, padding, dilation, groups}};
+    const Sizes& windows) {
+  const GradWeightArguments arguments{grad_output, input, input_zero_point, {kGradWeightScaled, windows}};
   const Conv2d conv = arguments.conv(kernel_size);
   Tensor grad_bias = arguments.empty_bias(conv);
   Tensor result = arguments.scaled(
@@ -124,12 +105,8 @@ Tensor conv2d_update_weight_(
     int64_t input_zero_point,
     int64_t rounding,
     int64_t seed,
-    const Pair& stride,
-    const Pair& padding,
-    const Pair& dilation,
-    int64_t groups) {
-  const GradWeightArguments arguments{
-      grad_output, input, input_zero_point, {"int8_conv2d_update_weight_", stride, padding, dilation, groups}};
+    const Sizes& windows) {
+  const GradWeightArguments arguments{grad_output, input, input_zero_point, {"int8_conv2d_update_weight_", windows}};
   const char* const name = arguments.geometry.name;
   const bool in_bytes = weight.scalar_type() == ScalarType::Char;
   STD_TORCH_CHECK(
@@ -171,13 +148,9 @@ Tensor int8_conv2d_grad_input_scaled(
     const Tensor& weight,
     float scale,
     const Pair& input_size,
-    const Pair& stride,
-    const Pair& padding,
-    const Pair& dilation,
-    int64_t groups) {
+    const Sizes& windows) {
   const std::optional<Tensor> packed;
-  const GradInputArguments arguments{
-      grad_output, weight, packed, input_size, {kGradInputScaled, stride, padding, dilation, groups}};
+  const GradInputArguments arguments{grad_output, weight, packed, input_size, {kGradInputScaled, windows}};
   return arguments.scaled(arguments.conv(), rescaling(kGradInputScaled, Result::floats, Numbers{scale}, false));
 }
 
@@ -187,12 +160,8 @@ Tensor int8_conv2d_grad_weight_scaled(
     Numbers scale,
     int64_t input_zero_point,
     const Pair& kernel_size,
-    const Pair& stride,
-    const Pair& padding,
-    const Pair& dilation,
-    int64_t groups) {
-  const GradWeightArguments arguments{
-      grad_output, input, input_zero_point, {kGradWeightScaled, stride, padding, dilation, groups}};
+    const Sizes& windows) {
+  const GradWeightArguments arguments{grad_output, input, input_zero_point, {kGradWeightScaled, windows}};
   const Conv2d conv = arguments.conv(kernel_size);
   std::vector<int64_t> sums(static_cast<size_t>(conv.out_channels));
   return arguments.scaled(
@@ -203,25 +172,23 @@ Tensor int8_conv2d_grad_weight_scaled(
 
 STABLE_TORCH_LIBRARY_FRAGMENT(torch_odt, m) {
   m.def(
-      "int8_conv2d_grad_input(Tensor grad_output, Tensor weight, Tensor? packed, int[2] input_size, int[2] stride, "
-      "int[2] padding, int[2] dilation, int groups) -> Tensor");
+      "int8_conv2d_grad_input(Tensor grad_output, Tensor weight, Tensor? packed, int[2] input_size, "
+      "int[] windows) -> Tensor");
   m.def(
       "int8_conv2d_grad_input_scaled(Tensor grad_output, Tensor weight, Tensor? packed, Tensor scale, "
-      "int[2] input_size, int[2] stride, int[2] padding, int[2] dilation, int groups) -> Tensor");
+      "int[2] input_size, int[] windows) -> Tensor");
   m.def(
       "int8_conv2d_grad_input_quantized(Tensor grad_output, Tensor weight, Tensor? packed, Tensor scale, "
-      "int rounding, int seed, int[2] input_size, int[2] stride, int[2] padding, int[2] dilation, int groups) "
-      "-> (Tensor, Tensor)");
+      "int rounding, int seed, int[2] input_size, int[] windows) -> (Tensor, Tensor)");
   m.def(
       "int8_conv2d_grad_weight(Tensor grad_output, Tensor input, int input_zero_point, int[2] kernel_size, "
-      "int[2] stride, int[2] padding, int[2] dilation, int groups) -> (Tensor, Tensor)");
+      "int[] windows) -> (Tensor, Tensor)");
   m.def(
       "int8_conv2d_grad_weight_scaled(Tensor grad_output, Tensor input, Tensor scale, int input_zero_point, "
-      "int[2] kernel_size, int[2] stride, int[2] padding, int[2] dilation, int groups) -> (Tensor, Tensor)");
+      "int[2] kernel_size, int[] windows) -> (Tensor, Tensor)");
   m.def(
       "int8_conv2d_update_weight_(Tensor(a!) weight, Tensor grad_output, Tensor input, Tensor scale, "
-      "int input_zero_point, int rounding, int seed, int[2] stride, int[2] padding, int[2] dilation, int groups) "
-      "-> Tensor");
+      "int input_zero_point, int rounding, int seed, int[] windows) -> Tensor");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(torch_odt, CPU, m) {

@@ -23,7 +23,7 @@ struct GradInputArguments {
     check_int8(weight, geometry.name, "weight");
     STD_TORCH_CHECK(input_size.size() == 2, geometry.name, ": input_size are two numbers, of rows and of columns");
     const Conv2d conv =
-        conv_of(geometry, Pass::grad_input, grad_output.size(0), input_size, weight.size(1) * geometry.groups, weight);
+        conv_of(geometry, Pass::grad_input, grad_output.size(0), input_size, weight.size(1) * geometry.groups(), weight);
     STD_TORCH_CHECK(
         grad_output.size(1) == conv.out_channels && grad_output.size(2) == conv.rows.output &&
             grad_output.size(3) == conv.columns.output,
@@ -82,7 +82,7 @@ struct GradWeightArguments {
     check_zero_point(input_zero_point, name);
     STD_TORCH_CHECK(kernel_size.size() == 2, name, ": kernel_size are two numbers, of rows and of columns");
     STD_TORCH_CHECK(
-        input.size(1) % geometry.groups == 0 && grad_output.size(1) % geometry.groups == 0,
+        input.size(1) % geometry.groups() == 0 && grad_output.size(1) % geometry.groups() == 0,
         name,
         ": the channels of input and grad_output must be multiples of groups");
     const Conv2d conv{
@@ -91,7 +91,7 @@ struct GradWeightArguments {
         geometry.axis(1, input.size(3), kernel_size[1]),
         input.size(1),
         grad_output.size(1),
-        geometry.groups};
+        geometry.groups()};
     STD_TORCH_CHECK(
         grad_output.size(0) == conv.batch && grad_output.size(2) == conv.rows.output &&
             grad_output.size(3) == conv.columns.output,

@@ -92,10 +92,7 @@ std::tuple<Tensor, Tensor, Tensor> layer(
     std::optional<double> low,
     std::optional<double> high,
     bool scales_gradients,
-    const Pair& stride,
-    const Pair& padding,
-    const Pair& dilation,
-    int64_t groups) {
+    const Sizes& windows) {
   static_cast<void>(slot);
   static_cast<void>(weight_slot);
   static_cast<void>(scales_gradients);
@@ -107,7 +104,7 @@ std::tuple<Tensor, Tensor, Tensor> layer(
   const auto [output, mask] = int8_conv2d_quantized(
       image(values), image(weight), whole_bias(bias, input_step, from, channels),
       for_channels(channels, [&](int64_t i) { return from.step * scales[i] / to.step; }), from.zero, to.zero, least, most,
-      stride, padding, dilation, groups);
+      windows);
   const Pair sizes = output_sizes(values, output);
   return {shaped(output, sizes), slot_of(sizes, weight), mask};
 }
@@ -122,10 +119,7 @@ Tensor layer_to_float(
     const std::optional<Tensor>& bias,
     const Tensor& input_step,
     bool scales_gradients,
-    const Pair& stride,
-    const Pair& padding,
-    const Pair& dilation,
-    int64_t groups) {
+    const Sizes& windows) {
   static_cast<void>(slot);
   static_cast<void>(weight_slot);
   static_cast<void>(scales_gradients);
@@ -134,8 +128,7 @@ Tensor layer_to_float(
   const float* const scales = floats_of(kName, weight_scale, channels, "weight_scale");
   const Tensor output = int8_conv2d_scaled(
       image(values), image(weight), whole_bias(bias, input_step, from, channels),
-      for_channels(channels, [&](int64_t i) { return from.step * scales[i]; }), from.zero, stride, padding, dilation,
-      groups);
+      for_channels(channels, [&](int64_t i) { return from.step * scales[i]; }), from.zero, windows);
   return shaped(output, output_sizes(values, output));
 }
 
@@ -152,10 +145,7 @@ std::tuple<Tensor, Tensor, Tensor> layer_backward(
     bool for_weight,
     bool for_bias,
     bool scales_gradients,
-    const Pair& stride,
-    const Pair& padding,
-    const Pair& dilation,
-    int64_t groups) {
+    const Sizes& windows) {
   const int64_t channels = weight.size(0);
   const float* const scales = floats_of(kName, weight_scale, channels, "weight_scale");
   const RoundedGradient rounded = int8_quantize_gradient(
@@ -172,7 +162,7 @@ std::tuple<Tensor, Tensor, Tensor> layer_backward(
     const Pair size = has_pixels ? Pair{input_shape[2], input_shape[3]} : Pair{1, 1};
     return shaped(
         int8_conv2d_grad_input_scaled(
-            rounded.for_input, weights, rounded.input_step, size, stride, padding, dilation, groups),
+            rounded.for_input, weights, rounded.input_step, size, windows),
         input_shape);
   });
   const Tensor of_weight = made(for_weight, [&] {
@@ -182,7 +172,7 @@ std::tuple<Tensor, Tensor, Tensor> layer_backward(
     const auto scale = [&](int64_t i) { return steps[static_cast<size_t>(i)] * from.step * counted(scales[i]); };
     const Tensor found = int8_conv2d_grad_weight_scaled(
         rounded.for_weight, image(*values), for_channels(channels, scale), from.zero, {weights.size(2), weights.size(3)},
-        stride, padding, dilation, groups);
+        windows);
     return by_rows(found, weight);
   });
   const Tensor of_bias = made(for_bias, [&] {
@@ -203,15 +193,14 @@ STABLE_TORCH_LIBRARY_FRAGMENT(torch_odt, m) {
   m.def(
       "int8_layer(Tensor values, Tensor slot, Tensor grid, Tensor weight, Tensor weight_slot, Tensor weight_scale, "
       "Tensor? bias, Tensor input_step, Tensor output_grid, float? low, float? high, bool scales_gradients, "
-      "int[] stride, int[] padding, int[] dilation, int groups) -> (Tensor, Tensor, Tensor)");
+      "int[] windows) -> (Tensor, Tensor, Tensor)");
   m.def(
       "int8_layer_to_float(Tensor values, Tensor slot, Tensor grid, Tensor weight, Tensor weight_slot, "
-      "Tensor weight_scale, Tensor? bias, Tensor input_step, bool scales_gradients, int[] stride, int[] padding, "
-      "int[] dilation, int groups) -> Tensor");
+      "Tensor weight_scale, Tensor? bias, Tensor input_step, bool scales_gradients, int[] windows) -> Tensor");
   m.def(
       "int8_layer_backward(Tensor gradient, Tensor? mask, Tensor? values, Tensor grid, Tensor weight, "
       "Tensor weight_scale, Tensor input_step, int[] input_shape, bool for_input, bool for_weight, bool for_bias, "
-      "bool scales_gradients, int[] stride, int[] padding, int[] dilation, int groups) -> (Tensor, Tensor, Tensor)");
+      "bool scales_gradients, int[] windows) -> (Tensor, Tensor, Tensor)");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(torch_odt, CPU, m) {

@@ -263,17 +263,14 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> layer_backward(
     int64_t rounding,
     int64_t part_bytes,
     bool training,
-    const Pair& stride,
-    const Pair& padding,
-    const Pair& dilation,
-    int64_t groups) {
+    const Sizes& windows) {
   const Scaled taken = gradient_exponent ? Scaled{gradient, exponent_of(*gradient_exponent, "gradient_exponent")}
                                          : quantized(gradient, rounding, "the gradient of a convolution's output");
   check_rounding(rounding, kNiti);
   Tensor steps = channels_last(mantissas_of(taken.mantissas));
   const Tensor pixels = channels_last(mantissas_of(image));
   const Tensor weights = mantissas_of(weight);
-  const Geometry geometry{kNiti, stride, padding, dilation, groups};
+  const Geometry geometry{kNiti, windows};
   const Conv2d conv = GradWeightArguments{steps, pixels, 0, geometry}.conv({weights.size(2), weights.size(3)});
   STD_TORCH_CHECK(
       weights.size(0) == conv.out_channels && weights.size(1) == conv.in_depth(),
@@ -333,7 +330,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(torch_odt, m) {
       "niti_layer_backward(Tensor gradient, Tensor? gradient_exponent, Tensor? output, Tensor? output_exponent, "
       "Tensor image, Tensor image_exponent, Tensor weight, Tensor weight_exponent, Tensor state, Tensor gradient_bits, "
       "bool input_is_float, bool for_input, bool for_weight, bool for_bias, float? ceiling, int rounding, "
-      "int part_bytes, bool training, int[] stride, int[] padding, int[] dilation, int groups) -> "
+      "int part_bytes, bool training, int[] windows) -> "
       "(Tensor, Tensor, Tensor, Tensor, Tensor)");
 }
 

@@ -72,10 +72,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> layer(
     int64_t rounding,
     int64_t part_bytes,
     bool training,
-    const Pair& stride,
-    const Pair& padding,
-    const Pair& dilation,
-    int64_t groups) {
+    const Sizes& windows) {
   static_cast<void>(backward_state);
   static_cast<void>(gradient_bits);
   check_rounding(rounding, kNiti);
@@ -83,7 +80,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> layer(
                                 : quantized(input, 0, "the input of a convolution");
   const Tensor image = channels_last(mantissas_of(taken.mantissas));
   const Tensor weights = mantissas_of(weight);
-  const Geometry geometry{kNiti, stride, padding, dilation, groups};
+  const Geometry geometry{kNiti, windows};
   const std::optional<Tensor> unpacked;
   const Conv2d conv = ForwardArguments{image, weights, unpacked, 0, geometry}.conv();
   const int64_t sums_exponent = taken.exponent + exponent_of(weight_exponent, "weight_exponent");
@@ -133,8 +130,8 @@ STABLE_TORCH_LIBRARY_FRAGMENT(torch_odt, m) {
   m.def(
       "niti_layer(Tensor input, Tensor? exponent, Tensor weight, Tensor weight_exponent, Tensor? bias, "
       "Tensor? bias_exponent, Tensor state, Tensor backward_state, Tensor gradient_bits, bool to_float, bool relu, "
-      "float? ceiling, int rounding, int part_bytes, bool training, int[] stride, int[] padding, int[] dilation, "
-      "int groups) -> (Tensor, Tensor, Tensor, Tensor, Tensor)");
+      "float? ceiling, int rounding, int part_bytes, bool training, int[] windows) -> "
+      "(Tensor, Tensor, Tensor, Tensor, Tensor)");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(torch_odt, CPU, m) {

@@ -12,6 +12,7 @@ from torch import Tensor
 
 import torch_odt.ops as ops
 from torch_odt.ops import int8_plain as plain
+from torch_odt.ops.int8_arguments import windows_of
 
 odt = torch.ops.torch_odt
 
@@ -45,12 +46,13 @@ class Case:
     windows: dict[str, Any]
 
     @property
-    def positional(self) -> tuple[Any, ...]:
-        return tuple(self.windows[key] for key in ("stride", "padding", "dilation", "groups"))
+    def numbers(self) -> tuple[int, ...]:
+        """The windows as the operators take them."""
+        return windows_of(**self.windows)
 
     @property
     def geometry(self) -> plain.Geometry:
-        return plain.Geometry(*self.positional)
+        return plain.Geometry.of(self.numbers)
 
     @property
     def sums(self) -> Tensor:

@@ -60,23 +60,23 @@ def test_what_becomes_of_sums(case: Case, rounding: int, per_channel: bool, limi
     count = outputs if per_channel and rounding != 2 else 1
     scale = torch.linspace(0.001, 0.02, count) if rounding != 2 else torch.tensor([2.0**-7])
     bias = torch.arange(outputs, dtype=torch.int32) * 100 - 300
-    zero, windows, one = case.zero_point, case.positional, scale[:1]
+    zero, windows, one = case.zero_point, case.numbers, scale[:1]
     image = (case.input, case.weight, None)
     low, high, output_zero = limits
     size = list(case.input.shape[2:])
-    assert_same("int8_conv2d_scaled", *image, bias, scale, zero, *windows)
+    assert_same("int8_conv2d_scaled", *image, bias, scale, zero, windows)
     seed = 2**40 + 5
-    assert_same("int8_conv2d_quantized", *image, bias, scale, zero, output_zero, low, high, rounding, seed, *windows)
+    assert_same("int8_conv2d_quantized", *image, bias, scale, zero, output_zero, low, high, rounding, seed, windows)
     gradient = (case.grad_output, case.weight, None)
-    assert_same("int8_conv2d_grad_input_scaled", *gradient, one, size, *windows)
-    assert_same("int8_conv2d_grad_input_quantized", *gradient, one, rounding, seed, size, *windows)
+    assert_same("int8_conv2d_grad_input_scaled", *gradient, one, size, windows)
+    assert_same("int8_conv2d_grad_input_quantized", *gradient, one, rounding, seed, size, windows)
     kernel = list(case.weight.shape[2:])
-    assert_same("int8_conv2d_grad_weight_scaled", case.grad_output, case.input, scale, zero, kernel, *windows)
+    assert_same("int8_conv2d_grad_weight_scaled", case.grad_output, case.input, scale, zero, kernel, windows)
     both = (case.grad_output, case.input, case.weight, None, one, scale)
-    assert_same("int8_conv2d_backward", *both, zero, rounding, seed, *windows)
+    assert_same("int8_conv2d_backward", *both, zero, rounding, seed, windows)
     for dtype in (torch.int8, torch.float32):
         updated, expected = (channels_last(case.weight.to(dtype)).clone() for _ in range(2))
-        arguments = (case.grad_output, case.input, scale, zero, rounding, seed, *windows)
+        arguments = (case.grad_output, case.input, scale, zero, rounding, seed, windows)
         of_bias = odt.int8_conv2d_update_weight_(updated, *arguments)
         assert torch.equal(of_bias, of("int8_conv2d_update_weight_", expected, *arguments))
         assert torch.equal(updated, expected)
@@ -88,7 +88,7 @@ def test_threads_share_no_byte_of_a_mask(depth: int) -> None:
     case = make_case(1, (256, 2 * depth), (6, 8), (3, 3), padding=(1, 1), groups=2)
     for _ in range(30):
         image = (case.input, case.weight, None, None, torch.tensor([0.004]), 0, 0, -100, 90, 0, 0)
-        found, expected = (call("int8_conv2d_quantized", *image, *case.positional) for call in (ours, of))
+        found, expected = (call("int8_conv2d_quantized", *image, case.numbers) for call in (ours, of))
         assert torch.equal(found[1], expected[1])
 
 
@@ -125,14 +125,14 @@ def test_threads_change_no_bit(request: pytest.FixtureRequest) -> None:
 def test_threads_change_no_bit_of_both_gradients(case: Case, packed: bool, request: pytest.FixtureRequest) -> None:
     before = torch.get_num_threads()
     request.addfinalizer(lambda: torch.set_num_threads(before))
-    panels = odt.int8_pack_weight(case.weight, *case.positional, True) if packed else None
+    panels = odt.int8_pack_weight(case.weight, case.numbers, True) if packed else None
     scale = torch.tensor([0.001])
     found = []
     for count in (1, 2, 3, 7):
         torch.set_num_threads(count)
         found.append(
             odt.int8_conv2d_backward(
-                case.grad_output, case.input, case.weight, panels, scale, scale, 3, 1, 7, *case.positional
+                case.grad_output, case.input, case.weight, panels, scale, scale, 3, 1, 7, case.numbers
             )
         )
     of_input, _ = ops.int8_conv2d_grad_input_quantized(
@@ -289,6 +289,20 @@ def test_windows_that_are_none_are_named(windows: dict[str, Any], error: type[Ex
         ops.int8_conv2d(x, kernel, **windows)
 
 
+@pytest.mark.parametrize("windows", [[], [1, 1, 0, 0, 1, 1], [1, 1, 0, 0, 1, 1, 1, 1]])
+def test_windows_are_seven_numbers(windows: list[int]) -> None:
+    image, kernel = numbers((2, 16, 6, 6), "random", 1), numbers((16, 16, 3, 3), "random", 2)
+    one = torch.tensor([1.0])
+    calls = {
+        "int8_pack_weight": (kernel, windows, True),
+        "int8_conv2d": (image, kernel, None, 0, windows),
+        "int8_conv2d_backward": (numbers((2, 16, 4, 4), "random", 3), image, kernel, None, one, one, 0, 1, 5, windows),
+    }
+    for name, arguments in calls.items():
+        with pytest.raises(RuntimeError, match="windows are seven numbers"):
+            getattr(odt, name)(*arguments)
+
+
 def test_parameters_are_updated_in_place() -> None:
     weight = torch.nn.Parameter(channels_last(torch.zeros(2, 3, 1, 1)))
     x, gradient = (torch.ones(1, channels, 2, 2, dtype=torch.int8) for channels in (3, 2))
@@ -324,22 +338,22 @@ def test_packed_for_another_weight_is_refused() -> None:
 
 def test_operators_are_registered_as_torch_wants_them() -> None:
     case = make_case(2, (6, 8), (7, 7), (3, 3), stride=(2, 2), padding=(1, 1), groups=2)
-    scale, bias, windows = torch.tensor([0.01]), torch.arange(8, dtype=torch.int32), case.positional
+    scale, bias, windows = torch.tensor([0.01]), torch.arange(8, dtype=torch.int32), case.numbers
     size, kernel = [7, 7], [3, 3]
     image, gradient = (case.input, case.weight, None), (case.grad_output, case.weight, None)
     weight = channels_last(case.weight.clone())
     samples: dict[str, tuple[Any, ...]] = {
-        "int8_pack_weight": (case.weight, *windows, True),
-        "int8_conv2d": (*image, 3, *windows),
-        "int8_conv2d_scaled": (*image, bias, scale, 3, *windows),
-        "int8_conv2d_quantized": (*image, bias, scale, 3, 1, -128, 127, 1, 5, *windows),
-        "int8_conv2d_grad_input": (*gradient, size, *windows),
-        "int8_conv2d_grad_input_scaled": (*gradient, scale, size, *windows),
-        "int8_conv2d_grad_input_quantized": (*gradient, scale, 1, 5, size, *windows),
-        "int8_conv2d_grad_weight": (case.grad_output, case.input, 3, kernel, *windows),
-        "int8_conv2d_grad_weight_scaled": (case.grad_output, case.input, scale, 3, kernel, *windows),
-        "int8_conv2d_backward": (case.grad_output, *image, scale, scale, 3, 1, 5, *windows),
-        "int8_conv2d_update_weight_": (weight, case.grad_output, case.input, scale, 3, 1, 5, *windows),
+        "int8_pack_weight": (case.weight, windows, True),
+        "int8_conv2d": (*image, 3, windows),
+        "int8_conv2d_scaled": (*image, bias, scale, 3, windows),
+        "int8_conv2d_quantized": (*image, bias, scale, 3, 1, -128, 127, 1, 5, windows),
+        "int8_conv2d_grad_input": (*gradient, size, windows),
+        "int8_conv2d_grad_input_scaled": (*gradient, scale, size, windows),
+        "int8_conv2d_grad_input_quantized": (*gradient, scale, 1, 5, size, windows),
+        "int8_conv2d_grad_weight": (case.grad_output, case.input, 3, kernel, windows),
+        "int8_conv2d_grad_weight_scaled": (case.grad_output, case.input, scale, 3, kernel, windows),
+        "int8_conv2d_backward": (case.grad_output, *image, scale, scale, 3, 1, 5, windows),
+        "int8_conv2d_update_weight_": (weight, case.grad_output, case.input, scale, 3, 1, 5, windows),
     }
     for name, arguments in samples.items():
         torch.library.opcheck(getattr(odt, name).default, arguments)

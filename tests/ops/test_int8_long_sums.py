@@ -40,10 +40,10 @@ def test_long_sums_are_split(
     scale = torch.tensor([2.0**-20])
     image, gradient = (case.input, case.weight, None), (case.grad_output, case.weight, None)
     shape = list(case.input.shape[2:])
-    assert_same("int8_conv2d_scaled", *image, None, scale, 127, *case.positional)
-    assert_same("int8_conv2d_quantized", *image, None, scale, 127, 0, -100, 90, 1, 7, *case.positional)
-    assert_same("int8_conv2d_grad_input_scaled", *gradient, scale, shape, *case.positional)
-    assert_same("int8_conv2d_grad_input_quantized", *gradient, scale, 1, 7, shape, *case.positional)
+    assert_same("int8_conv2d_scaled", *image, None, scale, 127, case.numbers)
+    assert_same("int8_conv2d_quantized", *image, None, scale, 127, 0, -100, 90, 1, 7, case.numbers)
+    assert_same("int8_conv2d_grad_input_scaled", *gradient, scale, shape, case.numbers)
+    assert_same("int8_conv2d_grad_input_quantized", *gradient, scale, 1, 7, shape, case.numbers)
 
 
 def test_sums_that_do_not_fit_are_refused() -> None:
@@ -52,7 +52,7 @@ def test_sums_that_do_not_fit_are_refused() -> None:
     case = make_case(1, (70000, 2), (1, 1), (1, 1), kind="lowest", zero_point=127)
     for call in (odt.int8_conv2d, int8_convolution._conv2d_plain):
         with pytest.raises(RuntimeError, match="int8_conv2d: a sum does not fit into int32"):
-            call(case.input, case.weight, None, 127, *case.positional)
+            call(case.input, case.weight, None, 127, case.numbers)
 
 
 def test_more_pixels_than_int32_sums() -> None:

@@ -248,9 +248,9 @@ def test_it_is_registered_as_torch_wants_it(name: str) -> None:
     checks = ("test_schema", "test_autograd_registration", "test_faketensor")
     windows = case.windows.numbers
     operators = torch.ops.torch_odt
-    arguments = (*tensors, case.output_grid, case.low, case.high, True, *windows)
+    arguments = (*tensors, case.output_grid, case.low, case.high, True, windows)
     torch.library.opcheck(operators.int8_layer.default, arguments, test_utils=checks)
-    torch.library.opcheck(operators.int8_layer_to_float.default, (*tensors, False, *windows), test_utils=checks)
+    torch.library.opcheck(operators.int8_layer_to_float.default, (*tensors, False, windows), test_utils=checks)
 
 
 def test_a_gradient_that_is_not_finite_is_named() -> None:
@@ -276,15 +276,15 @@ def test_the_compiled_layer_has_the_bits_of_plain_torch(name: str, scales: bool)
     tensors = (case.values, case.slot, case.input_grid, t.weight, t.weight_slot, t.weight_scale, t.bias, t.input_step)
     windows = case.windows.numbers
     with torch.no_grad():
-        arguments = (*tensors, case.output_grid, case.low, case.high, scales, *windows)
+        arguments = (*tensors, case.output_grid, case.low, case.high, scales, windows)
         found, expected = ops.int8_layer(*arguments), layer._layer(*arguments)
         assert torch.equal(found[0], expected[0]) and torch.equal(found[2], expected[2])
         assert found[0].stride() == expected[0].stride() and found[1].shape == expected[1].shape
-        real = (*tensors, scales, *windows)
+        real = (*tensors, scales, windows)
         assert torch.equal(ops.int8_layer_to_float(*real), layer._layer_to_float(*real))
         gradient = torch.randn(found[0].shape, generator=torch.Generator().manual_seed(1))
         kept = (gradient, found[2], case.values, case.input_grid, t.weight, t.weight_scale, t.input_step)
         for wanted in ((True, True, True), (True, False, False), (False, True, False), (False, False, True)):
-            rest = (list(case.values.shape), *wanted, scales, *windows)
+            rest = (list(case.values.shape), *wanted, scales, windows)
             for ours, theirs in zip(ops.int8_layer_backward(*kept, *rest), layer._backward(*kept, *rest), strict=True):
                 assert ours.shape == theirs.shape and torch.equal(ours, theirs)

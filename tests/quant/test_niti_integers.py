@@ -13,7 +13,7 @@ from niti_cases import mantissas
 from torch import Tensor
 
 from torch_odt import _extensions
-from torch_odt.ops.int8_arguments import number_of
+from torch_odt.ops.int8_arguments import number_of, windows_of
 from torch_odt.ops.int8_plain import Geometry
 from torch_odt.quant import niti_functions, niti_integers
 from torch_odt.quant.niti_numbers import CARRIER, as_carrier, as_int8
@@ -54,8 +54,8 @@ def operands(
     return tensors, [batch, outputs, *output]
 
 
-def windows_of(geometry: Geometry) -> tuple[Any, ...]:
-    return (list(geometry.stride), list(geometry.padding), list(geometry.dilation), geometry.groups)
+def numbers_of(geometry: Geometry) -> tuple[int, ...]:
+    return windows_of(geometry.stride, geometry.padding, geometry.dilation, geometry.groups)
 
 
 GEOMETRIES = {
@@ -85,11 +85,11 @@ MANNERS = ((False, None, 0, 3), (True, None, 900, 1), (True, 0.5, 0, 7), (True, 
 def test_both_passes_have_the_bits_of_plain_torch(name: str, state: Rescaling, training: bool, rounding: Any) -> None:
     geometry, size, outputs, kernel = GEOMETRIES[name]
     tensors, shape = operands(geometry, size, outputs, kernel, 1)
-    windows, operators = windows_of(geometry), torch.ops.torch_odt
+    windows, operators = numbers_of(geometry), torch.ops.torch_odt
     rows = torch.stack([replace(state, exponent=state.exponent + 2).row(), replace(state, exponent=1).row()])
     for relu, ceiling, part_bytes, bits in MANNERS:
         manner = (number_of(rounding), part_bytes, training)
-        arguments = (*tensors, state.row(), rows, torch.tensor([bits]), False, relu, ceiling, *manner, *windows)
+        arguments = (*tensors, state.row(), rows, torch.tensor([bits]), False, relu, ceiling, *manner, windows)
         found = operators.niti_layer(*arguments)
         same(found, niti_integers._layer(*arguments))
         assert found[0].stride() == niti_integers._layer_fake(*arguments)[0].stride()
@@ -97,7 +97,7 @@ def test_both_passes_have_the_bits_of_plain_torch(name: str, state: Rescaling, t
         of_relu = found[:2] if relu else (None, None)
         kept = (gradient, one(-4), *of_relu, *tensors[:4], rows, torch.tensor([bits]))
         for wanted in WANTED:
-            rest = (False, *wanted, ceiling, *manner, *windows)
+            rest = (False, *wanted, ceiling, *manner, windows)
             same(operators.niti_layer_backward(*kept, *rest), niti_integers._backward(*kept, *rest))
 
 
@@ -113,19 +113,19 @@ def test_float32_in_and_out_has_the_bits_of_plain_torch(
     generator = torch.Generator().manual_seed(2)
     image = size * torch.randn(shape_in, generator=generator)
     gradient = size * torch.randn(shape, generator=generator)
-    windows, operators = windows_of(geometry), torch.ops.torch_odt
+    windows, operators = numbers_of(geometry), torch.ops.torch_odt
     rows = torch.stack([state.row(), state.row()])
     for to_float, relu, part_bytes in ((True, False, 0), (False, True, 900), (True, False, 900)):
         manner = (None, number_of(rounding), part_bytes, True)
         states = (state.row(), rows, torch.tensor([2]))
-        arguments = (image, None, *tensors[2:], *states, to_float, relu, *manner, *windows)
+        arguments = (image, None, *tensors[2:], *states, to_float, relu, *manner, windows)
         made = niti_integers._layer(*arguments)
         same(operators.niti_layer(*arguments), made)
         of_output = (gradient, None) if to_float else (as_carrier(mantissas(*shape, seed=9)), one(-4))
         of_relu = made[:2] if relu else (None, None)
         kept = (*of_output, *of_relu, *made[2:4], *tensors[2:4], *states[1:])
         for wanted in WANTED:
-            rest = (True, *wanted, *manner, *windows)
+            rest = (True, *wanted, *manner, windows)
             same(operators.niti_layer_backward(*kept, *rest), niti_integers._backward(*kept, *rest))
 
 
@@ -134,7 +134,7 @@ def test_what_is_not_finite_is_refused(number: float) -> None:
     geometry, size, outputs, kernel = GEOMETRIES["spatial"]
     tensors, shape = operands(geometry, size, outputs, kernel, 1)
     rows, bits = torch.stack([FRESH.row(), FRESH.row()]), torch.tensor([2])
-    rest = (None, 2, 0, True, *windows_of(geometry))
+    rest = (None, 2, 0, True, numbers_of(geometry))
     image, gradient = torch.zeros(size), torch.zeros(shape)
     image[1, 2, 3, 4] = gradient[0, 1, 2, 3] = number
     for run in (torch.ops.torch_odt.niti_layer, niti_integers._layer):
@@ -166,7 +166,7 @@ def test_no_thread_changes_a_bit() -> None:
     geometry, size, outputs, kernel = GEOMETRIES["spatial"]
     tensors, _ = operands(geometry, (8, *size[1:]), outputs, kernel, 4)
     state = torch.stack([FRESH.row(), FRESH.row()])
-    arguments = (*tensors, FRESH.row(), state, torch.tensor([2]), False, True, None, 2, 0, True, *windows_of(geometry))
+    arguments = (*tensors, FRESH.row(), state, torch.tensor([2]), False, True, None, 2, 0, True, numbers_of(geometry))
     found, before = [], torch.get_num_threads()
     try:
         for threads in (1, 2, 3):
@@ -186,9 +186,9 @@ def test_wrong_tensors_are_named() -> None:
     def run(**other: Any) -> None:
         names = ("input", "exponent", "weight", "weight_exponent", "bias", "bias_exponent", "state")
         named = dict(zip(names, (*tensors, FRESH.row()), strict=True)) | other
-        windows = windows_of(geometry)
+        windows = numbers_of(geometry)
         rest = (torch.tensor([2]), False, False, None, 2, 0, True)
-        torch.ops.torch_odt.niti_layer(*named.values(), state, *rest, *windows)
+        torch.ops.torch_odt.niti_layer(*named.values(), state, *rest, windows)
 
     with pytest.raises(RuntimeError, match="mantissas are a CPU tensor of 4 dimensions"):
         run(input=torch.zeros(size))
@@ -215,7 +215,7 @@ def test_wrong_tensors_of_the_backward_pass_are_named() -> None:
     def run(output: Tensor | None = None, weight: Tensor = weight, bits: int = 2, rounding: int = 2) -> None:
         kept = (output, None if output is None else one(0), image, image_exponent, weight, weight_exponent)
         manner = (False, False, True, False, None, rounding, 0, True)
-        arguments = (gradient, one(0), *kept, state, torch.tensor([bits]), *manner, *windows_of(geometry))
+        arguments = (gradient, one(0), *kept, state, torch.tensor([bits]), *manner, numbers_of(geometry))
         torch.ops.torch_odt.niti_layer_backward(*arguments)
 
     run()

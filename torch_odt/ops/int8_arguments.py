@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from torch_odt.ops.int8_plain import Geometry
-
 Rounding = Literal["nearest", "stochastic", "pseudo_stochastic"]
 Pair = int | Sequence[int]
+# How operators declare what windows_of() returns.
+WINDOWS = "int[] windows"
 ROUNDINGS: tuple[Rounding, ...] = ("nearest", "stochastic", "pseudo_stochastic")
 
 
@@ -92,9 +92,9 @@ def number_of(rounding: Rounding) -> int:
     return ROUNDINGS.index(rounding)
 
 
-def geometry_of(*windows: Any) -> Geometry:
-    """From the last arguments of every operator: stride, padding, dilation, groups."""
-    return Geometry(*windows)
+def windows_of(stride: Pair, padding: Pair, dilation: Pair, groups: int) -> tuple[int, ...]:
+    """The operators' argument of that name: seven numbers in one list, because each list costs a call microseconds."""
+    return (*pair(stride), *pair(padding), *pair(dilation), groups)
 
 
 def empty_image(shape: Sequence[int], like: Tensor, dtype: torch.dtype) -> Tensor:

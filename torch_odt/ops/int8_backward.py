@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from torch_odt.ops.int8_arguments import ConvolutionGradients, Pair, Rounding, number_of, pair
-from torch_odt.ops.int8_convolution import WINDOWS
+from torch_odt.ops.int8_arguments import WINDOWS, ConvolutionGradients, Pair, Rounding, number_of, windows_of
 from torch_odt.ops.int8_gradients import (
     ROUNDED,
     grad_input_quantized_fake,
@@ -76,10 +76,7 @@ def int8_conv2d_backward(
             input_zero_point,
             number_of(rounding),
             seed,
-            pair(stride),
-            pair(padding),
-            pair(dilation),
-            groups,
+            windows_of(stride, padding, dilation, groups),
         )
     )
 
@@ -95,7 +92,7 @@ def _backward_with(of_input: Any, of_weight: Any) -> Any:
         zero_point: int,
         rounding: int,
         seed: int,
-        *windows: Any,
+        windows: Sequence[int],
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         if input.dim() != 4 or weight.dim() != 4:
             raise RuntimeError("int8_conv2d_backward: input and weight must have 4 dimensions")
@@ -103,8 +100,8 @@ def _backward_with(of_input: Any, of_weight: Any) -> Any:
             raise RuntimeError("int8_conv2d_backward: input must have as many channels as weight has, times groups")
         size, kernel = list(input.shape[2:]), list(weight.shape[2:])
         return (
-            *of_input(grad_output, weight, packed, grad_input_scale, rounding, seed, size, *windows),
-            *of_weight(grad_output, input, grad_weight_scale, zero_point, kernel, *windows),
+            *of_input(grad_output, weight, packed, grad_input_scale, rounding, seed, size, windows),
+            *of_weight(grad_output, input, grad_weight_scale, zero_point, kernel, windows),
         )
 
     return backward

@@ -8,6 +8,7 @@ are computed with those of `int8_gradients`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,19 +17,18 @@ from torch import Tensor
 from torch_odt.ops import int8_plain as plain
 from torch_odt.ops.bits import pack_bits
 from torch_odt.ops.int8_arguments import (
+    WINDOWS,
     Pair,
     Quantized,
     Rounding,
     channels_last,
     empty_image,
-    geometry_of,
     number_of,
-    pair,
+    windows_of,
 )
 from torch_odt.ops.registration import register
 
 IMAGE = "Tensor input, Tensor weight, Tensor? packed"
-WINDOWS = "int[2] stride, int[2] padding, int[2] dilation, int groups"
 
 
 def int8_conv2d(
@@ -68,7 +68,7 @@ def int8_conv2d(
         2
     """
     return torch.ops.torch_odt.int8_conv2d(
-        input, weight, packed, input_zero_point, pair(stride), pair(padding), pair(dilation), groups
+        input, weight, packed, input_zero_point, windows_of(stride, padding, dilation, groups)
     )
 
 
@@ -106,7 +106,7 @@ def int8_conv2d_scaled(
         0.5
     """
     return torch.ops.torch_odt.int8_conv2d_scaled(
-        input, weight, packed, bias, scale, input_zero_point, pair(stride), pair(padding), pair(dilation), groups
+        input, weight, packed, bias, scale, input_zero_point, windows_of(stride, padding, dilation, groups)
     )
 
 
@@ -159,7 +159,7 @@ def int8_conv2d_quantized(
     return Quantized(
         *torch.ops.torch_odt.int8_conv2d_quantized(
             input, weight, packed, bias, scale, input_zero_point, output_zero_point, low, high, number_of(rounding),
-            seed, pair(stride), pair(padding), pair(dilation), groups,
+            seed, windows_of(stride, padding, dilation, groups),
         )
     )  # fmt: skip
 
@@ -169,14 +169,18 @@ def _output_shape(input: Tensor, weight: Tensor, geometry: plain.Geometry) -> li
     return [input.shape[0], weight.shape[0], *size]
 
 
-def _conv2d_plain(input: Tensor, weight: Tensor, packed: Tensor | None, zero_point: int, *windows: Any) -> Tensor:
+def _conv2d_plain(
+    input: Tensor, weight: Tensor, packed: Tensor | None, zero_point: int, windows: Sequence[int]
+) -> Tensor:
     name = "int8_conv2d"
-    sums = plain.forward_sums(name, input, weight, None, zero_point, geometry_of(*windows))
+    sums = plain.forward_sums(name, input, weight, None, zero_point, plain.Geometry.of(windows))
     return channels_last(plain.as_int32(name, sums))
 
 
-def _conv2d_fake(input: Tensor, weight: Tensor, packed: Tensor | None, zero_point: int, *windows: Any) -> Tensor:
-    return empty_image(_output_shape(input, weight, geometry_of(*windows)), input, torch.int32)
+def _conv2d_fake(
+    input: Tensor, weight: Tensor, packed: Tensor | None, zero_point: int, windows: Sequence[int]
+) -> Tensor:
+    return empty_image(_output_shape(input, weight, plain.Geometry.of(windows)), input, torch.int32)
 
 
 def _scaled_plain(
@@ -186,10 +190,10 @@ def _scaled_plain(
     bias: Tensor | None,
     scale: Tensor,
     zero_point: int,
-    *windows: Any,
+    windows: Sequence[int],
 ) -> Tensor:
     name = "int8_conv2d_scaled"
-    sums = plain.forward_sums(name, input, weight, bias, zero_point, geometry_of(*windows))
+    sums = plain.forward_sums(name, input, weight, bias, zero_point, plain.Geometry.of(windows))
     return channels_last(plain.scaled(name, sums, scale, 1))
 
 
@@ -200,9 +204,9 @@ def _scaled_fake(
     bias: Tensor | None,
     scale: Tensor,
     zero_point: int,
-    *windows: Any,
+    windows: Sequence[int],
 ) -> Tensor:
-    return empty_image(_output_shape(input, weight, geometry_of(*windows)), input, torch.float32)
+    return empty_image(_output_shape(input, weight, plain.Geometry.of(windows)), input, torch.float32)
 
 
 def _quantized_plain(
@@ -217,12 +221,12 @@ def _quantized_plain(
     high: int,
     rounding: int,
     seed: int,
-    *windows: Any,
+    windows: Sequence[int],
 ) -> tuple[Tensor, Tensor, Tensor]:
     name = "int8_conv2d_quantized"
     if not (-128 <= low <= high <= 127 and -128 <= output_zero_point <= 127):
         raise RuntimeError(f"{name}: low, high and output_zero_point must be values of int8, and low at most high")
-    sums = plain.forward_sums(name, input, weight, bias, zero_point, geometry_of(*windows))
+    sums = plain.forward_sums(name, input, weight, bias, zero_point, plain.Geometry.of(windows))
     sums = plain.by_pixels(sums)
     values = plain.scaled(name, sums, scale, 3)
     groups = 1 if plain.is_depthwise(weight.shape, windows[-1]) else windows[-1]
@@ -235,7 +239,7 @@ def _quantized_plain(
 def _quantized_fake(
     input: Tensor, weight: Tensor, packed: Tensor | None, bias: Tensor | None, scale: Tensor, *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    output = empty_image(_output_shape(input, weight, geometry_of(*rest[-4:])), input, torch.int8)
+    output = empty_image(_output_shape(input, weight, plain.Geometry.of(rest[-1])), input, torch.int8)
     mask = torch.empty((output.numel() + 7) // 8, dtype=torch.uint8, device=input.device)
     return output, mask, torch.empty(1, dtype=torch.float32, device=input.device)
 

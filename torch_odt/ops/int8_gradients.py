@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from torch_odt.ops import int8_plain as plain
 from torch_odt.ops.int8_arguments import (
+    WINDOWS,
     Pair,
     QuantizedGradient,
     Rounding,
     WeightGradient,
     channels_last,
     empty_image,
-    geometry_of,
     number_of,
     pair,
+    windows_of,
 )
-from torch_odt.ops.int8_convolution import WINDOWS
 from torch_odt.ops.registration import register
 
 ROUNDED = "int rounding, int seed"
@@ -63,7 +62,7 @@ def int8_conv2d_grad_input(
         tensor([1, 1], dtype=torch.int32)
     """
     return torch.ops.torch_odt.int8_conv2d_grad_input(
-        grad_output, weight, packed, pair(input_size), pair(stride), pair(padding), pair(dilation), groups
+        grad_output, weight, packed, pair(input_size), windows_of(stride, padding, dilation, groups)
     )
 
 
@@ -99,7 +98,7 @@ def int8_conv2d_grad_input_scaled(
         tensor([0.5000, 0.5000])
     """
     return torch.ops.torch_odt.int8_conv2d_grad_input_scaled(
-        grad_output, weight, packed, scale, pair(input_size), pair(stride), pair(padding), pair(dilation), groups
+        grad_output, weight, packed, scale, pair(input_size), windows_of(stride, padding, dilation, groups)
     )
 
 
@@ -140,8 +139,8 @@ def int8_conv2d_grad_input_quantized(
     """
     return QuantizedGradient(
         *torch.ops.torch_odt.int8_conv2d_grad_input_quantized(
-            grad_output, weight, packed, scale, number_of(rounding), seed, pair(input_size), pair(stride),
-            pair(padding), pair(dilation), groups,
+            grad_output, weight, packed, scale, number_of(rounding), seed, pair(input_size),
+            windows_of(stride, padding, dilation, groups),
         )
     )  # fmt: skip
 
@@ -181,7 +180,7 @@ def int8_conv2d_grad_weight(
     """
     return WeightGradient(
         *torch.ops.torch_odt.int8_conv2d_grad_weight(
-            grad_output, input, input_zero_point, pair(kernel_size), pair(stride), pair(padding), pair(dilation), groups
+            grad_output, input, input_zero_point, pair(kernel_size), windows_of(stride, padding, dilation, groups)
         )
     )
 
@@ -220,8 +219,8 @@ def int8_conv2d_grad_weight_scaled(
     """
     return WeightGradient(
         *torch.ops.torch_odt.int8_conv2d_grad_weight_scaled(
-            grad_output, input, scale, input_zero_point, pair(kernel_size), pair(stride), pair(padding), pair(dilation),
-            groups,
+            grad_output, input, scale, input_zero_point, pair(kernel_size),
+            windows_of(stride, padding, dilation, groups),
         )
     )  # fmt: skip
 
@@ -267,8 +266,8 @@ def int8_conv2d_update_weight_(
     """
     with torch.no_grad():  # a parameter may be what is updated
         of_bias: Tensor = torch.ops.torch_odt.int8_conv2d_update_weight_(
-            weight, grad_output, input, scale, input_zero_point, number_of(rounding), seed, pair(stride), pair(padding),
-            pair(dilation), groups,
+            weight, grad_output, input, scale, input_zero_point, number_of(rounding), seed,
+            windows_of(stride, padding, dilation, groups),
         )  # fmt: skip
     # torch moves the version of what its own operators write to, and PackedInt8Weight and autograd go by it.
     torch.autograd.graph.increment_version(weight)
@@ -276,10 +275,10 @@ def int8_conv2d_update_weight_(
 
 
 def _grad_input_plain(
-    grad_output: Tensor, weight: Tensor, packed: Tensor | None, input_size: Sequence[int], *windows: Any
+    grad_output: Tensor, weight: Tensor, packed: Tensor | None, input_size: Sequence[int], windows: Sequence[int]
 ) -> Tensor:
     name = "int8_conv2d_grad_input"
-    sums = plain.grad_input_sums(name, grad_output, weight, input_size, geometry_of(*windows))
+    sums = plain.grad_input_sums(name, grad_output, weight, input_size, plain.Geometry.of(windows))
     return channels_last(plain.as_int32(name, sums))
 
 
@@ -288,21 +287,31 @@ def _input_shape(grad_output: Tensor, weight: Tensor, input_size: Sequence[int],
 
 
 def _grad_input_fake(
-    grad_output: Tensor, weight: Tensor, packed: Tensor | None, input_size: Sequence[int], *windows: Any
+    grad_output: Tensor, weight: Tensor, packed: Tensor | None, input_size: Sequence[int], windows: Sequence[int]
 ) -> Tensor:
     return empty_image(_input_shape(grad_output, weight, input_size, windows[-1]), grad_output, torch.int32)
 
 
 def _grad_input_scaled_plain(
-    grad_output: Tensor, weight: Tensor, packed: Tensor | None, scale: Tensor, input_size: Sequence[int], *windows: Any
+    grad_output: Tensor,
+    weight: Tensor,
+    packed: Tensor | None,
+    scale: Tensor,
+    input_size: Sequence[int],
+    windows: Sequence[int],
 ) -> Tensor:
     name = "int8_conv2d_grad_input_scaled"
-    sums = plain.grad_input_sums(name, grad_output, weight, input_size, geometry_of(*windows))
+    sums = plain.grad_input_sums(name, grad_output, weight, input_size, plain.Geometry.of(windows))
     return channels_last(plain.scaled(name, sums[None], scale, 0)[0])
 
 
 def _grad_input_scaled_fake(
-    grad_output: Tensor, weight: Tensor, packed: Tensor | None, scale: Tensor, input_size: Sequence[int], *windows: Any
+    grad_output: Tensor,
+    weight: Tensor,
+    packed: Tensor | None,
+    scale: Tensor,
+    input_size: Sequence[int],
+    windows: Sequence[int],
 ) -> Tensor:
     return empty_image(_input_shape(grad_output, weight, input_size, windows[-1]), grad_output, torch.float32)
 
@@ -315,10 +324,10 @@ def grad_input_quantized_plain(
     rounding: int,
     seed: int,
     input_size: Sequence[int],
-    *windows: Any,
+    windows: Sequence[int],
 ) -> tuple[Tensor, Tensor]:
     name = "int8_conv2d_grad_input_quantized"
-    sums = plain.grad_input_sums(name, grad_output, weight, input_size, geometry_of(*windows))
+    sums = plain.grad_input_sums(name, grad_output, weight, input_size, plain.Geometry.of(windows))
     sums = plain.by_pixels(sums)
     values = plain.scaled(name, sums[None], scale, 0)[0]
     width = windows[-1] if plain.is_depthwise(weight.shape, windows[-1]) else weight.shape[1]
@@ -334,17 +343,17 @@ def grad_input_quantized_fake(
     rounding: int,
     seed: int,
     input_size: Sequence[int],
-    *windows: Any,
+    windows: Sequence[int],
 ) -> tuple[Tensor, Tensor]:
     gradient = empty_image(_input_shape(grad_output, weight, input_size, windows[-1]), grad_output, torch.int8)
     return gradient, torch.empty(1, dtype=torch.float32, device=weight.device)
 
 
 def _grad_weight_plain(
-    grad_output: Tensor, input: Tensor, zero_point: int, kernel_size: Sequence[int], *windows: Any
+    grad_output: Tensor, input: Tensor, zero_point: int, kernel_size: Sequence[int], windows: Sequence[int]
 ) -> tuple[Tensor, Tensor]:
     name = "int8_conv2d_grad_weight"
-    geometry = geometry_of(*windows)
+    geometry = plain.Geometry.of(windows)
     weight, bias = plain.grad_weight_sums(name, grad_output, input, zero_point, kernel_size, geometry)
     return channels_last(plain.as_int32(name, weight)), bias
 
@@ -357,22 +366,32 @@ def _weight_gradient_fake(
 
 
 def _grad_weight_fake(
-    grad_output: Tensor, input: Tensor, zero_point: int, kernel_size: Sequence[int], *windows: Any
+    grad_output: Tensor, input: Tensor, zero_point: int, kernel_size: Sequence[int], windows: Sequence[int]
 ) -> tuple[Tensor, Tensor]:
     return _weight_gradient_fake(grad_output, input, kernel_size, windows[-1], torch.int32)
 
 
 def grad_weight_scaled_plain(
-    grad_output: Tensor, input: Tensor, scale: Tensor, zero_point: int, kernel_size: Sequence[int], *windows: Any
+    grad_output: Tensor,
+    input: Tensor,
+    scale: Tensor,
+    zero_point: int,
+    kernel_size: Sequence[int],
+    windows: Sequence[int],
 ) -> tuple[Tensor, Tensor]:
     name = "int8_conv2d_grad_weight_scaled"
-    geometry = geometry_of(*windows)
+    geometry = plain.Geometry.of(windows)
     weight, bias = plain.grad_weight_sums(name, grad_output, input, zero_point, kernel_size, geometry)
     return channels_last(plain.scaled(name, weight, scale, 0)), bias
 
 
 def grad_weight_scaled_fake(
-    grad_output: Tensor, input: Tensor, scale: Tensor, zero_point: int, kernel_size: Sequence[int], *windows: Any
+    grad_output: Tensor,
+    input: Tensor,
+    scale: Tensor,
+    zero_point: int,
+    kernel_size: Sequence[int],
+    windows: Sequence[int],
 ) -> tuple[Tensor, Tensor]:
     return _weight_gradient_fake(grad_output, input, kernel_size, windows[-1], torch.float32)
 
@@ -385,14 +404,14 @@ def _update_weight_plain(
     zero_point: int,
     rounding: int,
     seed: int,
-    *windows: Any,
+    windows: Sequence[int],
 ) -> Tensor:
     name = "int8_conv2d_update_weight_"
     if weight.dtype not in (torch.int8, torch.float32) or weight.dim() != 4:
         raise RuntimeError(f"{name}: weight must be an int8 or float32 CPU tensor of 4 dimensions")
     if not weight.is_contiguous(memory_format=torch.channels_last):
         raise RuntimeError(f"{name}: weight must be contiguous in memory_format=torch.channels_last")
-    geometry = geometry_of(*windows)
+    geometry = plain.Geometry.of(windows)
     sums, bias = plain.grad_weight_sums(name, grad_output, input, zero_point, weight.shape[2:], geometry)
     if sums.shape != weight.shape:
         raise RuntimeError(f"{name}: weight must have the shape {' x '.join(map(str, sums.shape))}")

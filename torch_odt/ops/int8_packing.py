@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from torch_odt.ops import int8_plain as plain
-from torch_odt.ops.int8_arguments import Pair, pair
-from torch_odt.ops.int8_convolution import WINDOWS
+from torch_odt.ops.int8_arguments import WINDOWS, Pair, pair, windows_of
 from torch_odt.ops.registration import register
 
 
@@ -41,12 +40,10 @@ def int8_pack_weight(
     Example:
         >>> weight = torch.ones(1, 2, 1, 1, dtype=torch.int8)
         >>> packed = int8_pack_weight(weight)
-        >>> torch.ops.torch_odt.int8_conv2d(weight, weight, packed, 0, (1, 1), (0, 0), (1, 1), 1).item()
+        >>> torch.ops.torch_odt.int8_conv2d(weight, weight, packed, 0, (1, 1, 0, 0, 1, 1, 1)).item()
         2
     """
-    return torch.ops.torch_odt.int8_pack_weight(
-        weight, pair(stride), pair(padding), pair(dilation), groups, for_grad_input
-    )
+    return torch.ops.torch_odt.int8_pack_weight(weight, windows_of(stride, padding, dilation, groups), for_grad_input)
 
 
 class PackedInt8Weight:
@@ -98,28 +95,14 @@ class PackedInt8Weight:
         return kept[1]
 
 
-def _pack_plain(
-    weight: Tensor,
-    stride: Sequence[int],
-    padding: Sequence[int],
-    dilation: Sequence[int],
-    groups: int,
-    for_grad_input: bool,
-) -> Tensor:
+def _pack_plain(weight: Tensor, windows: Sequence[int], for_grad_input: bool) -> Tensor:
     name = "int8_pack_weight"
-    plain.Geometry(stride, padding, dilation, groups).check(name)
+    plain.Geometry.of(windows).check(name)
     plain.check_int8(name, weight=weight)
     return torch.empty(0, dtype=torch.uint8)
 
 
-def _pack_fake(
-    weight: Tensor,
-    stride: Sequence[int],
-    padding: Sequence[int],
-    dilation: Sequence[int],
-    groups: int,
-    for_grad_input: bool,
-) -> Tensor:
+def _pack_fake(weight: Tensor, windows: Sequence[int], for_grad_input: bool) -> Tensor:
     size = torch.library.get_ctx().new_dynamic_size()
     return torch.empty(size, dtype=torch.uint8, device=weight.device)
 

@@ -33,9 +33,16 @@ class Geometry:
     dilation: Sequence[int]
     groups: int
 
+    @classmethod
+    def of(cls, windows: Sequence[int]) -> Geometry:
+        """From the operators' argument of that name."""
+        if len(windows) != 7:
+            raise RuntimeError(
+                "windows are seven numbers: stride, padding and dilation, for rows and for columns, and groups"
+            )
+        return cls(windows[:2], windows[2:4], windows[4:6], windows[6])
+
     def check(self, name: str) -> None:
-        if any(len(pair) != 2 for pair in (self.stride, self.padding, self.dilation)):
-            raise RuntimeError(f"{name}: stride, padding and dilation are two numbers, for rows and for columns")
         if min(*self.stride, *self.dilation, self.groups) < 1 or min(self.padding) < 0:
             raise RuntimeError(f"{name}: stride, dilation and groups must be positive, and padding not negative")
         if max(*self.stride, *self.padding, *self.dilation) > MOST_GEOMETRY:

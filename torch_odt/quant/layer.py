@@ -23,6 +23,7 @@ from torch_odt.ops import (
     int8_conv2d_scaled,
     int8_quantize_gradient,
 )
+from torch_odt.ops.int8_arguments import WINDOWS, windows_of
 from torch_odt.ops.int8_plain import Geometry
 from torch_odt.ops.registration import register, register_gradient
 from torch_odt.quant.activation import (
@@ -70,8 +71,8 @@ class Windows:
     groups: int = 1
 
     @property
-    def numbers(self) -> tuple[tuple[int, int], tuple[int, int], tuple[int, int], int]:
-        return self.stride, self.padding, self.dilation, self.groups
+    def numbers(self) -> tuple[int, ...]:
+        return windows_of(self.stride, self.padding, self.dilation, self.groups)
 
 
 def int8_layer(
@@ -102,7 +103,7 @@ def int8_layer(
         RuntimeError: a shape, dtype or device is another, or a gradient is not finite.
     """
     values, slot, _ = torch.ops.torch_odt.int8_layer.default(
-        *input, *tensors, output_grid, low, high, scales_gradients, *windows.numbers
+        *input, *tensors, output_grid, low, high, scales_gradients, windows.numbers
     )
     return Int8Activation(values, slot, output_grid)
 
@@ -115,7 +116,7 @@ def int8_layer_to_float(
     When to choose it: at the end of the int8 part, as for a classifier.
     """
     output: Tensor = torch.ops.torch_odt.int8_layer_to_float.default(
-        *input, *tensors, scales_gradients, *windows.numbers
+        *input, *tensors, scales_gradients, windows.numbers
     )
     return output
 
@@ -125,10 +126,10 @@ def _image(tensor: Tensor) -> Tensor:
     return tensor if tensor.dim() == 4 else tensor.reshape(-1, tensor.shape[-1], 1, 1)
 
 
-def _output_shape(values: Tensor, weight: Tensor, windows: Sequence[Any]) -> list[int]:
+def _output_shape(values: Tensor, weight: Tensor, windows: Sequence[int]) -> list[int]:
     if values.dim() != 4:
         return [*values.shape[:-1], weight.shape[0]]
-    size = Geometry(*windows).output_size("int8_layer", values.shape[2:], weight.shape[2:])
+    size = Geometry.of(windows).output_size("int8_layer", values.shape[2:], weight.shape[2:])
     return [values.shape[0], weight.shape[0], *size]
 
 
@@ -139,8 +140,8 @@ def _whole_bias(bias: Tensor | None, input_step: Tensor, grid: Tensor) -> Tensor
     return bias.mul(input_step / step_of(grid)).round_().clamp_(-BIAS_MOST, BIAS_MOST).to(torch.int32)
 
 
-def _named(windows: Sequence[Any]) -> dict[str, Any]:
-    return dict(zip(("stride", "padding", "dilation", "groups"), windows, strict=True))
+def _named(windows: Sequence[int]) -> dict[str, Any]:
+    return vars(Geometry.of(windows))
 
 
 def _layer(
@@ -156,12 +157,8 @@ def _layer(
     low: float | None,
     high: float | None,
     scales_gradients: bool,
-    stride: list[int],
-    padding: list[int],
-    dilation: list[int],
-    groups: int,
+    windows: Sequence[int],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    windows = (stride, padding, dilation, groups)
     shape = _output_shape(values, weight, windows)
     least, most = bounds(output_grid, low, high)
     output, mask, _ = int8_conv2d_quantized(
@@ -175,7 +172,7 @@ def _layer(
 def _layer_fake(
     values: Tensor, slot: Tensor, grid: Tensor, weight: Tensor, *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    output = empty_in_order(_output_shape(values, weight, rest[-4:]), torch.int8, values)
+    output = empty_in_order(_output_shape(values, weight, rest[-1]), torch.int8, values)
     return output, fake_slot(values, output.shape), values.new_empty(packed_size(output.numel()), dtype=torch.uint8)
 
 
@@ -189,12 +186,8 @@ def _layer_to_float(
     bias: Tensor | None,
     input_step: Tensor,
     scales_gradients: bool,
-    stride: list[int],
-    padding: list[int],
-    dilation: list[int],
-    groups: int,
+    windows: Sequence[int],
 ) -> Tensor:
-    windows = (stride, padding, dilation, groups)
     output = int8_conv2d_scaled(
         _image(values), _image(weight), step_of(grid) * weight_scale, _whole_bias(bias, input_step, grid),
         input_zero_point=zero_of(grid), **_named(windows),
@@ -203,7 +196,7 @@ def _layer_to_float(
 
 
 def _layer_to_float_fake(values: Tensor, slot: Tensor, grid: Tensor, weight: Tensor, *rest: Any) -> Tensor:
-    return empty_in_order(_output_shape(values, weight, rest[-4:]), torch.float32, values)
+    return empty_in_order(_output_shape(values, weight, rest[-1]), torch.float32, values)
 
 
 def _backward(
@@ -219,12 +212,9 @@ def _backward(
     for_weight: bool,
     for_bias: bool,
     scales_gradients: bool,
-    stride: list[int],
-    padding: list[int],
-    dilation: list[int],
-    groups: int,
+    windows: Sequence[int],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    windows = _named((stride, padding, dilation, groups))
+    geometry = _named(windows)
     found = int8_quantize_gradient(
         _image(gradient), mask, weight_scale=weight_scale if for_input else None, for_weight=for_weight
     )
@@ -232,13 +222,18 @@ def _backward(
     if for_input:
         size = input_shape[2:] if len(input_shape) == 4 else (1, 1)
         of_input = int8_conv2d_grad_input_scaled(
-            found.for_input, _image(weight), found.input_step, size, **windows
+            found.for_input, _image(weight), found.input_step, size, **geometry
         ).reshape(input_shape)
     if for_weight:
         assert values is not None
         scale = found.weight_steps * step_of(grid) * (1 / weight_scale if scales_gradients else weight_scale)
         of_weight, _ = int8_conv2d_grad_weight_scaled(
-            found.for_weight, _image(values), scale, _image(weight).shape[2:], input_zero_point=zero_of(grid), **windows
+            found.for_weight,
+            _image(values),
+            scale,
+            _image(weight).shape[2:],
+            input_zero_point=zero_of(grid),
+            **geometry,
         )
         of_weight = by_rows(of_weight.reshape(weight.shape))
     if for_bias:
@@ -277,7 +272,7 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         ctx.mark_non_differentiable(output[0], mask)
     ctx.wanted = [ctx.needs_input_grad[position] for position in (SLOT, WEIGHT_SLOT, BIAS)]
     ctx.input_shape = list(values.shape)
-    ctx.options = inputs[-5:]
+    ctx.options = inputs[-2:]
     ctx.inputs = len(inputs)
     ctx.save_for_backward(mask, values if ctx.wanted[1] else None, grid, weight, weight_scale, input_step)
 
@@ -296,7 +291,6 @@ def _pass_back_int8(ctx: Any, of_values: Any, gradient: Tensor, of_mask: Any) ->
     return _pass_back(ctx, gradient)
 
 
-WINDOWS = "int[] stride, int[] padding, int[] dilation, int groups"
 TENSORS = (
     "Tensor values, Tensor slot, Tensor grid, Tensor weight, Tensor weight_slot, Tensor weight_scale, Tensor? bias, "
     "Tensor input_step"

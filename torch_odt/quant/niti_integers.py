@@ -6,12 +6,13 @@ kernels, which takes longer than those of a small layer.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from torch_odt.ops.int8_arguments import ROUNDINGS, number_of
+from torch_odt.ops.int8_arguments import ROUNDINGS, WINDOWS, number_of, windows_of
 from torch_odt.ops.int8_plain import Geometry
 from torch_odt.ops.registration import register, register_gradient
 from torch_odt.quant.niti_convolution import convolve, pass_back
@@ -45,7 +46,7 @@ def niti_layer(
     return Convolved(
         *torch.ops.torch_odt.niti_layer.default(
             input, exponent, *tensors, how.to_float, how.relu, how.ceiling, number_of(how.rounding), how.part_bytes,
-            how.training, *windows,
+            how.training, windows_of(*windows),
         )
     )  # fmt: skip
 
@@ -66,15 +67,15 @@ def _layer(
     rounding: int,
     part_bytes: int,
     training: bool,
-    *windows: Any,
+    windows: Sequence[int],
 ) -> tuple[Tensor, ...]:
     how = How(to_float, relu, ceiling, ROUNDINGS[rounding], part_bytes, training=training)
-    return convolve(input, exponent, weight, weight_exponent, bias, bias_exponent, state, how, Geometry(*windows))
+    return convolve(input, exponent, weight, weight_exponent, bias, bias_exponent, state, how, Geometry.of(windows))
 
 
 def _layer_fake(input: Tensor, exponent: Tensor | None, weight: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    state, to_float, windows = rest[3], rest[6], rest[12:]
-    return empty_results(input, exponent is None, weight, state, to_float, Geometry(*windows))
+    state, to_float, windows = rest[3], rest[6], rest[12]
+    return empty_results(input, exponent is None, weight, state, to_float, Geometry.of(windows))
 
 
 def _backward(
@@ -96,12 +97,12 @@ def _backward(
     rounding: int,
     part_bytes: int,
     training: bool,
-    *windows: Any,
+    windows: Sequence[int],
 ) -> tuple[Tensor, ...]:
     kept = Kept(output, output_exponent, image, image_exponent, weight, weight_exponent, state, gradient_bits)
     how = How(ceiling=ceiling, rounding=ROUNDINGS[rounding], part_bytes=part_bytes, training=training)
     wanted = (for_input, for_weight, for_bias)
-    return pass_back(gradient, gradient_exponent, kept, input_is_float, wanted, how, Geometry(*windows))
+    return pass_back(gradient, gradient_exponent, kept, input_is_float, wanted, how, Geometry.of(windows))
 
 
 def _backward_fake(gradient: Tensor, gradient_exponent: Tensor | None, *rest: Any) -> tuple[Tensor, ...]:
@@ -122,7 +123,6 @@ def _gradients(ctx: Any, gradient: Tensor, exponent: Tensor | None, *_: Any) -> 
     return gradients_of(PassedBack(*found), wanted, ctx.input_is_float, needs[7], len(needs))
 
 
-WINDOWS = "int[] stride, int[] padding, int[] dilation, int groups"
 register(
     "niti_layer",
     "(Tensor input, Tensor? exponent, Tensor weight, Tensor weight_exponent, Tensor? bias, Tensor? bias_exponent, "
