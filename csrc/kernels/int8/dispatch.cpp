@@ -34,8 +34,8 @@ const Table& table() {
 
 const Table& table_for_depth(int64_t depth) {
 #if defined(__x86_64__) && defined(__GNUC__)
-  // AMX multiplies 64 terms at a time.
-  if (depth < 64 && isa() == Isa::amx) {
+  // AMX multiplies 64 terms at a time; of fewer than these, filled up with zeros, it is no faster.
+  if (depth < 24 && isa() == Isa::amx) {
     return avx512_vnni_table();
   }
 #else

@@ -133,13 +133,21 @@ struct Task {
     const bool has_narrow_terms = results.has_terms() && !sizes.wide;
     const auto terms = has_narrow_terms ? results.terms_of<int32_t>(panels) : std::array<int32_t, kCachedColumns>{};
     const bool starts = has_narrow_terms && part.kernels().starts_sums;
+    const int32_t* const start = starts ? terms.data() : nullptr;
+    const int32_t* const added = has_narrow_terms && !starts ? terms.data() : nullptr;
+    if (sizes.chunk >= sizes.depth && !padded) {
+      if (gathers) {
+        left = gather(panels.group, {0, sizes.depth}, rows, own.left);
+      }
+      return finish_near(left, panels, rows.count(), start, added, places, own);
+    }
     int64_t first = 0;
     do {
       const Range depth{first, std::min(sizes.chunk, sizes.depth - first)};
       if (gathers) {
         left = gather(panels.group, depth, rows, own.left);
       }
-      multiply(left, panels, depth, rows.count(), starts ? terms.data() : nullptr, own.sums);
+      multiply(left, panels, depth, rows.count(), start, own.sums);
       if (sizes.wide) {
         results.widen(panels, first == 0, rows.count(), own.sums, own.wide_sums);
       }
@@ -148,9 +156,30 @@ struct Task {
     if (sizes.wide) {
       return results.finish_sums(own.wide_sums, nullptr, panels, rows.count(), places.data());
     }
-    const int32_t* const added = has_narrow_terms && !starts ? terms.data() : nullptr;
     return padded ? finish_positions(own.sums, added, panels, rows)
                   : results.finish_sums(own.sums, added, panels, rows.count(), places.data());
+  }
+
+  // Where the whole depth is multiplied at once: so many rows at a time that their sums stay in the first cache, because
+  // writing sums of few terms is most of the work.
+  float finish_near(
+      const Left& left,
+      const Panels& panels,
+      int64_t rows,
+      const int32_t* start,
+      const int32_t* added,
+      const Places& places,
+      const Workspace& own) const {
+    const int64_t at_once = kCachedColumns / panels.columns() * kSlackRows;
+    float largest = 0;
+    for (int64_t row = 0; row < rows; row += at_once) {
+      const int64_t some = std::min(at_once, rows - row);
+      Left from = left;
+      from.data = static_cast<const char*>(left.data) + row * left.row_bytes;
+      multiply(from, panels, {0, sizes.depth}, some, start, own.sums);
+      largest = std::max(largest, results.finish_sums(own.sums, added, panels, some, places.data() + row));
+    }
+    return largest;
   }
 
   // Line by line, without the positions that have no output.
