@@ -42,6 +42,7 @@ struct Layer {
   const Tensor& steps; // the output's gradient, in channels_last
   const Tensor& image;
   const Tensor& weight;
+  const std::optional<Tensor>& packed; // of the weight, for the input's gradient
   Geometry geometry;
   int64_t rounding;
   bool training;
@@ -51,26 +52,25 @@ struct Layer {
     return {weight.size(2), weight.size(3)};
   }
 
-  // Weights for the input's gradient, once for all parts and all scales that are tried; none where they are packed on
+  // The weight for the input's gradient, once for all parts and all scales that are tried; none where it is packed on
   // the way.
-  std::optional<Tensor> packed() const {
-    const std::optional<Tensor> unpacked;
-    const Conv2d conv = GradInputArguments{steps, weight, unpacked, {image.size(2), image.size(3)}, geometry}.conv();
-    if (parts.size() == 1 && kernels::int8::grad_input_packs_on_the_way(conv)) {
+  std::optional<Tensor> panels() const {
+    const Conv2d conv = GradInputArguments{steps, weight, packed, {image.size(2), image.size(3)}, geometry}.conv();
+    if (!packed && parts.size() == 1 && kernels::int8::grad_input_packs_on_the_way(conv)) {
       return std::nullopt;
     }
-    return packed_for(conv, Pass::grad_input, weight, unpacked, threads_for(conv));
+    return packed_for(conv, Pass::grad_input, weight, packed, threads_for(conv));
   }
 
   // Writes what `made` makes of the sums, and returns the largest magnitude before rounding.
-  float run_input(const std::optional<Tensor>& packed, Rescaling& made, Tensor& result, int64_t element_bytes) const {
+  float run_input(const std::optional<Tensor>& weights, Rescaling& made, Tensor& result, int64_t element_bytes) const {
     const Pair size{image.size(2), image.size(3)};
     const int64_t sample_bytes = image.size(1) * size[0] * size[1] * element_bytes;
     auto* const to = static_cast<char*>(result.mutable_data_ptr());
     float largest = 0;
     for (const SampleRange& part : parts) {
       const Tensor samples = mantissas_of(steps, part.begin, part.count());
-      const GradInputArguments arguments{samples, weight, packed, size, geometry};
+      const GradInputArguments arguments{samples, weight, weights, size, geometry};
       made.finish.output = to + part.begin * sample_bytes;
       largest = std::max(largest, arguments.run(arguments.conv(), made.finish));
     }
@@ -85,13 +85,13 @@ struct Layer {
     Tensor result = empty_input(ScalarType::Float);
     const Numbers unit{std::ldexp(1.0F, static_cast<int>(sums_exponent))};
     Rescaling made = rescaling(kNiti, Result::floats, unit, false);
-    run_input(packed(), made, result, 4);
+    run_input(panels(), made, result, 4);
     return result;
   }
 
   Scaled input_gradient(HeldScale& scale, int64_t sums_exponent) const {
     Tensor result = empty_input(kCarrier);
-    const std::optional<Tensor> weights = packed();
+    const std::optional<Tensor> weights = panels();
     const int64_t exponent = settle(scale, sums_exponent, training, [&](int64_t shift) {
       Rescaling made = rescaling(kNiti, Result::int8, dropping(shift), false);
       set_rounding(kNiti, rounding, 0, made);
@@ -263,6 +263,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> layer_backward(
     int64_t rounding,
     int64_t part_bytes,
     bool training,
+    const std::optional<Tensor>& packed,
     const Sizes& windows) {
   const Scaled taken = gradient_exponent ? Scaled{gradient, exponent_of(*gradient_exponent, "gradient_exponent")}
                                          : quantized(gradient, rounding, "the gradient of a convolution's output");
@@ -284,7 +285,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> layer_backward(
     steps = between_bounds(steps, *output, exponent_of(*output_exponent, "output_exponent"), ceiling);
   }
   const Layer layer{
-      steps, pixels, weights, geometry, rounding, training,
+      steps, pixels, weights, packed, geometry, rounding, training,
       parts_of(conv.batch, sample_bytes_of(pixels, conv, input_is_float ? 4 : 1), weight.numel(), part_bytes)};
   const double* const rows = rows_of(state, 2);
   HeldScale of_input(rows);
@@ -330,7 +331,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(torch_odt, m) {
       "niti_layer_backward(Tensor gradient, Tensor? gradient_exponent, Tensor? output, Tensor? output_exponent, "
       "Tensor image, Tensor image_exponent, Tensor weight, Tensor weight_exponent, Tensor state, Tensor gradient_bits, "
       "bool input_is_float, bool for_input, bool for_weight, bool for_bias, float? ceiling, int rounding, "
-      "int part_bytes, bool training, int[] windows) -> "
+      "int part_bytes, bool training, Tensor? packed, int[] windows) -> "
       "(Tensor, Tensor, Tensor, Tensor, Tensor)");
 }
 

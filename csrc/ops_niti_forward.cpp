@@ -72,6 +72,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> layer(
     int64_t rounding,
     int64_t part_bytes,
     bool training,
+    const std::optional<Tensor>& packed,
     const Sizes& windows) {
   static_cast<void>(backward_state);
   static_cast<void>(gradient_bits);
@@ -88,8 +89,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> layer(
   const int64_t element_bytes = to_float ? 4 : 1;
   const auto parts =
       parts_of(conv.batch, sample_bytes_of(image, conv, element_bytes), weight.numel(), part_bytes);
-  const std::optional<Tensor> packed = packed_for(conv, Pass::forward, weights, unpacked, threads_for(conv));
-  const ForwardLayer passes{image, weights, packed, geometry, parts, added ? added->data() : nullptr};
+  const std::optional<Tensor> panels = packed_for(conv, Pass::forward, weights, packed, threads_for(conv));
+  const ForwardLayer passes{image, weights, panels, geometry, parts, added ? added->data() : nullptr};
   Tensor output = empty_image(
       {conv.batch, conv.out_channels, conv.rows.output, conv.columns.output},
       to_float ? ScalarType::Float : kCarrier,
@@ -130,8 +131,8 @@ STABLE_TORCH_LIBRARY_FRAGMENT(torch_odt, m) {
   m.def(
       "niti_layer(Tensor input, Tensor? exponent, Tensor weight, Tensor weight_exponent, Tensor? bias, "
       "Tensor? bias_exponent, Tensor state, Tensor backward_state, Tensor gradient_bits, bool to_float, bool relu, "
-      "float? ceiling, int rounding, int part_bytes, bool training, int[] windows) -> "
-      "(Tensor, Tensor, Tensor, Tensor, Tensor)");
+      "float? ceiling, int rounding, int part_bytes, bool training, Tensor? packed, "
+      "int[] windows) -> (Tensor, Tensor, Tensor, Tensor, Tensor)");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(torch_odt, CPU, m) {

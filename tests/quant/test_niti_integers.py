@@ -87,18 +87,22 @@ def test_both_passes_have_the_bits_of_plain_torch(name: str, state: Rescaling, t
     tensors, shape = operands(geometry, size, outputs, kernel, 1)
     windows, operators = numbers_of(geometry), torch.ops.torch_odt
     rows = torch.stack([replace(state, exponent=state.exponent + 2).row(), replace(state, exponent=1).row()])
+    panels = [operators.int8_pack_weight(as_int8(tensors[2]), windows, backward) for backward in (False, True)]
     for relu, ceiling, part_bytes, bits in MANNERS:
         manner = (number_of(rounding), part_bytes, training)
-        arguments = (*tensors, state.row(), rows, torch.tensor([bits]), False, relu, ceiling, *manner, windows)
+        arguments = (*tensors, state.row(), rows, torch.tensor([bits]), False, relu, ceiling, *manner, None, windows)
         found = operators.niti_layer(*arguments)
         same(found, niti_integers._layer(*arguments))
+        same(found, operators.niti_layer(*arguments[:-2], panels[0], windows))
         assert found[0].stride() == niti_integers._layer_fake(*arguments)[0].stride()
         gradient = as_carrier(mantissas(*shape, seed=9, most=40))
         of_relu = found[:2] if relu else (None, None)
         kept = (gradient, one(-4), *of_relu, *tensors[:4], rows, torch.tensor([bits]))
         for wanted in WANTED:
-            rest = (False, *wanted, ceiling, *manner, windows)
-            same(operators.niti_layer_backward(*kept, *rest), niti_integers._backward(*kept, *rest))
+            rest = (False, *wanted, ceiling, *manner)
+            passed_back = operators.niti_layer_backward(*kept, *rest, None, windows)
+            same(passed_back, niti_integers._backward(*kept, *rest, None, windows))
+            same(passed_back, operators.niti_layer_backward(*kept, *rest, panels[1], windows))
 
 
 @pytest.mark.parametrize("name", GEOMETRIES)
@@ -118,14 +122,14 @@ def test_float32_in_and_out_has_the_bits_of_plain_torch(
     for to_float, relu, part_bytes in ((True, False, 0), (False, True, 900), (True, False, 900)):
         manner = (None, number_of(rounding), part_bytes, True)
         states = (state.row(), rows, torch.tensor([2]))
-        arguments = (image, None, *tensors[2:], *states, to_float, relu, *manner, windows)
+        arguments = (image, None, *tensors[2:], *states, to_float, relu, *manner, None, windows)
         made = niti_integers._layer(*arguments)
         same(operators.niti_layer(*arguments), made)
         of_output = (gradient, None) if to_float else (as_carrier(mantissas(*shape, seed=9)), one(-4))
         of_relu = made[:2] if relu else (None, None)
         kept = (*of_output, *of_relu, *made[2:4], *tensors[2:4], *states[1:])
         for wanted in WANTED:
-            rest = (True, *wanted, *manner, windows)
+            rest = (True, *wanted, *manner, None, windows)
             same(operators.niti_layer_backward(*kept, *rest), niti_integers._backward(*kept, *rest))
 
 
@@ -134,7 +138,7 @@ def test_what_is_not_finite_is_refused(number: float) -> None:
     geometry, size, outputs, kernel = GEOMETRIES["spatial"]
     tensors, shape = operands(geometry, size, outputs, kernel, 1)
     rows, bits = torch.stack([FRESH.row(), FRESH.row()]), torch.tensor([2])
-    rest = (None, 2, 0, True, numbers_of(geometry))
+    rest = (None, 2, 0, True, None, numbers_of(geometry))
     image, gradient = torch.zeros(size), torch.zeros(shape)
     image[1, 2, 3, 4] = gradient[0, 1, 2, 3] = number
     for run in (torch.ops.torch_odt.niti_layer, niti_integers._layer):
@@ -166,7 +170,8 @@ def test_no_thread_changes_a_bit() -> None:
     geometry, size, outputs, kernel = GEOMETRIES["spatial"]
     tensors, _ = operands(geometry, (8, *size[1:]), outputs, kernel, 4)
     state = torch.stack([FRESH.row(), FRESH.row()])
-    arguments = (*tensors, FRESH.row(), state, torch.tensor([2]), False, True, None, 2, 0, True, numbers_of(geometry))
+    how = (False, True, None, 2, 0, True, None)
+    arguments = (*tensors, FRESH.row(), state, torch.tensor([2]), *how, numbers_of(geometry))
     found, before = [], torch.get_num_threads()
     try:
         for threads in (1, 2, 3):
@@ -183,11 +188,11 @@ def test_wrong_tensors_are_named() -> None:
     tensors, _ = operands(geometry, size, outputs, kernel, 1)
     state = torch.stack([FRESH.row(), FRESH.row()])
 
-    def run(**other: Any) -> None:
+    def run(packed: Tensor | None = None, **other: Any) -> None:
         names = ("input", "exponent", "weight", "weight_exponent", "bias", "bias_exponent", "state")
         named = dict(zip(names, (*tensors, FRESH.row()), strict=True)) | other
         windows = numbers_of(geometry)
-        rest = (torch.tensor([2]), False, False, None, 2, 0, True)
+        rest = (torch.tensor([2]), False, False, None, 2, 0, True, packed)
         torch.ops.torch_odt.niti_layer(*named.values(), state, *rest, windows)
 
     with pytest.raises(RuntimeError, match="mantissas are a CPU tensor of 4 dimensions"):
@@ -198,6 +203,8 @@ def test_wrong_tensors_are_named() -> None:
         run(exponent=torch.zeros(2))
     with pytest.raises(RuntimeError, match="state must be a contiguous float64"):
         run(state=torch.zeros(10))
+    with pytest.raises(RuntimeError, match="packed is not what int8_pack_weight made of this weight for this pass"):
+        run(packed=torch.ops.torch_odt.int8_pack_weight(as_int8(tensors[2]), numbers_of(geometry), True))
     with pytest.raises(RuntimeError, match="bias must be contiguous mantissas"):
         run(bias=torch.zeros(outputs))
     with pytest.raises(RuntimeError, match="both must have the same shape"):
@@ -214,7 +221,7 @@ def test_wrong_tensors_of_the_backward_pass_are_named() -> None:
 
     def run(output: Tensor | None = None, weight: Tensor = weight, bits: int = 2, rounding: int = 2) -> None:
         kept = (output, None if output is None else one(0), image, image_exponent, weight, weight_exponent)
-        manner = (False, False, True, False, None, rounding, 0, True)
+        manner = (False, False, True, False, None, rounding, 0, True, None)
         arguments = (gradient, one(0), *kept, state, torch.tensor([bits]), *manner, numbers_of(geometry))
         torch.ops.torch_odt.niti_layer_backward(*arguments)
 

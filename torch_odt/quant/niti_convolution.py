@@ -1,8 +1,6 @@
-"""A convolution in NITI's arithmetic, forward and backward: the operators behind `NitiConv2d` and `NitiLinear`.
+"""A convolution in NITI's arithmetic, forward and backward, in plain torch around the int8 operators.
 
-Both are functions: what they make of the state of rescaling is a result. The backward operator gives the new state of
-its own rescalings as a "gradient" of the old one, and the weight's gradient as the integers that are to be taken off;
-`NitiSGD` applies both. So a step may be captured, its operators recomputed and its tensors moved, as any other's.
+This is what the operators of `niti_integers` compute where they are not compiled, and what tests compare those with.
 """
 
 from __future__ import annotations
@@ -17,7 +15,6 @@ from torch import Tensor
 from torch_odt import ops
 from torch_odt.ops.int8_arguments import Rounding, WeightGradient
 from torch_odt.ops.int8_plain import Geometry
-from torch_odt.ops.registration import register_gradient
 from torch_odt.quant.batch_splitting import MOST_PIXELS, joined, parts_of
 from torch_odt.quant.niti_numbers import (
     BITS,
@@ -31,17 +28,7 @@ from torch_odt.quant.niti_numbers import (
     rescaled,
     shifted,
 )
-from torch_odt.quant.niti_passes import (
-    Convolved,
-    How,
-    Kept,
-    PassedBack,
-    empty_gradients,
-    empty_results,
-    gradients_of,
-    keep_for_backward,
-)
-from torch_odt.quant.packed_weights import packs_of
+from torch_odt.quant.niti_passes import Convolved, How, Kept, PassedBack
 from torch_odt.quant.rescaling import Rescaling
 
 MOST_BIAS = float(1 << LARGEST_SHIFT)
@@ -58,27 +45,20 @@ class _Attempt:
 class _Kernels:
     """The int8 kernels of one layer over the parts of its batch."""
 
-    def __init__(self, weight: Tensor, geometry: Geometry, how: How, sample_bytes: int, batch: int) -> None:
-        self._carrier, self.weight, self.how = weight, as_int8(weight), how
-        self.windows: dict[str, Any] = {
-            "stride": geometry.stride,
-            "padding": geometry.padding,
-            "dilation": geometry.dilation,
-            "groups": geometry.groups,
-        }
+    def __init__(
+        self, weight: Tensor, packed: Tensor | None, geometry: Geometry, how: How, sample_bytes: int, batch: int
+    ) -> None:
+        self.weight, self.packed, self.how = as_int8(weight), packed, how
+        self.windows: dict[str, Any] = vars(geometry)
         self.parts = parts_of(batch, sample_bytes, weight.nbytes, how.part_bytes)
         self._batch = batch
 
-    def packed(self, for_grad_input: bool) -> Tensor | None:
-        """The weight as the kernels read it, packed once for all parts and attempts."""
-        return packs_of(self.how.packs).packed(self._carrier, for_grad_input=for_grad_input, **self.windows)
-
     def output(self, image: Tensor, bias: Tensor | None, sums_exponent: int, shift: int) -> _Attempt:
-        scale, packed = torch.tensor([2.0**-shift]), self.packed(False)
+        scale = torch.tensor([2.0**-shift])
         low, high = (0, self.how.most(sums_exponent + shift)) if self.how.relu else (-MOST, MOST)
         found = [
             ops.int8_conv2d_quantized(
-                image[part], self.weight, scale, bias, packed=packed, low=low, high=high, rounding=self.how.rounding,
+                image[part], self.weight, scale, bias, packed=self.packed, low=low, high=high, rounding=self.how.rounding,
                 **self.windows,
             )
             for part in self.parts
@@ -87,19 +67,19 @@ class _Kernels:
         return _Attempt(joined([each.output for each in found]), largest * 2.0**shift)
 
     def float_output(self, image: Tensor, bias: Tensor | None, exponent: int) -> Tensor:
-        scale, packed = torch.tensor([2.0**exponent]), self.packed(False)
+        scale = torch.tensor([2.0**exponent])
         return joined(
             [
-                ops.int8_conv2d_scaled(image[part], self.weight, scale, bias, packed=packed, **self.windows)
+                ops.int8_conv2d_scaled(image[part], self.weight, scale, bias, packed=self.packed, **self.windows)
                 for part in self.parts
             ]
         )
 
     def input_gradient(self, gradient: Tensor, size: list[int], shift: int) -> _Attempt:
-        scale, packed = torch.tensor([2.0**-shift]), self.packed(True)
+        scale = torch.tensor([2.0**-shift])
         found = [
             ops.int8_conv2d_grad_input_quantized(
-                gradient[part], self.weight, scale, size, packed=packed, rounding=self.how.rounding, **self.windows
+                gradient[part], self.weight, scale, size, packed=self.packed, rounding=self.how.rounding, **self.windows
             )
             for part in self.parts
         ]
@@ -108,11 +88,11 @@ class _Kernels:
         return _Attempt(mantissas.clamp_(min=-MOST) if largest > MOST else mantissas, largest * 2.0**shift)
 
     def float_input_gradient(self, gradient: Tensor, size: list[int], exponent: int) -> Tensor:
-        scale, packed = torch.tensor([2.0**exponent]), self.packed(True)
+        scale = torch.tensor([2.0**exponent])
         return joined(
             [
                 ops.int8_conv2d_grad_input_scaled(
-                    gradient[part], self.weight, scale, size, packed=packed, **self.windows
+                    gradient[part], self.weight, scale, size, packed=self.packed, **self.windows
                 )
                 for part in self.parts
             ]
@@ -195,9 +175,10 @@ def convolve(
     bias_exponent: Tensor | None,
     state: Tensor,
     how: How,
+    packed: Tensor | None,
     geometry: Geometry,
 ) -> Convolved:
-    """What `niti_conv2d` computes."""
+    """What `niti_layer` computes; `packed` is the weight's for this pass, or None."""
     if exponent is None:
         image, input_exponent = _quantized(input, "nearest", "the input of a convolution")
         image = image.contiguous(memory_format=torch.channels_last)
@@ -205,9 +186,9 @@ def convolve(
     else:
         image, input_exponent = as_int8(input), int(exponent)
         kept, kept_exponent = torch.empty(0, dtype=CARRIER), torch.empty(0)
-    rows, columns = geometry.output_size("niti_conv2d", image.shape[2:], weight.shape[2:])
+    rows, columns = geometry.output_size("niti_layer", image.shape[2:], weight.shape[2:])
     sample_bytes = _sample_bytes(image, rows * columns, weight.shape[0], how.to_float)
-    kernels = _Kernels(weight, geometry, how, sample_bytes, len(image))
+    kernels = _Kernels(weight, packed, geometry, how, sample_bytes, len(image))
     sums_exponent = input_exponent + int(weight_exponent)
     added = _bias_sums(bias, bias_exponent, sums_exponent)
     if how.to_float:
@@ -222,61 +203,6 @@ def convolve(
     return Convolved(as_carrier(mantissas), torch.tensor([float(found)]), kept, kept_exponent, after.row())
 
 
-@torch.library.custom_op("torch_odt::niti_conv2d", mutates_args=())
-def niti_conv2d(
-    input: Tensor,
-    exponent: Tensor | None,
-    weight: Tensor,
-    weight_exponent: Tensor,
-    bias: Tensor | None,
-    bias_exponent: Tensor | None,
-    state: Tensor,
-    backward_state: Tensor,
-    gradient_bits: Tensor,
-    how: list[int],
-    ceiling: float | None,
-    stride: list[int],
-    padding: list[int],
-    dilation: list[int],
-    groups: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """A convolution of mantissas, or of float32 that is quantised first; see `Convolved` for what it returns.
-
-    Args:
-        input: mantissas as `CARRIER`, or float32, of shape (N, C, H, W).
-        exponent: float32 of shape (1,); None for float32.
-        weight, weight_exponent, bias, bias_exponent: mantissas as `CARRIER`, and theirs.
-        state: of the output's rescaling, float64 of shape (WIDTH,).
-        backward_state: of those of the input's and the weight's gradient, float64 of shape (2, WIDTH).
-        gradient_bits: int64 of shape (1,): what is left of a weight's gradient.
-        how, ceiling: see `How`.
-        stride, padding, dilation, groups: as in `torch.nn.Conv2d`.
-
-    Raises:
-        RuntimeError: a number of a float32 input is not finite.
-    """
-    manner, geometry = How.of(how, ceiling), Geometry(stride, padding, dilation, groups)
-    return convolve(input, exponent, weight, weight_exponent, bias, bias_exponent, state, manner, geometry)
-
-
-@niti_conv2d.register_fake
-def _(
-    input: Tensor,
-    exponent: Tensor | None,
-    weight: Tensor,
-    weight_exponent: Tensor,
-    bias: Tensor | None,
-    bias_exponent: Tensor | None,
-    state: Tensor,
-    backward_state: Tensor,
-    gradient_bits: Tensor,
-    how: list[int],
-    ceiling: float | None,
-    *windows: Any,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    return empty_results(input, exponent is None, weight, state, How.of(how, ceiling).to_float, Geometry(*windows))
-
-
 def pass_back(
     gradient: Tensor,
     gradient_exponent: Tensor | None,
@@ -284,9 +210,10 @@ def pass_back(
     input_is_float: bool,
     wanted: Sequence[bool],
     how: How,
+    packed: Tensor | None,
     geometry: Geometry,
 ) -> PassedBack:
-    """What `niti_conv2d_backward` computes."""
+    """What `niti_layer_backward` computes; `packed` is the weight's for the input's gradient, or None."""
     if gradient_exponent is None:
         steps, exponent = _quantized(gradient, how.rounding, "the gradient of a convolution's output")
     else:
@@ -297,7 +224,7 @@ def pass_back(
         steps = ops.int8_keep_between(steps, as_int8(kept.output), 0, most)
     pixels, weight = as_int8(kept.image), kept.weight
     sample_bytes = _sample_bytes(pixels, steps.shape[2] * steps.shape[3], weight.shape[0], input_is_float)
-    kernels = _Kernels(weight, geometry, how, sample_bytes, len(pixels))
+    kernels = _Kernels(weight, packed, geometry, how, sample_bytes, len(pixels))
     of_input, of_weight = (Rescaling.of(row) for row in kept.state)
     size = list(pixels.shape[2:])
     input_gradient, input_exponent = torch.empty(0, dtype=CARRIER), torch.empty(0)
@@ -324,45 +251,6 @@ def pass_back(
     return PassedBack(input_gradient, input_exponent, weight_gradient, bias_gradient, state)
 
 
-@torch.library.custom_op("torch_odt::niti_conv2d_backward", mutates_args=())
-def niti_conv2d_backward(
-    gradient: Tensor,
-    gradient_exponent: Tensor | None,
-    output: Tensor | None,
-    output_exponent: Tensor | None,
-    image: Tensor,
-    image_exponent: Tensor,
-    weight: Tensor,
-    weight_exponent: Tensor,
-    state: Tensor,
-    gradient_bits: Tensor,
-    input_is_float: bool,
-    wanted: list[bool],
-    how: list[int],
-    ceiling: float | None,
-    stride: list[int],
-    padding: list[int],
-    dilation: list[int],
-    groups: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The gradients of `niti_conv2d`, see `PassedBack`.
-
-    Args:
-        gradient, gradient_exponent: mantissas and theirs, or float32 and None.
-        output, output_exponent, image, image_exponent, weight, weight_exponent, state, gradient_bits: see `Kept`.
-        input_is_float: the input's gradient is to be float32.
-        wanted: whether the gradients of input, weight and bias are.
-        how, ceiling: see `How`.
-        stride, padding, dilation, groups: as in `torch.nn.Conv2d`.
-
-    Raises:
-        RuntimeError: a number of a float32 gradient is not finite.
-    """
-    kept = Kept(output, output_exponent, image, image_exponent, weight, weight_exponent, state, gradient_bits)
-    manner, geometry = How.of(how, ceiling), Geometry(stride, padding, dilation, groups)
-    return pass_back(gradient, gradient_exponent, kept, input_is_float, wanted, manner, geometry)
-
-
 def _weight_gradient(
     kernels: _Kernels, steps: Tensor, pixels: Tensor, state: Rescaling, exponent: int, bits: int
 ) -> tuple[WeightGradient, Rescaling]:
@@ -382,41 +270,3 @@ def _weight_gradient(
     if was_clipped:
         found.weight.clamp_(-most, most)
     return found, state.after_batch(was_clipped=was_clipped)
-
-
-@niti_conv2d_backward.register_fake
-def _(
-    gradient: Tensor,
-    gradient_exponent: Tensor | None,
-    output: Tensor | None,
-    output_exponent: Tensor | None,
-    image: Tensor,
-    image_exponent: Tensor,
-    weight: Tensor,
-    weight_exponent: Tensor,
-    state: Tensor,
-    gradient_bits: Tensor,
-    input_is_float: bool,
-    wanted: list[bool],
-    *rest: Any,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    kept = Kept(output, output_exponent, image, image_exponent, weight, weight_exponent, state, gradient_bits)
-    return empty_gradients(kept, input_is_float, wanted)
-
-
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    ctx.rest = inputs[9:]
-    manner = How.of(*inputs[9:11])
-    keep_for_backward(ctx, inputs, Convolved(*output), manner.to_float, manner.relu)
-
-
-def _gradients(ctx: Any, gradient: Tensor, exponent: Tensor | None, *_: Any) -> tuple[Any, ...]:
-    needs = ctx.needs_input_grad
-    wanted = [needs[0], needs[2], needs[4]]
-    found = niti_conv2d_backward(
-        gradient, None if ctx.to_float else exponent, *ctx.saved_tensors, ctx.input_is_float, wanted, *ctx.rest
-    )
-    return gradients_of(PassedBack(*found), wanted, ctx.input_is_float, needs[7], len(needs))
-
-
-register_gradient("niti_conv2d", _keep, _gradients)

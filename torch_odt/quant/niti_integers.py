@@ -1,7 +1,10 @@
-"""A convolution in NITI's arithmetic and its gradients, as one compiled operator for each pass.
+"""A convolution in NITI's arithmetic and its gradients: the operators behind `NitiConv2d` and `NitiLinear`, compiled.
 
-They are `niti_conv2d` and its gradients, bit for bit, but keep no packed weights, and leave out the Python between the
-kernels, which takes longer than those of a small layer.
+Both are functions: what they make of the state of rescaling is a result. The backward operator gives the new state of
+its own rescalings as a "gradient" of the old one, and the weight's gradient as the integers that are to be taken off;
+`NitiSGD` applies both. So a step may be captured, its operators recomputed and its tensors moved, as any other's.
+
+`niti_layer` packs the weight for each call. Those of `niti_packed` keep what was packed, and call these.
 """
 
 from __future__ import annotations
@@ -34,9 +37,11 @@ def niti_layer(
     """A convolution of mantissas, or of float32 that is quantised first.
 
     Args:
-        input, exponent: of shape (N, C, H, W); see `niti_conv2d`.
-        tensors: weight, its exponent, bias, its exponent, the states of the rescaling of the output and of those of the
-            gradients, and `gradient_bits`; see there.
+        input: mantissas as `CARRIER`, or float32, of shape (N, C, H, W).
+        exponent: float32 of shape (1,); None for float32.
+        tensors: weight, its exponent, bias, its exponent, as mantissas in `CARRIER` and float32 of shape (1,); the state
+            of the output's rescaling, float64 of shape (WIDTH,), and of those of the input's and the weight's gradient,
+            of shape (2, WIDTH); and what is left of a weight's gradient in bits, int64 of shape (1,).
         how: without `packs`.
         windows: stride, padding, dilation and groups.
 
@@ -46,7 +51,7 @@ def niti_layer(
     return Convolved(
         *torch.ops.torch_odt.niti_layer.default(
             input, exponent, *tensors, how.to_float, how.relu, how.ceiling, number_of(how.rounding), how.part_bytes,
-            how.training, windows_of(*windows),
+            how.training, None, windows_of(*windows),
         )
     )  # fmt: skip
 
@@ -67,14 +72,16 @@ def _layer(
     rounding: int,
     part_bytes: int,
     training: bool,
+    packed: Tensor | None,
     windows: Sequence[int],
 ) -> tuple[Tensor, ...]:
     how = How(to_float, relu, ceiling, ROUNDINGS[rounding], part_bytes, training=training)
-    return convolve(input, exponent, weight, weight_exponent, bias, bias_exponent, state, how, Geometry.of(windows))
+    tensors = (weight, weight_exponent, bias, bias_exponent, state)
+    return convolve(input, exponent, *tensors, how, packed, Geometry.of(windows))
 
 
 def _layer_fake(input: Tensor, exponent: Tensor | None, weight: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    state, to_float, windows = rest[3], rest[6], rest[12]
+    state, to_float, windows = rest[3], rest[6], rest[13]
     return empty_results(input, exponent is None, weight, state, to_float, Geometry.of(windows))
 
 
@@ -97,12 +104,13 @@ def _backward(
     rounding: int,
     part_bytes: int,
     training: bool,
+    packed: Tensor | None,
     windows: Sequence[int],
 ) -> tuple[Tensor, ...]:
     kept = Kept(output, output_exponent, image, image_exponent, weight, weight_exponent, state, gradient_bits)
     how = How(ceiling=ceiling, rounding=ROUNDINGS[rounding], part_bytes=part_bytes, training=training)
     wanted = (for_input, for_weight, for_bias)
-    return pass_back(gradient, gradient_exponent, kept, input_is_float, wanted, how, Geometry.of(windows))
+    return pass_back(gradient, gradient_exponent, kept, input_is_float, wanted, how, packed, Geometry.of(windows))
 
 
 def _backward_fake(gradient: Tensor, gradient_exponent: Tensor | None, *rest: Any) -> tuple[Tensor, ...]:
@@ -110,7 +118,7 @@ def _backward_fake(gradient: Tensor, gradient_exponent: Tensor | None, *rest: An
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], made: tuple[Tensor, ...]) -> None:
-    to_float, relu, *ctx.rest = inputs[9:]
+    to_float, relu, *ctx.how, _, ctx.windows = inputs[9:]
     keep_for_backward(ctx, inputs, Convolved(*made), to_float, relu)
 
 
@@ -118,8 +126,9 @@ def _gradients(ctx: Any, gradient: Tensor, exponent: Tensor | None, *_: Any) -> 
     needs = ctx.needs_input_grad
     wanted = (needs[0], needs[2], needs[4])
     found = torch.ops.torch_odt.niti_layer_backward.default(
-        gradient, None if ctx.to_float else exponent, *ctx.saved_tensors, ctx.input_is_float, *wanted, *ctx.rest
-    )
+        gradient, None if ctx.to_float else exponent, *ctx.saved_tensors, ctx.input_is_float, *wanted, *ctx.how, None,
+        ctx.windows,
+    )  # fmt: skip
     return gradients_of(PassedBack(*found), wanted, ctx.input_is_float, needs[7], len(needs))
 
 
@@ -127,7 +136,7 @@ register(
     "niti_layer",
     "(Tensor input, Tensor? exponent, Tensor weight, Tensor weight_exponent, Tensor? bias, Tensor? bias_exponent, "
     "Tensor state, Tensor backward_state, Tensor gradient_bits, bool to_float, bool relu, float? ceiling, "
-    f"int rounding, int part_bytes, bool training, {WINDOWS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    f"int rounding, int part_bytes, bool training, Tensor? packed, {WINDOWS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     _layer,
     _layer_fake,
 )
@@ -136,7 +145,7 @@ register(
     "(Tensor gradient, Tensor? gradient_exponent, Tensor? output, Tensor? output_exponent, Tensor image, "
     "Tensor image_exponent, Tensor weight, Tensor weight_exponent, Tensor state, Tensor gradient_bits, "
     "bool input_is_float, bool for_input, bool for_weight, bool for_bias, float? ceiling, int rounding, "
-    f"int part_bytes, bool training, {WINDOWS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    f"int part_bytes, bool training, Tensor? packed, {WINDOWS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     _backward,
     _backward_fake,
 )

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torch_odt.ops.int8_arguments import Rounding
-from torch_odt.quant.niti_convolution import niti_conv2d
+from torch_odt.ops.int8_arguments import Rounding, windows_of
 from torch_odt.quant.niti_integers import niti_layer
 from torch_odt.quant.niti_numbers import Scaled, as_carrier, as_int8, dequantized, quantized
+from torch_odt.quant.niti_packed import niti_packed_layer
 from torch_odt.quant.niti_passes import ROUNDINGS, Convolved, How
 from torch_odt.quant.packed_weights import PackedWeights
 from torch_odt.quant.rescaling import Rescaling
@@ -113,7 +113,8 @@ class NitiLayer(nn.Module):
         )  # fmt: skip
         input, exponent = (x, None) if isinstance(x, Tensor) else x
         if how.packs:
-            made = Convolved(*niti_conv2d(input, exponent, *tensors, how.numbers(), how.ceiling, *windows))
+            numbers = list(windows_of(*windows))
+            made = Convolved(*niti_packed_layer(input, exponent, *tensors, how.numbers(), how.ceiling, numbers))
         else:
             made = niti_layer(input, exponent, tensors, how, windows)
         if self.training and not self.to_float:

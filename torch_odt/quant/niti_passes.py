@@ -119,7 +119,7 @@ def empty_results(
     input: Tensor, input_is_float: bool, weight: Tensor, state: Tensor, to_float: bool, geometry: Geometry
 ) -> Convolved:
     """What a forward operator returns, without data."""
-    size = geometry.output_size("niti_conv2d", input.shape[2:], weight.shape[2:])
+    size = geometry.output_size("niti_layer", input.shape[2:], weight.shape[2:])
     output = empty_image([input.shape[0], weight.shape[0], *size], torch.float32 if to_float else CARRIER, input)
     one = torch.empty(1, device=input.device)
     if input_is_float:

@@ -187,6 +187,7 @@ const Table& amx_table() {
       .multiply = multiply,
       .adds_columns = true,
       .left_in_segments = true,
+      .sums_at_once = 4096,
       .begin = begin,
       .end = end,
   };

@@ -17,7 +17,7 @@ enum class Result { sums, floats, int8, float_update, int8_update };
 
 // The most columns of a block; and of one whose sums are to stay in the first cache with some rows.
 inline constexpr int64_t kBlockColumns = 576;
-inline constexpr int64_t kCachedColumns = 128;
+inline constexpr int64_t kCachedColumns = 192;
 
 struct Finish {
   Result result = Result::sums;

@@ -68,6 +68,10 @@ struct Workspace {
   static constexpr int64_t kSums = (kMostRows + kSlackRows) * kCachedColumns;
 };
 
+int64_t columns_at_once(const Table& kernels) {
+  return kernels.sums_at_once == 0 ? kCachedColumns : std::min(kCachedColumns, kernels.sums_at_once / kSlackRows);
+}
+
 // What a correlation says of its sizes, divided once rather than for every block.
 struct Sizes {
   int64_t depth;
@@ -76,6 +80,7 @@ struct Sizes {
   int64_t panels;
   int64_t panel_bytes;
   int64_t group_bytes;
+  int64_t panels_at_once;
   bool wide;
 
   explicit Sizes(const Correlation& part)
@@ -85,6 +90,7 @@ struct Sizes {
         panels(part.panels()),
         panel_bytes(part.panel_bytes()),
         group_bytes(part.group_bytes()),
+        panels_at_once(columns_at_once(part.kernels()) / kPanelColumns),
         wide(part.wide()) {}
 };
 
@@ -111,8 +117,8 @@ struct Task {
     Left left{};
     float largest = 0;
     for (int64_t group = 0; group < conv.groups; ++group) {
-      for (int64_t panel = first_panel; panel < last_panel; panel += kCachedColumns / kPanelColumns) {
-        const int64_t count = std::min(last_panel - panel, kCachedColumns / kPanelColumns);
+      for (int64_t panel = first_panel; panel < last_panel; panel += sizes.panels_at_once) {
+        const int64_t count = std::min(last_panel - panel, sizes.panels_at_once);
         const Panels panels =
             source.packed == nullptr ? pack(group, panel, count, own) : packed_panels(group, panel, count);
         const bool gathers = panel == first_panel || sizes.chunk < sizes.depth;
@@ -135,11 +141,11 @@ struct Task {
     const bool starts = has_narrow_terms && part.kernels().starts_sums;
     const int32_t* const start = starts ? terms.data() : nullptr;
     const int32_t* const added = has_narrow_terms && !starts ? terms.data() : nullptr;
-    if (sizes.chunk >= sizes.depth && !padded) {
+    if (part.kernels().sums_at_once > 0 && sizes.chunk >= sizes.depth && !padded) {
       if (gathers) {
         left = gather(panels.group, {0, sizes.depth}, rows, own.left);
       }
-      return finish_near(left, panels, rows.count(), start, added, places, own);
+      return finish_in_turn(left, panels, rows.count(), start, added, places, own);
     }
     int64_t first = 0;
     do {
@@ -160,9 +166,8 @@ struct Task {
                   : results.finish_sums(own.sums, added, panels, rows.count(), places.data());
   }
 
-  // Where the whole depth is multiplied at once: so many rows at a time that their sums stay in the first cache, because
-  // writing sums of few terms is most of the work.
-  float finish_near(
+  // A few rows after the other, each with the whole depth, see Table::sums_at_once.
+  float finish_in_turn(
       const Left& left,
       const Panels& panels,
       int64_t rows,
@@ -170,7 +175,7 @@ struct Task {
       const int32_t* added,
       const Places& places,
       const Workspace& own) const {
-    const int64_t at_once = kCachedColumns / panels.columns() * kSlackRows;
+    const int64_t at_once = part.kernels().sums_at_once / panels.columns() / kSlackRows * kSlackRows;
     float largest = 0;
     for (int64_t row = 0; row < rows; row += at_once) {
       const int64_t some = std::min(at_once, rows - row);
