@@ -58,8 +58,8 @@ class _Kernels:
         low, high = (0, self.how.most(sums_exponent + shift)) if self.how.relu else (-MOST, MOST)
         found = [
             ops.int8_conv2d_quantized(
-                image[part], self.weight, scale, bias, packed=self.packed, low=low, high=high, rounding=self.how.rounding,
-                **self.windows,
+                image[part], self.weight, scale, bias, packed=self.packed, low=low, high=high,
+                rounding=self.how.rounding, **self.windows,
             )
             for part in self.parts
         ]  # fmt: skip

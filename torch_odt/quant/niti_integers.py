@@ -39,9 +39,9 @@ def niti_layer(
     Args:
         input: mantissas as `CARRIER`, or float32, of shape (N, C, H, W).
         exponent: float32 of shape (1,); None for float32.
-        tensors: weight, its exponent, bias, its exponent, as mantissas in `CARRIER` and float32 of shape (1,); the state
-            of the output's rescaling, float64 of shape (WIDTH,), and of those of the input's and the weight's gradient,
-            of shape (2, WIDTH); and what is left of a weight's gradient in bits, int64 of shape (1,).
+        tensors: weight and bias as mantissas in `CARRIER`, each with its exponent, float32 of shape (1,); the state of
+            the output's rescaling, float64 of shape (WIDTH,), and of those of the input's and the weight's gradient, of
+            shape (2, WIDTH); and what is left of a weight's gradient in bits, int64 of shape (1,).
         how: without `packs`.
         windows: stride, padding, dilation and groups.
 
@@ -136,7 +136,8 @@ register(
     "niti_layer",
     "(Tensor input, Tensor? exponent, Tensor weight, Tensor weight_exponent, Tensor? bias, Tensor? bias_exponent, "
     "Tensor state, Tensor backward_state, Tensor gradient_bits, bool to_float, bool relu, float? ceiling, "
-    f"int rounding, int part_bytes, bool training, Tensor? packed, {WINDOWS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    f"int rounding, int part_bytes, bool training, Tensor? packed, {WINDOWS}) -> "
+    "(Tensor, Tensor, Tensor, Tensor, Tensor)",
     _layer,
     _layer_fake,
 )
