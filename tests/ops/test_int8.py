@@ -289,6 +289,12 @@ def test_windows_that_are_none_are_named(windows: dict[str, Any], error: type[Ex
         ops.int8_conv2d(x, kernel, **windows)
 
 
+def test_windows_are_looked_at_while_tracing() -> None:
+    x = torch.zeros(1, 4, 5, 5, dtype=torch.int8, device="meta")
+    with pytest.raises(RuntimeError, match="stride"):
+        ops.int8_conv2d(x, x, stride=0)
+
+
 @pytest.mark.parametrize("windows", [[], [1, 1, 0, 0, 1, 1], [1, 1, 0, 0, 1, 1, 1, 1]])
 def test_windows_are_seven_numbers(windows: list[int]) -> None:
     image, kernel = numbers((2, 16, 6, 6), "random", 1), numbers((16, 16, 3, 3), "random", 2)

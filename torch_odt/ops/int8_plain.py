@@ -50,6 +50,7 @@ class Geometry:
 
     def output_size(self, name: str, input_size: Sequence[int], kernel_size: Sequence[int]) -> list[int]:
         """Rows and columns of the output."""
+        self.check(name)
         sizes = []
         for size, kernel, stride, pad, dilation in zip(
             input_size, kernel_size, self.stride, self.padding, self.dilation, strict=True
