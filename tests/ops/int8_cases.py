@@ -52,7 +52,7 @@ class Case:
 
     @property
     def geometry(self) -> plain.Geometry:
-        return plain.Geometry.of(self.numbers)
+        return plain.Geometry.of("test", self.numbers)
 
     @property
     def sums(self) -> Tensor:

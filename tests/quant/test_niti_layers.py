@@ -25,8 +25,11 @@ from torch_odt.quant.niti_functions import (
 )
 from torch_odt.quant.niti_layers import NitiConv2d, NitiLayer, NitiLinear
 from torch_odt.quant.niti_numbers import CARRIER, Scaled, as_carrier, as_int8
+from torch_odt.quant.niti_passes import How
 from torch_odt.quant.packed_weights import PackedWeights
-from torch_odt.quant.rescaling import Rescaling
+from torch_odt.quant.rescaling import WIDTH, Rescaling
+
+POINTWISE = (1, 1, 0, 0, 1, 1, 1)
 
 GEOMETRIES: list[tuple[tuple[int, int, int], dict[str, int]]] = [
     ((6, 5, 1), {}),
@@ -245,20 +248,50 @@ def test_packed_weights_are_used_again_until_they_change() -> None:
     assert packs.kept_bytes == 0 <= kept
 
 
+def test_packed_weights_are_used_in_parts_of_a_batch_and_both_passes() -> None:
+    packs = PackedWeights()
+    image, gradient = mantissas(8, 16, 6, 6, seed=1), mantissas(8, 16, 6, 6, seed=2)
+    ways: list[dict[str, Any]] = [{"packs": packs, "part_bytes": 3000}, {"part_bytes": 3000}, {}]
+    kept, *others = (
+        run(conv(16, 16, 3, {"padding": 1}, **way), scaled(image, -6), scaled(gradient, -4)) for way in ways
+    )
+    assert packs.packed_count == 2
+    for other in others:
+        assert all(torch.equal(kept[name], other[name]) for name in kept)
+
+
+def test_one_weight_may_have_several_windows() -> None:
+    packs, weight = PackedWeights(), as_int8(as_carrier(mantissas(16, 16, 3, 3, seed=1)))
+    for windows in (POINTWISE, (2, 2, 1, 1, 1, 1, 1)) * 2:
+        packed = packs.packed(weight, windows, for_grad_input=True)
+        assert torch.equal(packed, torch.ops.torch_odt.int8_pack_weight(weight, windows, True))
+    assert (packs.packed_count, packs.reused_count) == (2, 2)
+
+
+def test_operators_that_keep_packed_weights_can_be_traced() -> None:
+    packs = PackedWeights()
+    layer = conv(16, 16, 3, {"padding": 1}, packs=packs)
+    input = scaled(mantissas(2, 16, 6, 6, seed=1), -6)
+    how = How(packs=packs.number)
+    tensors = (layer.weight.detach(), layer.weight_exponent, None, None, layer.rescaling, torch.zeros(2, WIDTH))
+    arguments = (*input, *tensors, layer.gradient_bits, how.numbers(), None, [1, 1, 1, 1, 1, 1, 1])
+    torch.library.opcheck(torch.ops.torch_odt.niti_packed_layer.default, arguments, test_utils="test_faketensor")
+
+
 def test_the_most_recent_pack_is_released_under_pressure() -> None:
     weights = [as_int8(as_carrier(mantissas(16, 16, 3, 3, seed=seed))) for seed in range(4)]
-    size = PackedWeights().packed(weights[0], for_grad_input=False).nbytes
+    size = PackedWeights().packed(weights[0], POINTWISE, for_grad_input=False).nbytes
     if not size:
         pytest.skip("without compiled parts nothing is packed")
     packs = PackedWeights(limit_bytes=3 * size)
     for _ in range(3):
         for weight in weights:
-            packs.packed(weight, for_grad_input=False)
+            packs.packed(weight, POINTWISE, for_grad_input=False)
     # Of four in turn, three fit: the least recently used one would never be there when it is asked for.
     assert packs.kept_bytes == 3 * size
     assert packs.reused_count >= 4 and packs.released_count == packs.packed_count - 3
     nothing = PackedWeights(limit_bytes=0)
-    nothing.packed(weights[0], for_grad_input=False)
+    nothing.packed(weights[0], POINTWISE, for_grad_input=False)
     assert nothing.kept_bytes == 0
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torch_odt.ops import int8_plain as plain
 from torch_odt.ops.int8_arguments import WINDOWS, ConvolutionGradients, Pair, Rounding, number_of, windows_of
 from torch_odt.ops.int8_gradients import (
     ROUNDED,
@@ -94,9 +95,10 @@ def _backward_with(of_input: Any, of_weight: Any) -> Any:
         seed: int,
         windows: Sequence[int],
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        groups = plain.Geometry.of("int8_conv2d_backward", windows).groups
         if input.dim() != 4 or weight.dim() != 4:
             raise RuntimeError("int8_conv2d_backward: input and weight must have 4 dimensions")
-        if input.shape[1] != weight.shape[1] * windows[-1]:
+        if input.shape[1] != weight.shape[1] * groups:
             raise RuntimeError("int8_conv2d_backward: input must have as many channels as weight has, times groups")
         size, kernel = list(input.shape[2:]), list(weight.shape[2:])
         return (

@@ -164,8 +164,9 @@ def int8_conv2d_quantized(
     )  # fmt: skip
 
 
-def _output_shape(input: Tensor, weight: Tensor, geometry: plain.Geometry) -> list[int]:
-    size = geometry.output_size("int8_conv2d", input.shape[2:], weight.shape[2:])
+def _output_shape(input: Tensor, weight: Tensor, windows: Sequence[int]) -> list[int]:
+    name = "int8_conv2d"
+    size = plain.Geometry.of(name, windows).output_size(name, input.shape[2:], weight.shape[2:])
     return [input.shape[0], weight.shape[0], *size]
 
 
@@ -173,14 +174,14 @@ def _conv2d_plain(
     input: Tensor, weight: Tensor, packed: Tensor | None, zero_point: int, windows: Sequence[int]
 ) -> Tensor:
     name = "int8_conv2d"
-    sums = plain.forward_sums(name, input, weight, None, zero_point, plain.Geometry.of(windows))
+    sums = plain.forward_sums(name, input, weight, None, zero_point, plain.Geometry.of(name, windows))
     return channels_last(plain.as_int32(name, sums))
 
 
 def _conv2d_fake(
     input: Tensor, weight: Tensor, packed: Tensor | None, zero_point: int, windows: Sequence[int]
 ) -> Tensor:
-    return empty_image(_output_shape(input, weight, plain.Geometry.of(windows)), input, torch.int32)
+    return empty_image(_output_shape(input, weight, windows), input, torch.int32)
 
 
 def _scaled_plain(
@@ -193,7 +194,7 @@ def _scaled_plain(
     windows: Sequence[int],
 ) -> Tensor:
     name = "int8_conv2d_scaled"
-    sums = plain.forward_sums(name, input, weight, bias, zero_point, plain.Geometry.of(windows))
+    sums = plain.forward_sums(name, input, weight, bias, zero_point, plain.Geometry.of(name, windows))
     return channels_last(plain.scaled(name, sums, scale, 1))
 
 
@@ -206,7 +207,7 @@ def _scaled_fake(
     zero_point: int,
     windows: Sequence[int],
 ) -> Tensor:
-    return empty_image(_output_shape(input, weight, plain.Geometry.of(windows)), input, torch.float32)
+    return empty_image(_output_shape(input, weight, windows), input, torch.float32)
 
 
 def _quantized_plain(
@@ -226,10 +227,10 @@ def _quantized_plain(
     name = "int8_conv2d_quantized"
     if not (-128 <= low <= high <= 127 and -128 <= output_zero_point <= 127):
         raise RuntimeError(f"{name}: low, high and output_zero_point must be values of int8, and low at most high")
-    sums = plain.forward_sums(name, input, weight, bias, zero_point, plain.Geometry.of(windows))
-    sums = plain.by_pixels(sums)
+    geometry = plain.Geometry.of(name, windows)
+    sums = plain.by_pixels(plain.forward_sums(name, input, weight, bias, zero_point, geometry))
     values = plain.scaled(name, sums, scale, 3)
-    groups = 1 if plain.is_depthwise(weight.shape, windows[-1]) else windows[-1]
+    groups = 1 if plain.is_depthwise(weight.shape, geometry.groups) else geometry.groups
     width = weight.shape[0] // groups
     whole = plain.rounded(name, sums, values, scale, rounding, seed, width) + output_zero_point
     mask = pack_bits(((whole >= low) & (whole <= high)).flatten())
@@ -239,7 +240,7 @@ def _quantized_plain(
 def _quantized_fake(
     input: Tensor, weight: Tensor, packed: Tensor | None, bias: Tensor | None, scale: Tensor, *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    output = empty_image(_output_shape(input, weight, plain.Geometry.of(rest[-1])), input, torch.int8)
+    output = empty_image(_output_shape(input, weight, rest[-1]), input, torch.int8)
     mask = torch.empty((output.numel() + 7) // 8, dtype=torch.uint8, device=input.device)
     return output, mask, torch.empty(1, dtype=torch.float32, device=input.device)
 

@@ -278,18 +278,19 @@ def _grad_input_plain(
     grad_output: Tensor, weight: Tensor, packed: Tensor | None, input_size: Sequence[int], windows: Sequence[int]
 ) -> Tensor:
     name = "int8_conv2d_grad_input"
-    sums = plain.grad_input_sums(name, grad_output, weight, input_size, plain.Geometry.of(windows))
+    sums = plain.grad_input_sums(name, grad_output, weight, input_size, plain.Geometry.of(name, windows))
     return channels_last(plain.as_int32(name, sums))
 
 
-def _input_shape(grad_output: Tensor, weight: Tensor, input_size: Sequence[int], groups: int) -> list[int]:
+def _input_shape(grad_output: Tensor, weight: Tensor, input_size: Sequence[int], windows: Sequence[int]) -> list[int]:
+    groups = plain.Geometry.of("int8_conv2d_grad_input", windows).groups
     return [grad_output.shape[0], weight.shape[1] * groups, *input_size]
 
 
 def _grad_input_fake(
     grad_output: Tensor, weight: Tensor, packed: Tensor | None, input_size: Sequence[int], windows: Sequence[int]
 ) -> Tensor:
-    return empty_image(_input_shape(grad_output, weight, input_size, windows[-1]), grad_output, torch.int32)
+    return empty_image(_input_shape(grad_output, weight, input_size, windows), grad_output, torch.int32)
 
 
 def _grad_input_scaled_plain(
@@ -301,7 +302,7 @@ def _grad_input_scaled_plain(
     windows: Sequence[int],
 ) -> Tensor:
     name = "int8_conv2d_grad_input_scaled"
-    sums = plain.grad_input_sums(name, grad_output, weight, input_size, plain.Geometry.of(windows))
+    sums = plain.grad_input_sums(name, grad_output, weight, input_size, plain.Geometry.of(name, windows))
     return channels_last(plain.scaled(name, sums[None], scale, 0)[0])
 
 
@@ -313,7 +314,7 @@ def _grad_input_scaled_fake(
     input_size: Sequence[int],
     windows: Sequence[int],
 ) -> Tensor:
-    return empty_image(_input_shape(grad_output, weight, input_size, windows[-1]), grad_output, torch.float32)
+    return empty_image(_input_shape(grad_output, weight, input_size, windows), grad_output, torch.float32)
 
 
 def grad_input_quantized_plain(
@@ -327,10 +328,10 @@ def grad_input_quantized_plain(
     windows: Sequence[int],
 ) -> tuple[Tensor, Tensor]:
     name = "int8_conv2d_grad_input_quantized"
-    sums = plain.grad_input_sums(name, grad_output, weight, input_size, plain.Geometry.of(windows))
-    sums = plain.by_pixels(sums)
+    geometry = plain.Geometry.of(name, windows)
+    sums = plain.by_pixels(plain.grad_input_sums(name, grad_output, weight, input_size, geometry))
     values = plain.scaled(name, sums[None], scale, 0)[0]
-    width = windows[-1] if plain.is_depthwise(weight.shape, windows[-1]) else weight.shape[1]
+    width = geometry.groups if plain.is_depthwise(weight.shape, geometry.groups) else weight.shape[1]
     whole = plain.rounded(name, sums, values, scale, rounding, seed, width)
     return plain.as_image(whole.clamp(-128, 127).to(torch.int8)), plain.largest_of(values)
 
@@ -345,7 +346,7 @@ def grad_input_quantized_fake(
     input_size: Sequence[int],
     windows: Sequence[int],
 ) -> tuple[Tensor, Tensor]:
-    gradient = empty_image(_input_shape(grad_output, weight, input_size, windows[-1]), grad_output, torch.int8)
+    gradient = empty_image(_input_shape(grad_output, weight, input_size, windows), grad_output, torch.int8)
     return gradient, torch.empty(1, dtype=torch.float32, device=weight.device)
 
 
@@ -353,14 +354,15 @@ def _grad_weight_plain(
     grad_output: Tensor, input: Tensor, zero_point: int, kernel_size: Sequence[int], windows: Sequence[int]
 ) -> tuple[Tensor, Tensor]:
     name = "int8_conv2d_grad_weight"
-    geometry = plain.Geometry.of(windows)
+    geometry = plain.Geometry.of(name, windows)
     weight, bias = plain.grad_weight_sums(name, grad_output, input, zero_point, kernel_size, geometry)
     return channels_last(plain.as_int32(name, weight)), bias
 
 
 def _weight_gradient_fake(
-    grad_output: Tensor, input: Tensor, kernel_size: Sequence[int], groups: int, dtype: torch.dtype
+    grad_output: Tensor, input: Tensor, kernel_size: Sequence[int], windows: Sequence[int], dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
+    groups = plain.Geometry.of("int8_conv2d_grad_weight", windows).groups
     weight = empty_image([grad_output.shape[1], input.shape[1] // groups, *kernel_size], input, dtype)
     return weight, torch.empty(grad_output.shape[1], dtype=torch.int64, device=input.device)
 
@@ -368,7 +370,7 @@ def _weight_gradient_fake(
 def _grad_weight_fake(
     grad_output: Tensor, input: Tensor, zero_point: int, kernel_size: Sequence[int], windows: Sequence[int]
 ) -> tuple[Tensor, Tensor]:
-    return _weight_gradient_fake(grad_output, input, kernel_size, windows[-1], torch.int32)
+    return _weight_gradient_fake(grad_output, input, kernel_size, windows, torch.int32)
 
 
 def grad_weight_scaled_plain(
@@ -380,7 +382,7 @@ def grad_weight_scaled_plain(
     windows: Sequence[int],
 ) -> tuple[Tensor, Tensor]:
     name = "int8_conv2d_grad_weight_scaled"
-    geometry = plain.Geometry.of(windows)
+    geometry = plain.Geometry.of(name, windows)
     weight, bias = plain.grad_weight_sums(name, grad_output, input, zero_point, kernel_size, geometry)
     return channels_last(plain.scaled(name, weight, scale, 0)), bias
 
@@ -393,7 +395,7 @@ def grad_weight_scaled_fake(
     kernel_size: Sequence[int],
     windows: Sequence[int],
 ) -> tuple[Tensor, Tensor]:
-    return _weight_gradient_fake(grad_output, input, kernel_size, windows[-1], torch.float32)
+    return _weight_gradient_fake(grad_output, input, kernel_size, windows, torch.float32)
 
 
 def _update_weight_plain(
@@ -411,7 +413,7 @@ def _update_weight_plain(
         raise RuntimeError(f"{name}: weight must be an int8 or float32 CPU tensor of 4 dimensions")
     if not weight.is_contiguous(memory_format=torch.channels_last):
         raise RuntimeError(f"{name}: weight must be contiguous in memory_format=torch.channels_last")
-    geometry = plain.Geometry.of(windows)
+    geometry = plain.Geometry.of(name, windows)
     sums, bias = plain.grad_weight_sums(name, grad_output, input, zero_point, weight.shape[2:], geometry)
     if sums.shape != weight.shape:
         raise RuntimeError(f"{name}: weight must have the shape {' x '.join(map(str, sums.shape))}")

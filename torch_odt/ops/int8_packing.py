@@ -97,7 +97,7 @@ class PackedInt8Weight:
 
 def _pack_plain(weight: Tensor, windows: Sequence[int], for_grad_input: bool) -> Tensor:
     name = "int8_pack_weight"
-    plain.Geometry.of(windows).check(name)
+    plain.Geometry.of(name, windows)
     plain.check_int8(name, weight=weight)
     return torch.empty(0, dtype=torch.uint8)
 

@@ -34,13 +34,15 @@ class Geometry:
     groups: int
 
     @classmethod
-    def of(cls, windows: Sequence[int]) -> Geometry:
-        """From the operators' argument of that name."""
+    def of(cls, name: str, windows: Sequence[int]) -> Geometry:
+        """From the argument `windows` of the operator of that name, checked."""
         if len(windows) != 7:
             raise RuntimeError(
-                "windows are seven numbers: stride, padding and dilation, for rows and for columns, and groups"
+                f"{name}: windows are seven numbers: stride, padding and dilation, for rows and for columns, and groups"
             )
-        return cls(windows[:2], windows[2:4], windows[4:6], windows[6])
+        geometry = cls(windows[:2], windows[2:4], windows[4:6], windows[6])
+        geometry.check(name)
+        return geometry
 
     def check(self, name: str) -> None:
         if min(*self.stride, *self.dilation, self.groups) < 1 or min(self.padding) < 0:
@@ -50,7 +52,6 @@ class Geometry:
 
     def output_size(self, name: str, input_size: Sequence[int], kernel_size: Sequence[int]) -> list[int]:
         """Rows and columns of the output."""
-        self.check(name)
         sizes = []
         for size, kernel, stride, pad, dilation in zip(
             input_size, kernel_size, self.stride, self.padding, self.dilation, strict=True
@@ -95,7 +96,6 @@ def forward_sums(
     name: str, input: Tensor, weight: Tensor, bias: Tensor | None, zero_point: int, geometry: Geometry
 ) -> Tensor:
     """The output, exactly, as int64."""
-    geometry.check(name)
     check_int8(name, input=input, weight=weight)
     check_channels(name, weight, input.shape[1], geometry.groups)
     out = geometry.output_size(name, input.shape[2:], weight.shape[2:])
@@ -125,7 +125,6 @@ def grad_input_sums(
     name: str, grad_output: Tensor, weight: Tensor, input_size: Sequence[int], geometry: Geometry
 ) -> Tensor:
     """The input's gradient, exactly, as int64."""
-    geometry.check(name)
     check_int8(name, grad_output=grad_output, weight=weight)
     out = geometry.output_size(name, input_size, weight.shape[2:])
     if list(grad_output.shape[1:]) != [weight.shape[0], *out]:
@@ -139,7 +138,6 @@ def grad_weight_sums(
     name: str, grad_output: Tensor, input: Tensor, zero_point: int, kernel_size: Sequence[int], geometry: Geometry
 ) -> tuple[Tensor, Tensor]:
     """The gradients of weight and bias, exactly, as int64."""
-    geometry.check(name)
     check_int8(name, grad_output=grad_output, input=input)
     check_zero_point(name, zero_point)
     out = geometry.output_size(name, input.shape[2:], kernel_size)

@@ -129,7 +129,7 @@ def _image(tensor: Tensor) -> Tensor:
 def _output_shape(values: Tensor, weight: Tensor, windows: Sequence[int]) -> list[int]:
     if values.dim() != 4:
         return [*values.shape[:-1], weight.shape[0]]
-    size = Geometry.of(windows).output_size("int8_layer", values.shape[2:], weight.shape[2:])
+    size = Geometry.of("int8_layer", windows).output_size("int8_layer", values.shape[2:], weight.shape[2:])
     return [values.shape[0], weight.shape[0], *size]
 
 
@@ -141,7 +141,7 @@ def _whole_bias(bias: Tensor | None, input_step: Tensor, grid: Tensor) -> Tensor
 
 
 def _named(windows: Sequence[int]) -> dict[str, Any]:
-    return vars(Geometry.of(windows))
+    return vars(Geometry.of("int8_layer", windows))
 
 
 def _layer(

@@ -77,12 +77,12 @@ def _layer(
 ) -> tuple[Tensor, ...]:
     how = How(to_float, relu, ceiling, ROUNDINGS[rounding], part_bytes, training=training)
     tensors = (weight, weight_exponent, bias, bias_exponent, state)
-    return convolve(input, exponent, *tensors, how, packed, Geometry.of(windows))
+    return convolve(input, exponent, *tensors, how, packed, Geometry.of("niti_layer", windows))
 
 
 def _layer_fake(input: Tensor, exponent: Tensor | None, weight: Tensor, *rest: Any) -> tuple[Tensor, ...]:
     state, to_float, windows = rest[3], rest[6], rest[13]
-    return empty_results(input, exponent is None, weight, state, to_float, Geometry.of(windows))
+    return empty_results(input, exponent is None, weight, state, to_float, Geometry.of("niti_layer", windows))
 
 
 def _backward(
@@ -110,7 +110,9 @@ def _backward(
     kept = Kept(output, output_exponent, image, image_exponent, weight, weight_exponent, state, gradient_bits)
     how = How(ceiling=ceiling, rounding=ROUNDINGS[rounding], part_bytes=part_bytes, training=training)
     wanted = (for_input, for_weight, for_bias)
-    return pass_back(gradient, gradient_exponent, kept, input_is_float, wanted, how, packed, Geometry.of(windows))
+    return pass_back(
+        gradient, gradient_exponent, kept, input_is_float, wanted, how, packed, Geometry.of("niti_layer", windows)
+    )
 
 
 def _backward_fake(gradient: Tensor, gradient_exponent: Tensor | None, *rest: Any) -> tuple[Tensor, ...]:

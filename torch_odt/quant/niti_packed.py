@@ -53,7 +53,7 @@ def niti_packed_layer(
         RuntimeError: as `niti_layer`.
     """
     manner = How.of(how, ceiling)
-    packed = packs_of(manner.packs).packed(weight, for_grad_input=False, **vars(Geometry.of(windows)))
+    packed = packs_of(manner.packs).packed(weight, windows, for_grad_input=False)
     found: tuple[Tensor, Tensor, Tensor, Tensor, Tensor] = torch.ops.torch_odt.niti_layer.default(
         input, exponent, weight, weight_exponent, bias, bias_exponent, state, backward_state, gradient_bits,
         manner.to_float, manner.relu, ceiling, number_of(manner.rounding), manner.part_bytes, manner.training, packed,
@@ -67,7 +67,8 @@ def _(
     input: Tensor, exponent: Tensor | None, weight: Tensor, *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     state, how, ceiling, windows = rest[3], *rest[6:]
-    return empty_results(input, exponent is None, weight, state, How.of(how, ceiling).to_float, Geometry.of(windows))
+    geometry = Geometry.of("niti_packed_layer", windows)
+    return empty_results(input, exponent is None, weight, state, How.of(how, ceiling).to_float, geometry)
 
 
 @torch.library.custom_op("torch_odt::niti_packed_layer_backward", mutates_args=())
@@ -102,8 +103,7 @@ def niti_packed_layer_backward(
         RuntimeError: a number of a float32 gradient is not finite.
     """
     manner = How.of(how, ceiling)
-    geometry = vars(Geometry.of(windows))
-    packed = packs_of(manner.packs).packed(weight, for_grad_input=True, **geometry) if wanted[0] else None
+    packed = packs_of(manner.packs).packed(weight, windows, for_grad_input=True) if wanted[0] else None
     found: tuple[Tensor, Tensor, Tensor, Tensor, Tensor] = torch.ops.torch_odt.niti_layer_backward.default(
         gradient, gradient_exponent, output, output_exponent, image, image_exponent, weight, weight_exponent, state,
         gradient_bits, input_is_float, *wanted, ceiling, number_of(manner.rounding), manner.part_bytes, manner.training,

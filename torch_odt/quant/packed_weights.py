@@ -9,22 +9,27 @@ from __future__ import annotations
 
 import itertools
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from torch_odt.ops import int8_pack_weight
+_Key = tuple[int, bool, tuple[int, ...]]
 
-_Key = tuple[int, bool]
+
+def _packed(weight: Tensor, windows: Sequence[int], for_grad_input: bool) -> Tensor:
+    packed: Tensor = torch.ops.torch_odt.int8_pack_weight.default(weight.view(torch.int8), windows, for_grad_input)
+    return packed
 
 
 class PackedWeights:
     """Packed weights of all layers of a model.
 
-    When to choose it: where weights are used more than once before they change: in the parts of a batch that is split,
-    in a check that computes again, in accumulation, evaluation, and where an update was nothing but zeros. Layers that
-    keep them run in Python around their kernels, which takes longer than packing for all but large weights.
+    When to choose it: where weights are used more than once before they change: in accumulation, in evaluation, and
+    where an update was nothing but zeros. Where they change in every step nothing is gained, and layers of few rows,
+    whose weights are packed on the way otherwise, lose time. Changes are told by the weight's version counter, which
+    writing through `.data` does not move: call `release()` then.
 
     Args:
         limit_bytes: of what is kept; None sets no limit, and 0 keeps nothing.
@@ -51,23 +56,24 @@ class PackedWeights:
         """What is held now."""
         return sum(packed.nbytes for _, _, packed in self._kept.values())
 
-    def packed(self, weight: Tensor, *, for_grad_input: bool, **windows: Any) -> Tensor:
+    def packed(self, weight: Tensor, windows: Sequence[int], *, for_grad_input: bool) -> Tensor:
         """What `int8_pack_weight` makes of a weight, from the last time where the weight is the same.
 
         Args:
             weight: of one byte an element, as the layer has it: a view is known by what it is a view of.
-            for_grad_input, windows: see `int8_pack_weight`.
+            windows: stride, padding, dilation and groups, see `windows_of`.
+            for_grad_input: see `int8_pack_weight`.
         """
         base = weight if weight._base is None else weight._base
         if base.is_inference():
-            return int8_pack_weight(weight.view(torch.int8), for_grad_input=for_grad_input, **windows)
-        key, state = (id(base), for_grad_input), (base._version, base.data_ptr())
+            return _packed(weight, windows, for_grad_input)
+        key, state = (id(base), for_grad_input, tuple(windows)), (base._version, base.data_ptr())
         kept = self._kept.pop(key, None)
         if kept is not None and kept[0]() is base and kept[1] == state:
             self._kept[key] = kept
             self.reused_count += 1
             return kept[2]
-        packed = int8_pack_weight(weight.view(torch.int8), for_grad_input=for_grad_input, **windows)
+        packed = _packed(weight, windows, for_grad_input)
         self.packed_count += 1
         if kept is None:
             self._forget_dead()
@@ -93,8 +99,8 @@ class PackedWeights:
 class _PackedForEachCall(PackedWeights):
     """Keeps nothing."""
 
-    def packed(self, weight: Tensor, *, for_grad_input: bool, **windows: Any) -> Tensor:
-        return int8_pack_weight(weight.view(torch.int8), for_grad_input=for_grad_input, **windows)
+    def packed(self, weight: Tensor, windows: Sequence[int], *, for_grad_input: bool) -> Tensor:
+        return _packed(weight, windows, for_grad_input)
 
 
 # Operators take tensors and numbers; this is how one of the objects is found by its number.

@@ -68,30 +68,32 @@ struct Workspace {
   static constexpr int64_t kSums = (kMostRows + kSlackRows) * kCachedColumns;
 };
 
-int64_t columns_at_once(const Table& kernels) {
-  return kernels.sums_at_once == 0 ? kCachedColumns : std::min(kCachedColumns, kernels.sums_at_once / kSlackRows);
-}
-
 // What a correlation says of its sizes, divided once rather than for every block.
 struct Sizes {
+  const Table& kernels;
   int64_t depth;
   int64_t chunk;
   int64_t left_row_bytes;
   int64_t panels;
   int64_t panel_bytes;
   int64_t group_bytes;
-  int64_t panels_at_once;
   bool wide;
+  // A few rows are finished after the other, see Table::sums_at_once: not of rows that overlap, whose depth is never
+  // small, nor of a depth in chunks.
+  bool in_turn;
+  int64_t panels_at_once;
 
-  explicit Sizes(const Correlation& part)
-      : depth(part.depth()),
+  Sizes(const Correlation& part, bool padded)
+      : kernels(part.kernels()),
+        depth(part.depth()),
         chunk(part.chunk()),
         left_row_bytes(part.left_row_bytes()),
         panels(part.panels()),
         panel_bytes(part.panel_bytes()),
         group_bytes(part.group_bytes()),
-        panels_at_once(columns_at_once(part.kernels()) / kPanelColumns),
-        wide(part.wide()) {}
+        wide(part.wide()),
+        in_turn(kernels.sums_at_once > 0 && chunk >= depth && !padded),
+        panels_at_once((in_turn ? kernels.sums_at_once / kSlackRows : kCachedColumns) / kPanelColumns) {}
 };
 
 struct Task {
@@ -138,10 +140,10 @@ struct Task {
       const Workspace& own) const {
     const bool has_narrow_terms = results.has_terms() && !sizes.wide;
     const auto terms = has_narrow_terms ? results.terms_of<int32_t>(panels) : std::array<int32_t, kCachedColumns>{};
-    const bool starts = has_narrow_terms && part.kernels().starts_sums;
+    const bool starts = has_narrow_terms && sizes.kernels.starts_sums;
     const int32_t* const start = starts ? terms.data() : nullptr;
     const int32_t* const added = has_narrow_terms && !starts ? terms.data() : nullptr;
-    if (part.kernels().sums_at_once > 0 && sizes.chunk >= sizes.depth && !padded) {
+    if (sizes.in_turn) {
       if (gathers) {
         left = gather(panels.group, {0, sizes.depth}, rows, own.left);
       }
@@ -166,7 +168,7 @@ struct Task {
                   : results.finish_sums(own.sums, added, panels, rows.count(), places.data());
   }
 
-  // A few rows after the other, each with the whole depth, see Table::sums_at_once.
+  // See Sizes::in_turn.
   float finish_in_turn(
       const Left& left,
       const Panels& panels,
@@ -175,7 +177,7 @@ struct Task {
       const int32_t* added,
       const Places& places,
       const Workspace& own) const {
-    const int64_t at_once = part.kernels().sums_at_once / panels.columns() / kSlackRows * kSlackRows;
+    const int64_t at_once = sizes.kernels.sums_at_once / panels.columns() / kSlackRows * kSlackRows;
     float largest = 0;
     for (int64_t row = 0; row < rows; row += at_once) {
       const int64_t some = std::min(at_once, rows - row);
@@ -244,15 +246,15 @@ struct Task {
       int64_t rows,
       const int32_t* start,
       int32_t* sums) const {
-    part.kernels().multiply(
+    sizes.kernels.multiply(
         {left.data,
          left.row_bytes,
          kStepBytes,
          rows,
-         panels.packed + part.kernels().steps(depth.first) * kPanelStepBytes,
+         panels.packed + sizes.kernels.steps(depth.first) * kPanelStepBytes,
          sizes.panel_bytes,
          panels.count,
-         part.kernels().steps(depth.count),
+         sizes.kernels.steps(depth.count),
          sums,
          panels.columns(),
          depth.first > 0 && !sizes.wide,
@@ -316,7 +318,7 @@ float run_pass(
     const Blocks blocks(conv, part, how, packs, threads.count);
     const PanelSums results(conv, part, source, target, how);
     const int64_t pixels = conv.batch * part.rows.outputs * part.columns.outputs;
-    const Task task{conv, part, Sizes(part), source, target, weights, pixels, blocks.padded, results};
+    const Task task{conv, part, Sizes(part, blocks.padded), source, target, weights, pixels, blocks.padded, results};
     // Few rows are shared out by columns, but not within a byte of a mask.
     const bool by_columns = blocks.count() < threads.count && (how.mask == nullptr || part.target_depth % 8 == 0);
     const int64_t cuts = by_columns ? std::min(part.panels(), threads.count) : 1;

@@ -120,8 +120,8 @@ struct Table {
   bool starts_sums = false;
   // Whether rows of the left operand may lie in segments, see Product, and overlap: only a set that needs no packing.
   bool left_in_segments = false;
-  // Where writing sums is much of the work: how many are written before they are finished, so that they stay in the first
-  // cache; a multiple of kSlackRows * kPanelColumns. 0 where a block's are written at once.
+  // Where writing sums takes longer than few terms' products: how many are written before they are finished, so that
+  // they stay in the first cache; a multiple of kSlackRows * kPanelColumns. 0 where a block's are written first.
   int64_t sums_at_once = 0;
   // What a thread does before its products and after them, or null.
   void (*begin)() = nullptr;
