@@ -153,14 +153,15 @@ Rescaling rescaling(
       " output channels");
   const Tensor dense = as_contiguous(scale);
   const auto* const values = static_cast<const float*>(dense.const_data_ptr());
-  return rescaling(name, result, std::vector<float>(values, values + scale.numel()), channels_are_rows);
+  return rescaling(name, result, std::vector<float>(values, values + scale.numel()), channels_are_rows, argument);
 }
 
-Rescaling rescaling(const char* name, Result result, std::vector<float> multipliers, bool channels_are_rows) {
+Rescaling rescaling(
+    const char* name, Result result, std::vector<float> multipliers, bool channels_are_rows, const char* argument) {
   Rescaling made;
   made.multipliers = std::move(multipliers);
   for (const float value : made.multipliers) {
-    STD_TORCH_CHECK(std::isfinite(value), name, ": scale must be finite");
+    STD_TORCH_CHECK(std::isfinite(value), name, ": ", argument, " must be finite");
   }
   made.finish.result = result;
   made.finish.multipliers = made.multipliers.data();
@@ -204,7 +205,7 @@ Tensor packed_for(
         packed->is_cpu() && packed->scalar_type() == ScalarType::Byte && packed->dim() == 1 &&
             packed->numel() == bytes && packed->stride(0) == 1 &&
             std::memcmp(packed->const_data_ptr(), &tag, sizeof(tag)) == 0,
-        "int8_conv2d: packed is not what int8_pack_weight made of this weight for this pass");
+        "int8_conv2d: packed is not what int8_pack_weight made of such a weight for this pass and these windows");
     return *packed;
   }
   Tensor result = empty_flat(bytes, ScalarType::Byte, weight);

@@ -129,7 +129,12 @@ Rescaling rescaling(
     int64_t channels,
     bool channels_are_rows,
     const char* argument = "scale");
-Rescaling rescaling(const char* name, Result result, std::vector<float> multipliers, bool channels_are_rows);
+Rescaling rescaling(
+    const char* name,
+    Result result,
+    std::vector<float> multipliers,
+    bool channels_are_rows,
+    const char* argument = "scale");
 void set_rounding(const char* name, int64_t rounding, int64_t seed, Rescaling& made);
 void set_range(const char* name, int64_t zero_point, int64_t low, int64_t high, Finish& finish);
 

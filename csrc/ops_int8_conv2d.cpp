@@ -1,5 +1,7 @@
 // Convolutions of int8 tensors, see kernels/int8. Shapes for tracing are registered in torch_odt/ops.
 
+#include <cstdlib>
+#include <limits>
 #include <optional>
 #include <tuple>
 #include <utility>
@@ -15,6 +17,7 @@ using namespace torch_odt;
 
 constexpr char kScaled[] = "int8_conv2d_scaled";
 constexpr char kQuantized[] = "int8_conv2d_quantized";
+constexpr int64_t kMostProduct = 255 * 128; // of a difference from a zero point and a weight
 
 Tensor pack(
     const Tensor& weight,
@@ -43,11 +46,32 @@ struct Bias {
         ": bias must be an int32 CPU tensor with one number for each output channel");
     if (bias) {
       dense = as_contiguous(*bias);
+      check_room(name, conv);
     }
   }
 
   const int32_t* numbers() const {
     return dense ? static_cast<const int32_t*>(dense->const_data_ptr()) : nullptr;
+  }
+
+ private:
+  // int32 has to hold sums with it, whatever they are; longer sums are added up in 64 bits.
+  void check_room(const char* name, const Conv2d& conv) const {
+    const int64_t terms = conv.taps() * conv.in_depth();
+    if (terms > kernels::int8::kMostDepth) {
+      return;
+    }
+    const int64_t most = std::numeric_limits<int32_t>::max() - terms * kMostProduct;
+    for (int64_t i = 0; i < conv.out_channels; ++i) {
+      STD_TORCH_CHECK(
+          std::abs(int64_t{numbers()[i]}) <= most,
+          name,
+          ": bias must be from -",
+          most,
+          " to ",
+          most,
+          ", so that int32 holds every sum with it");
+    }
   }
 };
 

@@ -291,6 +291,18 @@ def test_windows_that_are_none_are_named(windows: dict[str, Any], error: type[Ex
         ops.int8_conv2d(x, kernel, **windows)
 
 
+@pytest.mark.parametrize("sign", [-1, 1])
+def test_a_bias_leaves_room_for_the_sums(sign: int) -> None:
+    image = torch.full((1, 3, 1, 1), -128 if sign > 0 else 127, dtype=torch.int8)
+    weight, scale = torch.full((1, 3, 1, 1), -128, dtype=torch.int8), torch.tensor([1.0])
+    most = 2**31 - 1 - 3 * 255 * 128
+    bias = torch.tensor([sign * most], dtype=torch.int32)
+    expected = sign * most + int((image.long() * weight.long()).sum())
+    assert ops.int8_conv2d_scaled(image, weight, scale, bias).item() == float(torch.tensor(expected).float())
+    with pytest.raises(RuntimeError, match=f"bias must be from -{most} to {most}"):
+        ops.int8_conv2d_scaled(image, weight, scale, bias + sign)
+
+
 def test_windows_are_looked_at_while_tracing() -> None:
     x = torch.zeros(1, 4, 5, 5, dtype=torch.int8, device="meta")
     with pytest.raises(RuntimeError, match="stride"):

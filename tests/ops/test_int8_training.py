@@ -87,6 +87,14 @@ def test_bad_input_is_named(bad: Tensor) -> None:
         int8_training_conv2d(bad, torch.randn(4, 3, 1, 1))
 
 
+@pytest.mark.parametrize("bias", [torch.zeros(4, 1, 1), torch.zeros(1), torch.zeros(4, dtype=torch.float64)])
+def test_a_bias_of_another_kind_is_named(bias: Tensor) -> None:
+    with pytest.raises(RuntimeError, match=r"bias must be float32 of shape \(4,\), not"):
+        int8_training_conv2d(torch.randn(1, 3, 2, 2), torch.randn(4, 3, 1, 1), bias)
+    with pytest.raises(RuntimeError, match="must have 4 dimensions, not 3 and 4"):
+        int8_training_conv2d(torch.randn(3, 2, 2), torch.randn(4, 3, 1, 1))
+
+
 def losses_of(in_int8: bool) -> list[float]:
     """Two layers learn which half of a picture is brighter."""
     torch.manual_seed(0)

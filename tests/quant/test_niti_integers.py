@@ -203,7 +203,7 @@ def test_wrong_tensors_are_named() -> None:
         run(exponent=torch.zeros(2))
     with pytest.raises(RuntimeError, match="state must be a contiguous float64"):
         run(state=torch.zeros(10))
-    with pytest.raises(RuntimeError, match="packed is not what int8_pack_weight made of this weight for this pass"):
+    with pytest.raises(RuntimeError, match="packed is not what int8_pack_weight made of such a weight for this pass"):
         run(packed=torch.ops.torch_odt.int8_pack_weight(as_int8(tensors[2]), numbers_of(geometry), True))
     with pytest.raises(RuntimeError, match="bias must be contiguous mantissas"):
         run(bias=torch.zeros(outputs))

@@ -92,7 +92,8 @@ def int8_conv2d_scaled(
     Args:
         input, weight, packed, input_zero_point, stride, padding, dilation, groups: see `int8_conv2d`.
         scale: float32, one number or one for each output channel: the input's scale times the weight's.
-        bias: int32 of shape (out_channels,), in units of the sums, or None; int32 has to hold the sums with it.
+        bias: int32 of shape (out_channels,), in units of the sums, or None; so small that int32 holds every sum of that
+            many terms with it.
 
     Returns:
         float32 of shape (N, out_channels, H', W'), in torch.channels_last.

@@ -24,7 +24,8 @@ def int8_pack_weight(
     """Packs a convolution's weight for the argument `packed`.
 
     When to choose it: for a weight that is used more than once before it changes; `PackedInt8Weight` keeps the result
-    and notices changes. The bytes depend on the instruction set in use: they are not to be stored.
+    and notices changes. The bytes depend on the instruction set in use: they are not to be stored. An operator notices
+    what was packed for other shapes or windows, but not what was packed of another weight of the same shape.
 
     Args:
         weight: int8 of shape (out_channels, in_channels / groups, rows, columns).
@@ -57,7 +58,11 @@ class PackedInt8Weight:
         weight, stride, padding, dilation, groups: see `int8_pack_weight`.
 
     Example:
-        >>> cached = PackedInt8Weight(torch.ones(1, 2, 1, 1, dtype=torch.int8))
+        >>> from torch_odt.ops import int8_conv2d
+        >>> weight = torch.ones(1, 2, 1, 1, dtype=torch.int8)
+        >>> cached = PackedInt8Weight(weight)
+        >>> int8_conv2d(weight, weight, packed=cached.for_forward()).item()
+        2
         >>> cached.for_forward() is cached.for_forward()
         True
     """

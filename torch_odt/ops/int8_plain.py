@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 MOST_TERMS = 1 << 24  # of a sum
+MOST_DEPTH = 65535  # of one that int32 holds
 MOST_GEOMETRY = 1 << 30  # of strides and their kin, whose products 64 bits hold
 LOW_WORD = 0xFFFFFFFF
 FIRST_FACTOR, SECOND_FACTOR, GOLDEN = 0x7FEB352D, 0x846CA68B, 0x9E3779B9
@@ -92,6 +93,16 @@ def check_channels(name: str, weight: Tensor, channels: int, groups: int) -> Non
         )
 
 
+def check_bias(name: str, bias: Tensor | None, channels: int, terms: int) -> None:
+    if bias is None:
+        return
+    if bias.dtype != torch.int32 or bias.shape != (channels,):
+        raise RuntimeError(f"{name}: bias must be an int32 CPU tensor with one number for each output channel")
+    most = 2**31 - 1 - terms * 255 * 128
+    if terms <= MOST_DEPTH and channels and int(bias.abs().max()) > most:
+        raise RuntimeError(f"{name}: bias must be from -{most} to {most}, so that int32 holds every sum with it")
+
+
 def forward_sums(
     name: str, input: Tensor, weight: Tensor, bias: Tensor | None, zero_point: int, geometry: Geometry
 ) -> Tensor:
@@ -100,7 +111,9 @@ def forward_sums(
     check_channels(name, weight, input.shape[1], geometry.groups)
     out = geometry.output_size(name, input.shape[2:], weight.shape[2:])
     check_zero_point(name, zero_point)
-    check_terms(name, weight[0].numel() if weight.shape[0] else 0)
+    terms_each = weight.shape[1] * weight.shape[2] * weight.shape[3]
+    check_terms(name, terms_each if weight.shape[0] else 0)
+    check_bias(name, bias, weight.shape[0], terms_each)
     if not weight.numel():
         empty = torch.zeros(input.shape[0], weight.shape[0], *out, dtype=torch.int64)
         return empty if bias is None else empty + bias[:, None, None]

@@ -28,15 +28,16 @@ def int8_training_conv2d(
     """A convolution whose products are int8 times int8, forward and backward; it keeps int8 for the backward pass.
 
     When to choose it: to train a layer in a quarter of its activations' bytes, and in less time where the processor has
-    dot products of bytes. The result is not that of float32: each tensor is rounded to 255 steps between its largest
-    absolute value and that with a minus sign; the output's gradient is rounded stochastically, so that it is right on
-    average.
+    dot products of bytes and the layer is large; a small one takes longer than in float32, because tensors are rounded
+    in Python. `odt.quant.convert_` and `odt.quant.niti_` round in their kernels. The result is not that of float32: each
+    tensor is rounded to 255 steps between its largest absolute value and that with a minus sign; the output's gradient
+    is rounded stochastically, so that it is right on average.
 
     Args:
         input: float32 of shape (N, C, H, W).
         weight: float32 of shape (out_channels, C / groups, rows, columns).
         bias: float32 of shape (out_channels,), or None; added in float32.
-        stride, padding, dilation, groups: as in `torch.nn.Conv2d`.
+        stride, padding, dilation, groups: as in `torch.nn.Conv2d`, in numbers.
         seed: of the gradient's rounding: give each step its own.
 
     Returns:
@@ -52,6 +53,15 @@ def int8_training_conv2d(
         >>> round(output.item(), 1), weight.grad.flatten()
         (1.5, tensor([1., 1.]))
     """
+    if input.dim() != 4 or weight.dim() != 4:
+        raise RuntimeError(
+            f"int8_training_conv2d: input and weight must have 4 dimensions, not {input.dim()} and {weight.dim()}"
+        )
+    if bias is not None and (bias.dtype != torch.float32 or bias.shape != weight.shape[:1]):
+        raise RuntimeError(
+            f"int8_training_conv2d: bias must be float32 of shape ({weight.shape[0]},), not {bias.dtype} of shape "
+            f"{tuple(bias.shape)}"
+        )
     output: Tensor = _forward(input, weight, pair(stride), pair(padding), pair(dilation), groups, seed)[0]
     return output if bias is None else output + bias[:, None, None]
 
