@@ -29,9 +29,9 @@ def int8_training_conv2d(
 
     When to choose it: to train a layer in a quarter of its activations' bytes, and in less time where the processor has
     dot products of bytes and the layer is large; a small one takes longer than in float32, because tensors are rounded
-    in Python. `odt.quant.convert_` and `odt.quant.niti_` round in their kernels. The result is not that of float32: each
-    tensor is rounded to 255 steps between its largest absolute value and that with a minus sign; the output's gradient
-    is rounded stochastically, so that it is right on average.
+    in Python. `odt.quant.convert_` and `odt.quant.niti_` round in their kernels. The result is not that of float32:
+    each tensor is rounded to 255 steps between its largest absolute value and that with a minus sign; the output's
+    gradient is rounded stochastically, so that it is right on average.
 
     Args:
         input: float32 of shape (N, C, H, W).
