@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_odt.ops.int8_arguments import ROUNDINGS, WINDOWS, number_of, windows_of
+from torch_odt.ops.int8_arguments import ROUNDINGS, WINDOWS, number_of
 from torch_odt.ops.int8_plain import Geometry
 from torch_odt.ops.registration import register, register_gradient
 from torch_odt.quant.niti_convolution import convolve, pass_back
@@ -32,7 +32,7 @@ from torch_odt.quant.niti_passes import (
 
 
 def niti_layer(
-    input: Tensor, exponent: Tensor | None, tensors: tuple[Any, ...], how: How, windows: tuple[Any, ...]
+    input: Tensor, exponent: Tensor | None, tensors: tuple[Any, ...], how: How, windows: Sequence[int]
 ) -> Convolved:
     """A convolution of mantissas, or of float32 that is quantised first.
 
@@ -43,7 +43,7 @@ def niti_layer(
             the output's rescaling, float64 of shape (WIDTH,), and of those of the input's and the weight's gradient, of
             shape (2, WIDTH); and what is left of a weight's gradient in bits, int64 of shape (1,).
         how: without `packs`.
-        windows: stride, padding, dilation and groups.
+        windows: stride, padding, dilation and groups, see `windows_of`.
 
     Raises:
         RuntimeError: a number of a float32 input is not finite, or a tensor is of another shape or dtype.
@@ -51,7 +51,7 @@ def niti_layer(
     return Convolved(
         *torch.ops.torch_odt.niti_layer.default(
             input, exponent, *tensors, how.to_float, how.relu, how.ceiling, number_of(how.rounding), how.part_bytes,
-            how.training, None, windows_of(*windows),
+            how.training, None, windows,
         )
     )  # fmt: skip
 

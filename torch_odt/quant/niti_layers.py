@@ -17,6 +17,7 @@ from torch_odt.quant.packed_weights import PackedWeights
 from torch_odt.quant.rescaling import Rescaling
 
 MOST_GRADIENT_BITS, LEAST_GRADIENT_BITS = 7, -8
+POINTWISE = windows_of(1, 0, 1, 1)
 
 
 class NitiLayer(nn.Module):
@@ -102,7 +103,7 @@ class NitiLayer(nn.Module):
         names = ("output", "input gradient", "weight gradient")
         return {name: Rescaling.of(row) for name, row in zip(names, rows, strict=True)}
 
-    def _convolve(self, x: Scaled | Tensor, weight: Tensor, *windows: Any) -> Scaled | Tensor:
+    def _convolve(self, x: Scaled | Tensor, weight: Tensor, windows: tuple[int, ...]) -> Scaled | Tensor:
         how = How(
             self.to_float, self.relu and not self.to_float, self.ceiling, self.rounding, self.part_bytes,
             0 if self.packs is None else self.packs.number, self.training,
@@ -113,8 +114,7 @@ class NitiLayer(nn.Module):
         )  # fmt: skip
         input, exponent = (x, None) if isinstance(x, Tensor) else x
         if how.packs:
-            numbers = list(windows_of(*windows))
-            made = Convolved(*niti_packed_layer(input, exponent, *tensors, how.numbers(), how.ceiling, numbers))
+            made = Convolved(*niti_packed_layer(input, exponent, *tensors, how.numbers(), how.ceiling, windows))
         else:
             made = niti_layer(input, exponent, tensors, how, windows)
         if self.training and not self.to_float:
@@ -144,10 +144,10 @@ class NitiConv2d(NitiLayer):
         super().__init__(layer, **options)
         if isinstance(layer.padding, str):
             raise ValueError(f"padding={layer.padding!r} is not known to the int8 kernels")
-        self.windows = (list(layer.stride), list(layer.padding), list(layer.dilation), layer.groups)
+        self.windows = windows_of(layer.stride, layer.padding, layer.dilation, layer.groups)
 
     def forward(self, x: Scaled | Tensor) -> Scaled | Tensor:
-        return self._convolve(x, self.weight, *self.windows)
+        return self._convolve(x, self.weight, self.windows)
 
 
 class NitiLinear(NitiLayer):
@@ -158,10 +158,10 @@ class NitiLinear(NitiLayer):
 
     def forward(self, x: Scaled | Tensor) -> Scaled | Tensor:
         if isinstance(x, Tensor):
-            found = self._convolve(_pixel(x), _pixel(self.weight), [1, 1], [0, 0], [1, 1], 1)
+            found = self._convolve(_pixel(x), _pixel(self.weight), POINTWISE)
         else:
             pixel = Scaled(_pixel(x.mantissas), x.exponent)
-            found = self._convolve(pixel, _pixel(self.weight), [1, 1], [0, 0], [1, 1], 1)
+            found = self._convolve(pixel, _pixel(self.weight), POINTWISE)
         if isinstance(found, Tensor):
             return found.flatten(1)
         return Scaled(found.mantissas.flatten(1), found.exponent)
