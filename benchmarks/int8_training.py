@@ -16,10 +16,11 @@ Each way trains the same network with its own kind of SGD, without momentum:
 
 A cell is a network at a batch on a set, to which torch is kept as well. In it each way has a process of its own, so
 that none works with the free memory that another one left. Bytes: its highest resident size of some steps above the
-level with the model and its batch in memory, with glibc's defaults, which keep much of what was freed, and in a second
-process with a malloc that gives it back (`memory.tune_malloc`). Seconds: the processes take turns of some steps, on the
-process's clock and the wall's; of each the least. The ratios are of the process's with one thread, to which other
-programs add little, and of the wall's with more; see PROMISED_SPEED and its kin; exits with 1 where one is not kept.
+level with the model and its batches in memory, with glibc's defaults, which keep much of what was freed, and in a
+second process with a malloc that gives it back (`memory.tune_malloc`). Seconds: the processes take turns of some steps,
+on the process's clock and the wall's; of each the median of the turns' means, since some steps of `niti_` look at
+scales and others do not. The ratios are of the process's with one thread, to which other programs add little, and of
+the wall's with more; see PROMISED_SPEED and its kin; exits with 1 where one is not kept.
 """
 
 from __future__ import annotations
@@ -32,22 +33,23 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
 from frontier import describe_machine
 from instruction_sets import SETS, environment_of, require_set, sets_here
-from int8_training_ways import EAGER, INT8, MODELS, Step, batch_of, make_step, network, ways_on
+from int8_training_ways import EAGER, INT8, MODELS, Step, batches_of, make_step, network, ways_on
 from process_memory import reset_high_water_mark, settle, status
 from torch.profiler import ProfilerActivity, profile
 
 from torch_odt import memory
 
 MIB = 1 << 20
-WARM_UP_STEPS = 3
+WARM_UP_STEPS = 10  # scales are looked at in each of the first ones
 MEMORY_STEPS = 3
 TURN_SECONDS = 0.4
-FEWEST_STEPS = 2  # of a turn; the first one finds the caches full of others' numbers
+FEWEST_STEPS = 2  # of a turn that count
 FEWEST_ROUNDS = 3
 # Eager's seconds over int8's by set, bf16's over int8's, and eager's bytes over int8's: in every cell.
 PROMISED_SPEED = {"avx512_vnni": 3.0, "amx": 5.0}
@@ -145,7 +147,7 @@ class Worker:
         return json.loads(line)
 
     def turn(self) -> dict[str, float]:
-        """The least seconds of a step in a turn, by clock."""
+        """The seconds of a step in a turn, by clock."""
         print(file=self._process.stdin, flush=True)
         found: dict[str, float] = self.answer()
         return found
@@ -156,10 +158,10 @@ class Worker:
 
 
 def measured(cell: Cell, seconds: float) -> Cell:
-    """Bytes of a step by way, and its least seconds by way and clock."""
+    """Bytes of a step by way, and its seconds by way and clock."""
     bytes_: dict[str, int] = {}
     tuned: dict[str, int] = {}
-    least: dict[str, dict[str, float]] = {}
+    turns: dict[str, list[dict[str, float]]] = {}
     with ExitStack() as stack:
         workers: dict[str, Worker] = {}
         for way in ways_on(cell["set"]):
@@ -172,9 +174,9 @@ def measured(cell: Cell, seconds: float) -> Cell:
         while rounds < FEWEST_ROUNDS or time.perf_counter() - began < seconds:
             rounds += 1
             for way, worker in workers.items():
-                taken = worker.turn()
-                least[way] = {clock: min(taken[clock], least.get(way, taken)[clock]) for clock in taken}
-    return {"seconds": least, "bytes": bytes_, "tuned bytes": tuned}
+                turns.setdefault(way, []).append(worker.turn())
+    taken = {way: {clock: median(turn[clock] for turn in of) for clock in of[0]} for way, of in turns.items()}
+    return {"seconds": taken, "bytes": bytes_, "tuned bytes": tuned}
 
 
 def work(options: argparse.Namespace) -> None:
@@ -184,8 +186,9 @@ def work(options: argparse.Namespace) -> None:
     task, _, way = options.worker.partition(" of ")
     if task == "tuned" and not memory.tune_malloc():
         raise SystemExit("the C library is not glibc, or torch_odt has no compiled parts")
-    images, labels = batch_of(options.batches[0], options.pixels[0])
-    step = make_step(way, network(options.models[0], images), images, labels)
+    batches = batches_of(options.batches[0], options.pixels[0])
+    images = batches[0][0]
+    step = make_step(way, network(options.models[0], images), batches)
     settle()
     level = status()["VmRSS"]
     for _ in range(WARM_UP_STEPS):
@@ -196,7 +199,7 @@ def work(options: argparse.Namespace) -> None:
     print(json.dumps(bytes_above(level, step)), flush=True)
     # Each line asks for a turn.
     for _ in sys.stdin:
-        print(json.dumps(least_of_turn(step)), flush=True)
+        print(json.dumps(mean_of_turn(step)), flush=True)
 
 
 def bytes_above(level: int, step: Step) -> int:
@@ -208,16 +211,13 @@ def bytes_above(level: int, step: Step) -> int:
     return status()["VmHWM"] - level
 
 
-def least_of_turn(step: Step) -> dict[str, float]:
-    least = {"processor": float("inf"), "wall": float("inf")}
-    steps, began = 0, time.perf_counter()
-    while steps < FEWEST_STEPS or time.perf_counter() - began < TURN_SECONDS:
+def mean_of_turn(step: Step) -> dict[str, float]:
+    step()  # finds the caches full of others' numbers
+    steps, processor, wall = 0, time.process_time(), time.perf_counter()
+    while steps < FEWEST_STEPS or time.perf_counter() - wall < TURN_SECONDS:
         steps += 1
-        processor, wall = time.process_time(), time.perf_counter()
         step()
-        taken = {"processor": time.process_time() - processor, "wall": time.perf_counter() - wall}
-        least = {clock: min(least[clock], taken[clock]) for clock in taken}
-    return least
+    return {"processor": (time.process_time() - processor) / steps, "wall": (time.perf_counter() - wall) / steps}
 
 
 def print_operators(step: Step, title: str) -> None:

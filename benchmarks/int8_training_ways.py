@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import cycle
 
 import torch
 import torch.nn.functional as F
@@ -14,8 +15,13 @@ MODELS = ("mobilenet_v2", "resnet18", "vgg11")
 EAGER = ("eager contiguous", "eager channels_last")
 INT8 = ("qas", "niti")
 CLASSES = 10
+# Batches that are trained in turn: one alone is soon learnt by heart, and its gradients vanish.
+BATCHES = 8
+# NITI's rate, at which losses of all networks fall; at 2^3 times it they do not, and scales change in most steps.
+GRADIENT_BITS = -2
 
 Step = Callable[[], None]
+Batch = tuple[Tensor, Tensor]
 
 
 def ways_on(used: str) -> list[str]:
@@ -38,17 +44,22 @@ def network(name: str, images: Tensor) -> nn.Module:
     return model.train()
 
 
-def batch_of(batch: int, pixels: int) -> tuple[Tensor, Tensor]:
+def batches_of(batch: int, pixels: int) -> list[Batch]:
     generator = torch.Generator().manual_seed(1)
-    images = torch.randn(batch, 3, pixels, pixels, generator=generator)
-    return images, torch.randint(CLASSES, (batch,), generator=generator)
+    return [
+        (
+            torch.randn(batch, 3, pixels, pixels, generator=generator),
+            torch.randint(CLASSES, (batch,), generator=generator),
+        )
+        for _ in range(BATCHES)
+    ]
 
 
-def make_step(way: str, model: nn.Module, images: Tensor, labels: Tensor) -> Step:
-    """A training step; the model is used up."""
+def make_step(way: str, model: nn.Module, batches: list[Batch]) -> Step:
+    """A training step, of the batches in turn; the model is used up."""
     loss_fn: Callable[..., Tensor] = F.cross_entropy
     if way != "eager contiguous":
-        images = images.contiguous(memory_format=torch.channels_last)
+        batches = [(images.contiguous(memory_format=torch.channels_last), labels) for images, labels in batches]
     if way in ("eager channels_last", "bf16"):
         model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     if way == "folded":
@@ -57,18 +68,21 @@ def make_step(way: str, model: nn.Module, images: Tensor, labels: Tensor) -> Ste
     if way == "qas":
         from torch_odt.quant import convert_, train_int8_
 
-        convert_(model.eval(), [images], qas=True)
+        convert_(model.eval(), [images for images, _ in batches], qas=True)
         optimizer = torch.optim.SGD(model.train().parameters(), lr=0.001)
         train_int8_(model, optimizer, in_backward=True)
     elif way == "niti":
         from torch_odt.quant import NitiSGD, niti_, niti_cross_entropy
 
-        niti_(model, batch_norm="fold", gradient_bits=1)
+        niti_(model, batch_norm="fold", gradient_bits=GRADIENT_BITS)
         optimizer, loss_fn = NitiSGD(model, lr=0.001, in_backward=True), niti_cross_entropy
     else:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.001)
 
+    in_turn = cycle(batches)
+
     def step() -> None:
+        images, labels = next(in_turn)
         optimizer.zero_grad()
         with torch.autocast("cpu", torch.bfloat16, enabled=way == "bf16"):
             loss = loss_fn(model(images), labels)

@@ -163,6 +163,7 @@ Tensor slot_of(const Pair& sizes, const Tensor& like);
 // Of an update of an int8 weight in place: its seed and the number of updates, or how many weights were clamped; weights
 // and what they become, checked; and what rounding draws from.
 int64_t* counters_of(const char* name, Tensor& tensor, int64_t count, const char* argument);
+void check_update(const char* name, const Tensor& weight);
 void check_update(const char* name, const Tensor& weight, const Tensor& floats, const char* argument);
 uint64_t update_seed(const int64_t* seed_and_updates);
 
@@ -202,6 +203,24 @@ Tensor int8_conv2d_grad_weight_scaled(
     Numbers scale,
     int64_t input_zero_point,
     const Pair& kernel_size,
+    const Sizes& windows);
+
+// Gradient descent of a weight, see kernels/int8/descent.h.
+struct Descending {
+  float rate;
+  float decay;
+  uint64_t seed;
+  int64_t* clamped; // to which is added
+};
+
+// The weight's gradient is taken off the weight as int8_descend_ does it, and is never stored.
+void int8_conv2d_descend_weight_(
+    Tensor weight,
+    const Tensor& grad_output,
+    const Tensor& input,
+    Numbers scale,
+    int64_t input_zero_point,
+    const Descending& how,
     const Sizes& windows);
 
 // What int8_quantize_gradient returns; tensors that were not asked for are empty.

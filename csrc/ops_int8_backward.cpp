@@ -16,13 +16,13 @@ namespace {
 
 using namespace torch_odt;
 using kernels::int8::grad_input;
-using kernels::int8::grad_input_packs_on_the_way;
 using kernels::int8::grad_weight;
 using kernels::int8::grad_weight_parts_are_independent;
 using kernels::int8::grad_weight_workspace_bytes;
 using kernels::int8::kManyWeights;
 using kernels::int8::pack_weight;
 using kernels::int8::packed_bytes;
+using kernels::int8::packs_on_the_way;
 using kernels::int8::workspace_bytes;
 
 constexpr char kName[] = "int8_conv2d_backward";
@@ -141,7 +141,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> conv2d_backward(
   to_weight.finish.output = of_weight.mutable_data_ptr();
   auto* const grad_bias = static_cast<int64_t*>(of_bias.mutable_data_ptr());
   const Threads threads = threads_for(conv);
-  const bool independent = grad_weight_parts_are_independent(conv, threads) && !grad_input_packs_on_the_way(conv);
+  const bool independent = grad_weight_parts_are_independent(conv, threads) && !packs_on_the_way(conv, Pass::grad_input);
   float largest = 0;
   if (threads.count > 1 && independent) {
     largest = run_together(conv, for_input, for_weight, to_input.finish, to_weight.finish, grad_bias, threads);

@@ -1,5 +1,7 @@
 // The gradients of int8 convolutions, see kernels/int8. Shapes for tracing are registered in torch_odt/ops.
 
+#include <algorithm>
+#include <cmath>
 #include <optional>
 #include <tuple>
 #include <utility>
@@ -7,6 +9,7 @@
 
 #include <torch/csrc/stable/library.h>
 
+#include "kernels/int8/descent.h"
 #include "ops_int8_gradients.h"
 
 namespace {
@@ -15,6 +18,7 @@ using namespace torch_odt;
 
 constexpr char kGradInputScaled[] = "int8_conv2d_grad_input_scaled";
 constexpr char kGradWeightScaled[] = "int8_conv2d_grad_weight_scaled";
+constexpr char kDescend[] = "int8_layer_descend_";
 
 Tensor conv2d_grad_input(
     const Tensor& grad_output,
@@ -114,14 +118,7 @@ Tensor conv2d_update_weight_(
       name,
       ": weight must be an int8 or float32 CPU tensor of 4 dimensions");
   const Conv2d conv = arguments.conv({weight.size(2), weight.size(3)});
-  STD_TORCH_CHECK(
-      weight.size(0) == conv.out_channels && weight.size(1) == conv.in_depth(),
-      name,
-      ": weight must have the shape ",
-      conv.out_channels,
-      " x ",
-      conv.in_depth(),
-      " x rows x columns");
+  arguments.check_weight(conv, weight);
   const Tensor dense = channels_last(weight);
   STD_TORCH_CHECK(
       dense.const_data_ptr() == weight.const_data_ptr(),
@@ -166,6 +163,37 @@ Tensor int8_conv2d_grad_weight_scaled(
   std::vector<int64_t> sums(static_cast<size_t>(conv.out_channels));
   return arguments.scaled(
       conv, rescaling(kGradWeightScaled, Result::floats, std::move(scale), true), sums.data());
+}
+
+void int8_conv2d_descend_weight_(
+    Tensor weight,
+    const Tensor& grad_output,
+    const Tensor& input,
+    Numbers scale,
+    int64_t input_zero_point,
+    const Descending& how,
+    const Sizes& windows) {
+  constexpr float kMostTerm = 255 * 128;
+  const GradWeightArguments arguments{grad_output, input, input_zero_point, {kDescend, windows}};
+  const Conv2d conv = arguments.conv({weight.size(2), weight.size(3)});
+  arguments.check_weight(conv, weight);
+  Rescaling made = rescaling(kDescend, Result::descent, std::move(scale), true);
+  float most = 0;
+  for (const float multiplier : made.multipliers) {
+    most = std::max(most, std::abs(multiplier));
+  }
+  // Before a weight is changed; what the sums are is not known yet.
+  most *= static_cast<float>(conv.out_pixels()) * kMostTerm;
+  STD_TORCH_CHECK(
+      kernels::int8::descent_stays_finite(most, how.rate, how.decay),
+      "an update of int8 weights is not finite: the loss has diverged");
+  made.finish.output = weight.mutable_data_ptr();
+  made.finish.seed = how.seed;
+  made.finish.rate = how.rate;
+  made.finish.decay = how.decay;
+  made.finish.clamped = how.clamped;
+  std::vector<int64_t> sums(static_cast<size_t>(conv.out_channels));
+  arguments.run(conv, made.finish, sums.data());
 }
 
 } // namespace torch_odt

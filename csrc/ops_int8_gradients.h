@@ -45,10 +45,10 @@ struct GradInputArguments {
   float run(const Conv2d& conv, const Finish& finish) const {
     const Threads threads = threads_for(conv);
     const Tensor gradient = channels_last(grad_output);
-    if (!packed.has_value() && kernels::int8::grad_input_packs_on_the_way(conv)) {
+    if (!packed.has_value() && kernels::int8::packs_on_the_way(conv, Pass::grad_input)) {
       const Tensor dense = channels_last(weight);
       Tensor room = empty_flat(
-          kernels::int8::grad_input_packing_workspace_bytes(conv) * threads.count, ScalarType::Byte, grad_output);
+          kernels::int8::packing_workspace_bytes(conv, Pass::grad_input) * threads.count, ScalarType::Byte, grad_output);
       return kernels::int8::grad_input_packing(
           conv, bytes_of(gradient), bytes_of(dense), finish, threads, room.mutable_data_ptr());
     }
@@ -103,6 +103,17 @@ struct GradWeightArguments {
         " x ",
         conv.columns.output);
     return conv;
+  }
+
+  void check_weight(const Conv2d& conv, const Tensor& weight) const {
+    STD_TORCH_CHECK(
+        weight.size(0) == conv.out_channels && weight.size(1) == conv.in_depth(),
+        geometry.name,
+        ": weight must have the shape ",
+        conv.out_channels,
+        " x ",
+        conv.in_depth(),
+        " x rows x columns");
   }
 
   Pair weight_sizes(const Conv2d& conv) const {

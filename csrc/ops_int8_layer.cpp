@@ -16,6 +16,7 @@ namespace {
 using namespace torch_odt;
 
 constexpr char kName[] = "int8_layer";
+constexpr char kDescendName[] = "int8_layer_descend_";
 // int32 has to hold the sums with it.
 constexpr float kMostBias = 1073741824.0F;
 
@@ -132,6 +133,63 @@ Tensor layer_to_float(
   return shaped(output, output_sizes(values, output));
 }
 
+// What the gradients of a layer are computed from.
+struct LayerGradients {
+  const Tensor& weight;
+  const float* const scales;
+  const bool scales_gradients;
+  const Sizes& windows;
+  const RoundedGradient rounded;
+
+  LayerGradients(
+      const Tensor& gradient,
+      const std::optional<Tensor>& mask,
+      const Tensor& of_weight,
+      const Tensor& weight_scale,
+      bool for_input,
+      bool for_weight,
+      bool scales,
+      const Sizes& of_windows)
+      : weight(of_weight),
+        scales(floats_of(kName, weight_scale, of_weight.size(0), "weight_scale")),
+        scales_gradients(scales),
+        windows(of_windows),
+        rounded(int8_quantize_gradient(
+            image(gradient), mask, for_input ? std::optional<Tensor>(weight_scale) : std::nullopt, for_weight)) {}
+
+  // The gradient of what is counted in units of a real number is that of the real number times the unit; QAS divides by
+  // the unit's square.
+  float counted(float unit) const {
+    return scales_gradients ? 1 / unit : unit;
+  }
+
+  Tensor of_input(const Pair& input_shape) const {
+    const bool has_pixels = input_shape.size() == 4;
+    const Pair size = has_pixels ? Pair{input_shape[2], input_shape[3]} : Pair{1, 1};
+    const Tensor weights = image(weight);
+    return shaped(
+        int8_conv2d_grad_input_scaled(rounded.for_input, weights, rounded.input_step, size, windows), input_shape);
+  }
+
+  // What the sums of the weight's gradient are multiplied by.
+  Numbers weight_units(const Grid& from) const {
+    return for_channels(weight.size(0), [&](int64_t i) {
+      return rounded.weight_steps[static_cast<size_t>(i)] * from.step * counted(scales[i]);
+    });
+  }
+
+  Tensor of_bias(const Tensor& input_step) const {
+    const float unit = *floats_of(kName, input_step, 1, "input_step");
+    const int64_t channels = weight.size(0);
+    Tensor result = empty_flat(channels, ScalarType::Float, weight);
+    auto* const to = static_cast<float*>(result.mutable_data_ptr());
+    for (int64_t i = 0; i < channels; ++i) {
+      to[i] = rounded.sums[static_cast<size_t>(i)] * counted(unit * scales[i]);
+    }
+    return result;
+  }
+};
+
 std::tuple<Tensor, Tensor, Tensor> layer_backward(
     const Tensor& gradient,
     const std::optional<Tensor>& mask,
@@ -146,45 +204,55 @@ std::tuple<Tensor, Tensor, Tensor> layer_backward(
     bool for_bias,
     bool scales_gradients,
     const Sizes& windows) {
-  const int64_t channels = weight.size(0);
-  const float* const scales = floats_of(kName, weight_scale, channels, "weight_scale");
-  const RoundedGradient rounded = int8_quantize_gradient(
-      image(gradient), mask, for_input ? std::optional<Tensor>(weight_scale) : std::nullopt, for_weight);
+  const LayerGradients found(
+      gradient, mask, weight, weight_scale, for_input, for_weight, scales_gradients, windows);
   const auto made = [&](bool wanted, const auto& function) {
     return wanted ? function() : empty_flat(0, ScalarType::Float, gradient);
   };
-  const Tensor weights = image(weight);
-  // The gradient of what is counted in units of a real number is that of the real number times the unit; QAS divides by
-  // the unit's square.
-  const auto counted = [&](float unit) { return scales_gradients ? 1 / unit : unit; };
-  const Tensor of_input = made(for_input, [&] {
-    const bool has_pixels = input_shape.size() == 4;
-    const Pair size = has_pixels ? Pair{input_shape[2], input_shape[3]} : Pair{1, 1};
-    return shaped(
-        int8_conv2d_grad_input_scaled(
-            rounded.for_input, weights, rounded.input_step, size, windows),
-        input_shape);
-  });
+  const Tensor of_input = made(for_input, [&] { return found.of_input(input_shape); });
   const Tensor of_weight = made(for_weight, [&] {
     STD_TORCH_CHECK(values.has_value(), kName, ": the weight's gradient needs the input");
     const Grid from(kName, grid, "grid");
-    const Numbers& steps = rounded.weight_steps;
-    const auto scale = [&](int64_t i) { return steps[static_cast<size_t>(i)] * from.step * counted(scales[i]); };
-    const Tensor found = int8_conv2d_grad_weight_scaled(
-        rounded.for_weight, image(*values), for_channels(channels, scale), from.zero, {weights.size(2), weights.size(3)},
-        windows);
-    return by_rows(found, weight);
+    const Tensor weights = image(weight);
+    const Tensor result = int8_conv2d_grad_weight_scaled(
+        found.rounded.for_weight, image(*values), found.weight_units(from), from.zero,
+        {weights.size(2), weights.size(3)}, windows);
+    return by_rows(result, weight);
   });
-  const Tensor of_bias = made(for_bias, [&] {
-    const float unit = *floats_of(kName, input_step, 1, "input_step");
-    Tensor result = empty_flat(channels, ScalarType::Float, gradient);
-    auto* const to = static_cast<float*>(result.mutable_data_ptr());
-    for (int64_t i = 0; i < channels; ++i) {
-      to[i] = rounded.sums[static_cast<size_t>(i)] * counted(unit * scales[i]);
-    }
-    return result;
-  });
-  return {of_input, of_weight, of_bias};
+  return {of_input, of_weight, made(for_bias, [&] { return found.of_bias(input_step); })};
+}
+
+std::tuple<Tensor, Tensor> layer_descend_(
+    const Tensor& gradient,
+    const std::optional<Tensor>& mask,
+    const Tensor& values,
+    const Tensor& grid,
+    Tensor weight,
+    const Tensor& weight_scale,
+    const Tensor& input_step,
+    Tensor rounding,
+    Tensor saturated,
+    const Pair& input_shape,
+    bool for_input,
+    bool for_bias,
+    bool scales_gradients,
+    double rate,
+    double weight_decay,
+    const Sizes& windows) {
+  check_update(kDescendName, weight);
+  int64_t* const seed_and_updates = counters_of(kDescendName, rounding, 2, "rounding");
+  int64_t* const clamped = counters_of(kDescendName, saturated, 1, "saturated");
+  const LayerGradients found(gradient, mask, weight, weight_scale, for_input, true, scales_gradients, windows);
+  const Grid from(kName, grid, "grid");
+  const Descending how{
+      static_cast<float>(rate), static_cast<float>(weight_decay), update_seed(seed_and_updates), clamped};
+  // By the weight as it was.
+  const Tensor none = empty_flat(0, ScalarType::Float, gradient);
+  const Tensor of_input = for_input ? found.of_input(input_shape) : none;
+  int8_conv2d_descend_weight_(
+      image(weight), found.rounded.for_weight, image(values), found.weight_units(from), from.zero, how, windows);
+  ++seed_and_updates[1];
+  return {of_input, for_bias ? found.of_bias(input_step) : none};
 }
 
 } // namespace
@@ -201,10 +269,16 @@ STABLE_TORCH_LIBRARY_FRAGMENT(torch_odt, m) {
       "int8_layer_backward(Tensor gradient, Tensor? mask, Tensor? values, Tensor grid, Tensor weight, "
       "Tensor weight_scale, Tensor input_step, int[] input_shape, bool for_input, bool for_weight, bool for_bias, "
       "bool scales_gradients, int[] windows) -> (Tensor, Tensor, Tensor)");
+  m.def(
+      "int8_layer_descend_(Tensor gradient, Tensor? mask, Tensor values, Tensor grid, Tensor(a!) weight, "
+      "Tensor weight_scale, Tensor input_step, Tensor(b!) rounding, Tensor(c!) saturated, int[] input_shape, "
+      "bool for_input, bool for_bias, bool scales_gradients, float rate, float weight_decay, int[] windows) -> "
+      "(Tensor, Tensor)");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(torch_odt, CPU, m) {
   m.impl("int8_layer", TORCH_BOX(&layer));
   m.impl("int8_layer_to_float", TORCH_BOX(&layer_to_float));
   m.impl("int8_layer_backward", TORCH_BOX(&layer_backward));
+  m.impl("int8_layer_descend_", TORCH_BOX(&layer_descend_));
 }

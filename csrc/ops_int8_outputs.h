@@ -31,8 +31,22 @@ struct ForwardArguments {
 
   float run(const Conv2d& conv, const int32_t* bias, const Finish& finish) const {
     const Threads threads = threads_for(conv);
-    const Tensor weights = packed_for(conv, Pass::forward, weight, packed, threads);
     const Tensor image = channels_last(input);
+    if (!packed && kernels::int8::packs_on_the_way(conv, Pass::forward)) {
+      const Tensor dense = channels_last(weight);
+      Tensor room = empty_flat(
+          kernels::int8::packing_workspace_bytes(conv, Pass::forward) * threads.count, ScalarType::Byte, input);
+      return kernels::int8::forward_packing(
+          conv,
+          bytes_of(image),
+          static_cast<int32_t>(input_zero_point),
+          bytes_of(dense),
+          bias,
+          finish,
+          threads,
+          room.mutable_data_ptr());
+    }
+    const Tensor weights = packed_for(conv, Pass::forward, weight, packed, threads);
     Tensor workspace = empty_flat(
         kernels::int8::workspace_bytes(conv, Pass::forward) * threads.count, ScalarType::Byte, input);
     return kernels::int8::forward(

@@ -168,6 +168,18 @@ int64_t* counters_of(const char* name, Tensor& tensor, int64_t count, const char
   return static_cast<int64_t*>(tensor.mutable_data_ptr());
 }
 
+void check_update(const char* name, const Tensor& weight) {
+  STD_TORCH_CHECK(
+      weight.is_cpu() && weight.scalar_type() == ScalarType::Char && (weight.dim() == 2 || weight.dim() == 4),
+      name,
+      ": weight must be an int8 CPU tensor of 2 or of 4 dimensions");
+  const Tensor dense = in_memory_order(weight);
+  STD_TORCH_CHECK(
+      dense.const_data_ptr() == weight.const_data_ptr(),
+      name,
+      ": weight is updated in place, and must be contiguous, with 4 dimensions in memory_format=torch.channels_last");
+}
+
 void check_update(const char* name, const Tensor& weight, const Tensor& floats, const char* argument) {
   STD_TORCH_CHECK(
       weight.is_cpu() && weight.scalar_type() == ScalarType::Char && floats.is_cpu() &&
@@ -181,11 +193,7 @@ void check_update(const char* name, const Tensor& weight, const Tensor& floats, 
     STD_TORCH_CHECK(
         weight.size(i) == floats.size(i), name, ": weight and ", argument, " must be of the same shape");
   }
-  const Tensor dense = in_memory_order(weight);
-  STD_TORCH_CHECK(
-      dense.const_data_ptr() == weight.const_data_ptr(),
-      name,
-      ": weight is updated in place, and must be contiguous, with 4 dimensions in memory_format=torch.channels_last");
+  check_update(name, weight);
 }
 
 uint64_t update_seed(const int64_t* seed_and_updates) {

@@ -56,7 +56,7 @@ struct Layer {
   // the way.
   std::optional<Tensor> panels() const {
     const Conv2d conv = GradInputArguments{steps, weight, packed, {image.size(2), image.size(3)}, geometry}.conv();
-    if (!packed && parts.size() == 1 && kernels::int8::grad_input_packs_on_the_way(conv)) {
+    if (!packed && parts.size() == 1 && kernels::int8::packs_on_the_way(conv, Pass::grad_input)) {
       return std::nullopt;
     }
     return packed_for(conv, Pass::grad_input, weight, packed, threads_for(conv));
@@ -104,8 +104,9 @@ struct Layer {
   // Mantissas of so many bits, and the sums of the output's gradient for the bias. Sums of one piece are never stored,
   // also where their scale is looked at: that it holds is found out by rounding them.
   std::pair<Tensor, std::vector<int64_t>> weight_gradient(HeldScale& scale, int64_t sums_exponent, int64_t bits) const {
-    const std::optional<WholeSums> sums = pieces().size() > 1 ? std::optional(whole_sums()) : std::nullopt;
-    const auto rounded = [&](int64_t shift) { return sums ? shifted(*sums, shift) : rounded_gradient(shift); };
+    const bool in_pieces = pieces().size() > 1;
+    const WholeSums sums = in_pieces ? whole_sums() : WholeSums{};
+    const auto rounded = [&](int64_t shift) { return in_pieces ? shifted(sums, shift) : rounded_gradient(shift); };
     const int64_t present = scale.shift(sums_exponent);
     RoundedGradient found = rounded(present);
     if (scale.is_due()) {
@@ -120,6 +121,39 @@ struct Layer {
       scale.note_batch(kernels::int8::clip(to, found.gradient.numel(), most) > most);
     }
     return {found.gradient, std::move(found.bias)};
+  }
+
+  // Takes what weight_gradient() would return off the weight; returns the sums for the bias. Where the scale is looked at
+  // and there are many pixels, writing the gradient takes less time than computing it twice.
+  std::vector<int64_t> take_weight_gradient_off(HeldScale& scale, int64_t sums_exponent, int64_t bits) const {
+    Tensor own = weight;
+    const bool has_many_pixels = steps.numel() > kernels::int8::kFewGradientPixels * steps.size(1);
+    if (pieces().size() > 1 || (scale.is_due() && has_many_pixels)) {
+      auto [found, bias] = weight_gradient(scale, sums_exponent, bits);
+      kernels::int8::take_off(static_cast<int8_t*>(own.mutable_data_ptr()), static_cast<const int8_t*>(found.const_data_ptr()), weight.numel());
+      return std::move(bias);
+    }
+    const int64_t present = scale.shift(sums_exponent);
+    const bool is_due = scale.is_due();
+    std::vector<int64_t> bias;
+    const SampleRange all{0, steps.size(0)};
+    int64_t shift = present;
+    if (is_due) {
+      Rescaling looked_at = rescaling(kNiti, Result::nothing, dropping(present), true);
+      const double largest = std::ldexp(static_cast<double>(run(all, looked_at.finish, bias)), static_cast<int>(present));
+      shift = scale.fitting_shift(largest, bits, sums_exponent);
+      scale.note_check(sums_exponent + shift, largest == 0);
+    }
+    int64_t clipped = 0;
+    Rescaling made = rescaled_weight(Result::take_off, shift);
+    made.finish.most_step = is_due ? kMostMantissa : int64_t{1} << std::max<int64_t>(bits, 0);
+    made.finish.clamped = &clipped;
+    made.finish.output = own.mutable_data_ptr();
+    run(all, made.finish, bias);
+    if (!is_due) {
+      scale.note_batch(clipped > 0);
+    }
+    return bias;
   }
 
  private:
@@ -193,11 +227,16 @@ struct Layer {
     return {gradient, sums.bias, static_cast<double>(kernels::int8::largest_magnitude(sums.weight.data(), count))};
   }
 
-  RoundedGradient rounded_gradient(int64_t shift) const {
-    Tensor gradient = empty_weight(kCarrier);
-    Rescaling made = rescaling(kNiti, Result::int8, dropping(shift), true);
+  Rescaling rescaled_weight(Result result, int64_t shift) const {
+    Rescaling made = rescaling(kNiti, result, dropping(shift), true);
     set_rounding(kNiti, rounding, 0, made);
     made.finish.low = -kMostMantissa;
+    return made;
+  }
+
+  RoundedGradient rounded_gradient(int64_t shift) const {
+    Tensor gradient = empty_weight(kCarrier);
+    Rescaling made = rescaled_weight(Result::int8, shift);
     made.finish.output = gradient.mutable_data_ptr();
     std::vector<int64_t> bias;
     const float largest = run({0, steps.size(0)}, made.finish, bias);
@@ -244,7 +283,10 @@ int64_t bits_in(const Tensor& gradient_bits) {
   return bits;
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> layer_backward(
+// What becomes of the weight's gradient.
+enum class WeightGradient { unwanted, returned, taken_off };
+
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> pass_back(
     const Tensor& gradient,
     const std::optional<Tensor>& gradient_exponent,
     const std::optional<Tensor>& output,
@@ -257,7 +299,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> layer_backward(
     const Tensor& gradient_bits,
     bool input_is_float,
     bool for_input,
-    bool for_weight,
+    WeightGradient for_weight,
     bool for_bias,
     std::optional<double> ceiling,
     int64_t rounding,
@@ -272,15 +314,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> layer_backward(
   const Tensor pixels = channels_last(mantissas_of(image));
   const Tensor weights = mantissas_of(weight);
   const Geometry geometry{kNiti, windows};
-  const Conv2d conv = GradWeightArguments{steps, pixels, 0, geometry}.conv({weights.size(2), weights.size(3)});
-  STD_TORCH_CHECK(
-      weights.size(0) == conv.out_channels && weights.size(1) == conv.in_depth(),
-      kNiti,
-      ": weight must have the shape ",
-      conv.out_channels,
-      " x ",
-      conv.in_depth(),
-      " x rows x columns");
+  const GradWeightArguments arguments{steps, pixels, 0, geometry};
+  const Conv2d conv = arguments.conv({weights.size(2), weights.size(3)});
+  arguments.check_weight(conv, weights);
   if (output && output_exponent) {
     steps = between_bounds(steps, *output, exponent_of(*output_exponent, "output_exponent"), ceiling);
   }
@@ -304,11 +340,13 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> layer_backward(
   }
   Tensor weight_gradient = nothing(kCarrier, image);
   std::vector<int64_t> sums;
-  if (for_weight) {
-    auto [found, found_sums] =
-        layer.weight_gradient(of_weight, taken.exponent + exponent_of(image_exponent, "image_exponent"), bits);
-    weight_gradient = found;
-    sums = std::move(found_sums);
+  if (for_weight != WeightGradient::unwanted) {
+    const int64_t exponent = taken.exponent + exponent_of(image_exponent, "image_exponent");
+    if (for_weight == WeightGradient::taken_off) {
+      sums = layer.take_weight_gradient_off(of_weight, exponent, bits);
+    } else {
+      std::tie(weight_gradient, sums) = layer.weight_gradient(of_weight, exponent, bits);
+    }
   } else if (for_bias) {
     sums = channel_sums(steps);
   }
@@ -324,6 +362,61 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> layer_backward(
       after};
 }
 
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> layer_backward(
+    const Tensor& gradient,
+    const std::optional<Tensor>& gradient_exponent,
+    const std::optional<Tensor>& output,
+    const std::optional<Tensor>& output_exponent,
+    const Tensor& image,
+    const Tensor& image_exponent,
+    const Tensor& weight,
+    const Tensor& weight_exponent,
+    const Tensor& state,
+    const Tensor& gradient_bits,
+    bool input_is_float,
+    bool for_input,
+    bool for_weight,
+    bool for_bias,
+    std::optional<double> ceiling,
+    int64_t rounding,
+    int64_t part_bytes,
+    bool training,
+    const std::optional<Tensor>& packed,
+    const Sizes& windows) {
+  return pass_back(
+      gradient, gradient_exponent, output, output_exponent, image, image_exponent, weight, weight_exponent, state,
+      gradient_bits, input_is_float, for_input, for_weight ? WeightGradient::returned : WeightGradient::unwanted,
+      for_bias, ceiling, rounding, part_bytes, training, packed, windows);
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor> layer_take_off_(
+    const Tensor& gradient,
+    const std::optional<Tensor>& gradient_exponent,
+    const std::optional<Tensor>& output,
+    const std::optional<Tensor>& output_exponent,
+    const Tensor& image,
+    const Tensor& image_exponent,
+    Tensor weight,
+    const Tensor& weight_exponent,
+    const Tensor& state,
+    const Tensor& gradient_bits,
+    bool input_is_float,
+    bool for_input,
+    bool for_bias,
+    std::optional<double> ceiling,
+    int64_t rounding,
+    int64_t part_bytes,
+    bool training,
+    const std::optional<Tensor>& packed,
+    const Sizes& windows) {
+  check_update("niti_layer_take_off_", mantissas_of(weight));
+  const auto [of_input, exponent, none, of_bias, after] = pass_back(
+      gradient, gradient_exponent, output, output_exponent, image, image_exponent, weight, weight_exponent, state,
+      gradient_bits, input_is_float, for_input, WeightGradient::taken_off, for_bias, ceiling, rounding, part_bytes,
+      training, packed, windows);
+  return {of_input, exponent, of_bias, after};
+}
+
 } // namespace
 
 STABLE_TORCH_LIBRARY_FRAGMENT(torch_odt, m) {
@@ -333,8 +426,14 @@ STABLE_TORCH_LIBRARY_FRAGMENT(torch_odt, m) {
       "bool input_is_float, bool for_input, bool for_weight, bool for_bias, float? ceiling, int rounding, "
       "int part_bytes, bool training, Tensor? packed, int[] windows) -> "
       "(Tensor, Tensor, Tensor, Tensor, Tensor)");
+  m.def(
+      "niti_layer_take_off_(Tensor gradient, Tensor? gradient_exponent, Tensor? output, Tensor? output_exponent, "
+      "Tensor image, Tensor image_exponent, Tensor(a!) weight, Tensor weight_exponent, Tensor state, "
+      "Tensor gradient_bits, bool input_is_float, bool for_input, bool for_bias, float? ceiling, int rounding, "
+      "int part_bytes, bool training, Tensor? packed, int[] windows) -> (Tensor, Tensor, Tensor, Tensor)");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(torch_odt, CPU, m) {
   m.impl("niti_layer_backward", TORCH_BOX(&layer_backward));
+  m.impl("niti_layer_take_off_", TORCH_BOX(&layer_take_off_));
 }

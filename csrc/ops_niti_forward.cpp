@@ -38,7 +38,7 @@ std::optional<std::vector<int32_t>> whole_bias(
 struct ForwardLayer {
   const Tensor& image;
   const Tensor& weight;
-  const std::optional<Tensor>& packed; // once for all parts, and all scales that are tried
+  const std::optional<Tensor>& packed; // once for all parts, and all scales that are tried; none where it is on the way
   const Geometry& geometry;
   const std::vector<SampleRange>& parts;
   const int32_t* bias;
@@ -89,7 +89,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> layer(
   const int64_t element_bytes = to_float ? 4 : 1;
   const auto parts =
       parts_of(conv.batch, sample_bytes_of(image, conv, element_bytes), weight.numel(), part_bytes);
-  const std::optional<Tensor> panels = packed_for(conv, Pass::forward, weights, packed, threads_for(conv));
+  const bool packs = !packed && parts.size() == 1 && kernels::int8::packs_on_the_way(conv, Pass::forward);
+  const std::optional<Tensor> panels =
+      packs ? std::nullopt : std::optional(packed_for(conv, Pass::forward, weights, packed, threads_for(conv)));
   const ForwardLayer passes{image, weights, panels, geometry, parts, added ? added->data() : nullptr};
   Tensor output = empty_image(
       {conv.batch, conv.out_channels, conv.rows.output, conv.columns.output},

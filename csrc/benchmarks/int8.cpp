@@ -94,11 +94,11 @@ void measure(const Layer& layer, int rounds) {
   std::vector<float> gradient(weight.size());
   std::vector<int64_t> grad_bias(static_cast<size_t>(conv.out_channels));
   const Threads one;
-  const bool packs = grad_input_packs_on_the_way(conv);
+  const bool packs = packs_on_the_way(conv, Pass::grad_input);
   const int64_t bytes = std::max(
       {workspace_bytes(conv, Pass::forward),
        workspace_bytes(conv, Pass::grad_input),
-       packs ? grad_input_packing_workspace_bytes(conv) : 0,
+       packs ? packing_workspace_bytes(conv, Pass::grad_input) : 0,
        grad_weight_workspace_bytes(conv, one)});
   const Memory workspace(bytes);
   const Memory packed(std::max(packed_bytes(conv, Pass::forward), packed_bytes(conv, Pass::grad_input)));

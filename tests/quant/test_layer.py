@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -55,6 +56,17 @@ class Case:
         if t.weight.dim() == 2:
             return x, weight, bias, torch.nn.functional.linear(x, weight, bias)
         return x, weight, bias, torch.conv2d(x, weight, bias, w.stride, w.padding, w.dilation, w.groups)
+
+    def descended(self, kept: tuple[Any, ...], rest: tuple[Any, ...], run: Any) -> list[Tensor]:
+        """What the operator gives and changes whose weight's gradient is taken off the weight."""
+        weight, rounding, saturated = self.tensors.weight.clone(), torch.tensor([3, 4]), torch.tensor(5)
+        input_shape, for_input, _, for_bias, *options = rest
+        found = run(
+            *kept[:4], weight, *kept[5:], rounding, saturated, input_shape, for_input, for_bias, options[0], 20.0, 0.01,
+            options[1],
+        )  # fmt: skip
+        assert rounding.tolist() == [3, 5] and not torch.equal(weight, self.tensors.weight)
+        return [*found, weight, saturated]
 
 
 PADDED = Windows(padding=(1, 1))
@@ -288,3 +300,6 @@ def test_the_compiled_layer_has_the_bits_of_plain_torch(name: str, scales: bool)
             rest = (list(case.values.shape), *wanted, scales, windows)
             for ours, theirs in zip(ops.int8_layer_backward(*kept, *rest), layer._backward(*kept, *rest), strict=True):
                 assert ours.shape == theirs.shape and torch.equal(ours, theirs)
+            if wanted[1]:
+                descended = [case.descended(kept, rest, run) for run in (ops.int8_layer_descend_, layer._descend)]
+                assert all(torch.equal(*pair) for pair in zip(*descended, strict=True))

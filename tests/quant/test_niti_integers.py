@@ -13,6 +13,7 @@ from niti_cases import mantissas
 from torch import Tensor
 
 from torch_odt import _extensions
+from torch_odt.ops import int8_take_off_
 from torch_odt.ops.int8_arguments import number_of, windows_of
 from torch_odt.ops.int8_plain import Geometry
 from torch_odt.quant import niti_functions, niti_integers
@@ -78,6 +79,16 @@ WANTED = ((True, True, True), (True, False, False), (False, True, False), (False
 MANNERS = ((False, None, 0, 3), (True, None, 900, 1), (True, 0.5, 0, 7), (True, 1e3, 0, -2))
 
 
+def check_taken_off(expected: tuple[Tensor, ...], kept: tuple[Any, ...], rest: tuple[Any, ...]) -> None:
+    """Where the weight's gradient is taken off the weight, the others are the same."""
+    weight = as_int8(kept[6]).clone(memory_format=torch.channels_last)
+    int8_take_off_(weight, as_int8(expected[2]))
+    for operator in (torch.ops.torch_odt.niti_layer_take_off_, niti_integers._take_off):
+        own = kept[6].clone(memory_format=torch.channels_last)
+        same(operator(*kept[:6], own, *kept[7:], *rest), (*expected[:2], *expected[3:]))
+        assert torch.equal(as_int8(own), weight)
+
+
 @pytest.mark.parametrize("name", GEOMETRIES)
 @pytest.mark.parametrize("state", [FRESH, HELD, TIGHT, DUE], ids=["fresh", "held", "tight", "due"])
 @pytest.mark.parametrize("training", [True, False])
@@ -103,6 +114,8 @@ def test_both_passes_have_the_bits_of_plain_torch(name: str, state: Rescaling, t
             passed_back = operators.niti_layer_backward(*kept, *rest, None, windows)
             same(passed_back, niti_integers._backward(*kept, *rest, None, windows))
             same(passed_back, operators.niti_layer_backward(*kept, *rest, panels[1], windows))
+            if wanted[1]:
+                check_taken_off(passed_back, kept, (False, wanted[0], wanted[2], ceiling, *manner, panels[1], windows))
 
 
 @pytest.mark.parametrize("name", GEOMETRIES)

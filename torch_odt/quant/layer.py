@@ -21,6 +21,7 @@ from torch_odt.ops import (
     int8_conv2d_grad_weight_scaled,
     int8_conv2d_quantized,
     int8_conv2d_scaled,
+    int8_descend_,
     int8_quantize_gradient,
 )
 from torch_odt.ops.int8_arguments import WINDOWS, windows_of
@@ -35,11 +36,27 @@ from torch_odt.quant.activation import (
     new_slot,
     packed_size,
     step_of,
+    weight_of,
     zero_of,
 )
+from torch_odt.quant.in_backward import use_of
 
 # int32 has to hold the sums with it.
 BIAS_MOST = 2.0**30
+
+
+class Descent(NamedTuple):
+    """What SGD does without momentum to an int8 weight, see `int8_descend_`.
+
+    Attributes:
+        rate, weight_decay: of the optimizer, as of now.
+        rounding, saturated: the layer's, see `Int8Layer`.
+    """
+
+    rate: float
+    weight_decay: float
+    rounding: Tensor
+    saturated: Tensor
 
 
 class LayerTensors(NamedTuple):
@@ -261,16 +278,64 @@ def _backward_fake(
     return of_input, of_weight, gradient.new_empty(weight_scale.shape if for_bias else (0,))
 
 
+def _descend(
+    gradient: Tensor,
+    mask: Tensor | None,
+    values: Tensor,
+    grid: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    input_step: Tensor,
+    rounding: Tensor,
+    saturated: Tensor,
+    input_shape: list[int],
+    for_input: bool,
+    for_bias: bool,
+    scales_gradients: bool,
+    rate: float,
+    weight_decay: float,
+    windows: Sequence[int],
+) -> tuple[Tensor, Tensor]:
+    of_input, of_weight, of_bias = _backward(
+        gradient, mask, values, grid, weight, weight_scale, input_step, input_shape, for_input, True, for_bias,
+        scales_gradients, windows,
+    )  # fmt: skip
+    int8_descend_(weight, weight_of(of_weight), rounding, saturated, rate=rate, weight_decay=weight_decay)
+    return of_input, of_bias
+
+
+def _descend_fake(
+    gradient: Tensor,
+    mask: Tensor | None,
+    values: Tensor,
+    grid: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    input_step: Tensor,
+    rounding: Tensor,
+    saturated: Tensor,
+    input_shape: list[int],
+    for_input: bool,
+    for_bias: bool,
+    *rest: Any,
+) -> tuple[Tensor, Tensor]:
+    of_input, _, of_bias = _backward_fake(
+        gradient, mask, values, grid, weight, weight_scale, input_step, input_shape, for_input, False, for_bias
+    )
+    return of_input, of_bias
+
+
 SLOT, WEIGHT_SLOT, BIAS = 1, 4, 6
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    values, _, grid, weight, _, weight_scale, _, input_step = inputs[:8]
+    values, _, grid, weight, weight_slot, weight_scale, _, input_step = inputs[:8]
     mask = None
     if isinstance(output, tuple):
         mask = output[2]
         ctx.mark_non_differentiable(output[0], mask)
     ctx.wanted = [ctx.needs_input_grad[position] for position in (SLOT, WEIGHT_SLOT, BIAS)]
+    ctx.use = use_of(weight_slot) if ctx.wanted[1] else None
     ctx.input_shape = list(values.shape)
     ctx.options = inputs[-2:]
     ctx.inputs = len(inputs)
@@ -278,12 +343,25 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 
 
 def _pass_back(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-    found = torch.ops.torch_odt.int8_layer_backward.default(
-        gradient, *ctx.saved_tensors, ctx.input_shape, *ctx.wanted, *ctx.options
-    )
+    descent: Descent | None = None if ctx.use is None else ctx.use.update()
+    for_input, for_weight, for_bias = ctx.wanted
+    of_weight = None
+    if descent is None:
+        of_input, of_weight, of_bias = torch.ops.torch_odt.int8_layer_backward.default(
+            gradient, *ctx.saved_tensors, ctx.input_shape, *ctx.wanted, *ctx.options
+        )
+    else:
+        scales_gradients, windows = ctx.options
+        weight, updated = ctx.saved_tensors[3], (descent.rounding, descent.saturated)
+        of_input, of_bias = torch.ops.torch_odt.int8_layer_descend_.default(
+            gradient, *ctx.saved_tensors, *updated, ctx.input_shape, for_input, for_bias, scales_gradients,
+            descent.rate, descent.weight_decay, windows,
+        )  # fmt: skip
+        torch.autograd.graph.increment_version([weight, *updated])
     gradients: list[Tensor | None] = [None] * ctx.inputs
-    for position, tensor, wanted in zip((SLOT, WEIGHT_SLOT, BIAS), found, ctx.wanted, strict=True):
-        gradients[position] = tensor if wanted else None
+    gradients[SLOT] = of_input if for_input else None
+    gradients[WEIGHT_SLOT] = of_weight if for_weight else None
+    gradients[BIAS] = of_bias if for_bias else None
     return tuple(gradients)
 
 
@@ -315,6 +393,14 @@ register(
     f"{WINDOWS}) -> (Tensor, Tensor, Tensor)",
     _backward,
     _backward_fake,
+)
+register(
+    "int8_layer_descend_",
+    "(Tensor gradient, Tensor? mask, Tensor values, Tensor grid, Tensor(a!) weight, Tensor weight_scale, "
+    "Tensor input_step, Tensor(b!) rounding, Tensor(c!) saturated, int[] input_shape, bool for_input, bool for_bias, "
+    f"bool scales_gradients, float rate, float weight_decay, {WINDOWS}) -> (Tensor, Tensor)",
+    _descend,
+    _descend_fake,
 )
 register_gradient("int8_layer", _keep, _pass_back_int8)
 register_gradient("int8_layer_to_float", _keep, _pass_back)

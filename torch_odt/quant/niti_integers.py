@@ -15,10 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torch_odt.ops import int8_take_off_
 from torch_odt.ops.int8_arguments import ROUNDINGS, WINDOWS, number_of
 from torch_odt.ops.int8_plain import Geometry
 from torch_odt.ops.registration import register, register_gradient
 from torch_odt.quant.niti_convolution import convolve, pass_back
+from torch_odt.quant.niti_numbers import as_int8
 from torch_odt.quant.niti_passes import (
     Convolved,
     How,
@@ -29,6 +31,8 @@ from torch_odt.quant.niti_passes import (
     gradients_of,
     keep_for_backward,
 )
+
+WEIGHT = 4  # among what is kept
 
 
 def niti_layer(
@@ -119,6 +123,68 @@ def _backward_fake(gradient: Tensor, gradient_exponent: Tensor | None, *rest: An
     return empty_gradients(Kept(*rest[:8]), rest[8], rest[9:12])
 
 
+def take_off_(
+    gradient: Tensor,
+    gradient_exponent: Tensor | None,
+    kept: Sequence[Tensor | None],
+    input_is_float: bool,
+    for_input: bool,
+    for_bias: bool,
+    how: Sequence[Any],
+    packed: Tensor | None,
+    windows: Sequence[int],
+) -> PassedBack:
+    """`niti_layer_backward`, whose weight's gradient is taken off the weight and not returned.
+
+    Args:
+        gradient, gradient_exponent: as that takes them.
+        kept: what the forward pass has kept, see `Kept`.
+        input_is_float, for_input, for_bias: which gradients are wanted.
+        how: ceiling, rounding, bytes of a part, and whether scales are looked at.
+        packed: the weight for the input's gradient, or None.
+        windows: see `windows_of`.
+    """
+    of_input, exponent, bias, state = torch.ops.torch_odt.niti_layer_take_off_.default(
+        gradient, gradient_exponent, *kept, input_is_float, for_input, for_bias, *how, packed, windows
+    )
+    torch.autograd.graph.increment_version(kept[WEIGHT])  # type: ignore[arg-type]
+    return PassedBack(of_input, exponent, gradient.new_empty(0), bias, state)
+
+
+def _take_off(
+    gradient: Tensor,
+    gradient_exponent: Tensor | None,
+    output: Tensor | None,
+    output_exponent: Tensor | None,
+    image: Tensor,
+    image_exponent: Tensor,
+    weight: Tensor,
+    weight_exponent: Tensor,
+    state: Tensor,
+    gradient_bits: Tensor,
+    input_is_float: bool,
+    for_input: bool,
+    for_bias: bool,
+    *rest: Any,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    found = PassedBack(
+        *_backward(
+            gradient, gradient_exponent, output, output_exponent, image, image_exponent, weight, weight_exponent, state,
+            gradient_bits, input_is_float, for_input, True, for_bias, *rest,
+        )
+    )  # fmt: skip
+    int8_take_off_(as_int8(weight), as_int8(found.weight))
+    return found.input, found.exponent, found.bias, found.state
+
+
+def _take_off_fake(
+    gradient: Tensor, gradient_exponent: Tensor | None, *rest: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    input_is_float, for_input, for_bias = rest[8:11]
+    found = empty_gradients(Kept(*rest[:8]), input_is_float, (for_input, False, for_bias))
+    return found.input, found.exponent, found.bias, found.state
+
+
 def _keep(ctx: Any, inputs: tuple[Any, ...], made: tuple[Tensor, ...]) -> None:
     to_float, relu, *ctx.how, _, ctx.windows = inputs[9:]
     keep_for_backward(ctx, inputs, Convolved(*made), to_float, relu)
@@ -127,11 +193,19 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], made: tuple[Tensor, ...]) -> None:
 def _gradients(ctx: Any, gradient: Tensor, exponent: Tensor | None, *_: Any) -> tuple[Any, ...]:
     needs = ctx.needs_input_grad
     wanted = (needs[0], needs[2], needs[4])
-    found = torch.ops.torch_odt.niti_layer_backward.default(
-        gradient, None if ctx.to_float else exponent, *ctx.saved_tensors, ctx.input_is_float, *wanted, *ctx.how, None,
-        ctx.windows,
-    )  # fmt: skip
-    return gradients_of(PassedBack(*found), wanted, ctx.input_is_float, needs[7], len(needs))
+    exponent = None if ctx.to_float else exponent
+    if ctx.use is not None and ctx.use.update():
+        wanted = (needs[0], False, needs[4])
+        found = take_off_(
+            gradient, exponent, ctx.saved_tensors, ctx.input_is_float, needs[0], needs[4], ctx.how, None, ctx.windows
+        )
+    else:
+        found = PassedBack(
+            *torch.ops.torch_odt.niti_layer_backward.default(
+                gradient, exponent, *ctx.saved_tensors, ctx.input_is_float, *wanted, *ctx.how, None, ctx.windows
+            )
+        )
+    return gradients_of(found, wanted, ctx.input_is_float, needs[7], len(needs))
 
 
 register(
@@ -151,5 +225,14 @@ register(
     f"int part_bytes, bool training, Tensor? packed, {WINDOWS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     _backward,
     _backward_fake,
+)
+register(
+    "niti_layer_take_off_",
+    "(Tensor gradient, Tensor? gradient_exponent, Tensor? output, Tensor? output_exponent, Tensor image, "
+    "Tensor image_exponent, Tensor(a!) weight, Tensor weight_exponent, Tensor state, Tensor gradient_bits, "
+    "bool input_is_float, bool for_input, bool for_bias, float? ceiling, int rounding, int part_bytes, bool training, "
+    f"Tensor? packed, {WINDOWS}) -> (Tensor, Tensor, Tensor, Tensor)",
+    _take_off,
+    _take_off_fake,
 )
 register_gradient("niti_layer", _keep, _gradients)

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch_odt.ops.int8_arguments import ROUNDINGS as ALL_ROUNDINGS
 from torch_odt.ops.int8_arguments import Rounding, number_of
 from torch_odt.ops.int8_plain import Geometry
+from torch_odt.quant.in_backward import use_of
 from torch_odt.quant.niti_numbers import CARRIER, MOST
 
 ROUNDINGS: tuple[Rounding, ...] = ("nearest", "pseudo_stochastic")
@@ -147,6 +148,7 @@ def keep_for_backward(ctx: Any, inputs: tuple[Any, ...], made: Convolved, to_flo
     """What autograd keeps of a forward operator's first nine arguments, which all have, and of its results."""
     input, exponent, weight, weight_exponent, _, _, _, backward_state, bits = inputs[:9]
     ctx.to_float, ctx.input_is_float = to_float, exponent is None
+    ctx.use = use_of(weight) if ctx.needs_input_grad[2] else None
     image, image_exponent = (made.kept, made.kept_exponent) if exponent is None else (input, exponent)
     of_relu = (made.output, made.exponent) if relu else (None, None)
     ctx.save_for_backward(*of_relu, image, image_exponent, weight, weight_exponent, backward_state, bits)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from torch_odt.ops import int8_take_off_
+from torch_odt.quant.in_backward import InBackward
 from torch_odt.quant.niti_layers import NitiLayer
 from torch_odt.quant.niti_numbers import as_int8
 
@@ -65,6 +66,9 @@ class NitiSGD(torch.optim.Optimizer):
         super().__init__(groups, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "kind": FLOATS})
         for parameter in integers if in_backward else ():
             parameter.register_post_accumulate_grad_hook(_take_off)
+        for layer in layers if in_backward else ():
+            if layer.weight.requires_grad:
+                InBackward(layer.weight, lambda: True)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

@@ -5,18 +5,21 @@ written in main memory. What SGD does without momentum is one pass over gradient
 other optimizers some layers at a time are float32 for a moment, which stay in a cache.
 
 In the backward pass a layer's gradient is used up as soon as it is there. All of them would be as large as the model
-in float32.
+in float32. What is taken off the weight in one pass is not even written to memory, see `in_backward.py`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from torch_odt.quant.in_backward import InBackward
+from torch_odt.quant.layer import Descent
 from torch_odt.quant.modules import Int8Layer
 
 # What these do to a parameter depends on no other one, so that a step may be taken in parts.
@@ -34,13 +37,6 @@ PARTWISE: tuple[type[torch.optim.Optimizer], ...] = (
     torch.optim.Rprop,
 )
 PART_WEIGHTS = 1 << 20  # four megabytes in float32
-
-
-class Descent(NamedTuple):
-    """What SGD does without momentum."""
-
-    rate: float
-    weight_decay: float
 
 
 class Int8Updates:
@@ -64,17 +60,19 @@ class Int8Updates:
             optimizer.register_step_pre_hook(self._before),
             optimizer.register_step_post_hook(self._after),
         ]
-        if in_backward:
-            self._handles += [
-                layer.weight_slot.register_post_accumulate_grad_hook(self._hook_of(layer))
-                for layer in layers
-                if layer.weight_slot.requires_grad
-            ]
+        self._in_backward: list[InBackward[Descent]] = []
+        for layer in layers if in_backward else ():
+            slot = layer.weight_slot
+            if slot.requires_grad:
+                self._handles.append(slot.register_post_accumulate_grad_hook(self._hook_of(layer)))
+                self._in_backward.append(InBackward(slot, partial(self._descent_of, layer)))
 
     def stop(self) -> None:
         """The optimizer is as before."""
         while self._handles:
             self._handles.pop().remove()
+        while self._in_backward:
+            self._in_backward.pop().stop()
 
     def _hook_of(self, layer: Int8Layer) -> Callable[[Tensor], None]:
         def update(slot: Tensor) -> None:
@@ -114,7 +112,7 @@ class Int8Updates:
             if descent is None:
                 others.append(layer)
             else:
-                layer.descend_(*descent)
+                layer.descend_(descent.rate, descent.weight_decay)
         for part in _parts_of(others):
             with _only(self._optimizer, {id(layer.weight_slot) for layer in part}) as step:
                 try:
@@ -137,7 +135,7 @@ class Int8Updates:
         group = self._groups().get(id(layer.weight_slot))
         if group is None or group["momentum"] != 0 or group["maximize"] or group.get("fused"):
             return None
-        return Descent(float(group["lr"]), float(group["weight_decay"]))
+        return Descent(float(group["lr"]), float(group["weight_decay"]), layer.rounding, layer.saturated)
 
     def _groups(self) -> dict[int, dict[str, Any]]:
         """The optimizer's groups by their parameters, found anew where one is another or has other parameters."""

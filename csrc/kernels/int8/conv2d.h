@@ -78,10 +78,19 @@ float grad_input(
     const Threads& threads,
     void* workspace);
 
-// The same from weights as they are, which are packed on the way: where there are so few pixels that packed weights are
-// used once, and would be written to memory and read again for that alone. Others need more workspace than is promised.
-bool grad_input_packs_on_the_way(const Conv2d& conv);
-int64_t grad_input_packing_workspace_bytes(const Conv2d& conv);
+// Both from weights as they are, which are packed on the way: where there are so few pixels that packed weights are used
+// once, and would be written to memory and read again for that alone. Others need more workspace than is promised.
+bool packs_on_the_way(const Conv2d& conv, Pass pass);
+int64_t packing_workspace_bytes(const Conv2d& conv, Pass pass);
+float forward_packing(
+    const Conv2d& conv,
+    const int8_t* input,
+    int32_t zero_point,
+    const int8_t* weight,
+    const int32_t* bias,
+    const Finish& how,
+    const Threads& threads,
+    void* workspace);
 float grad_input_packing(
     const Conv2d& conv,
     const int8_t* grad_output,
@@ -89,6 +98,9 @@ float grad_input_packing(
     const Finish& how,
     const Threads& threads,
     void* workspace);
+
+// Where there are few output pixels, writing a weight's gradient is most of the work.
+inline constexpr int64_t kFewGradientPixels = 128;
 
 // The weight's gradient, or an update of the weight with it; and the bias's, the sum of the output's over all pixels.
 // Bytes are those of each thread, within the same bound.

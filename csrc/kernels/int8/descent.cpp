@@ -40,7 +40,6 @@ struct Largest {
   }
 };
 
-// Whether no weight can become infinite or NaN: weights are 127 at most.
 bool stays_finite(const Descent& how, const Threads& threads) {
   std::vector<int32_t> largest(static_cast<size_t>(threads.count), 0);
   threads.share(divided(how.rows, kGrainRows), [&](int64_t thread, int64_t begin, int64_t end) {
@@ -49,7 +48,7 @@ bool stays_finite(const Descent& how, const Threads& threads) {
     run_with_vectors<Largest>(how.gradients + first, last - first, &largest[static_cast<size_t>(thread)]);
   });
   const float most = std::bit_cast<float>(*std::max_element(largest.begin(), largest.end()));
-  return std::isfinite(127.0F + std::abs(how.rate) * (most + std::abs(how.decay) * 127.0F));
+  return descent_stays_finite(most, how.rate, how.decay);
 }
 
 template <int kBytes>
@@ -69,9 +68,7 @@ struct Body {
 
   template <bool kAll>
   TORCH_ODT_INLINE static void
-  lanes(const Descent& how, int64_t index, int64_t count, Floats drawn, Ints& clamped) {
-    int8_t* const to = how.weights + index;
-    const float* const from = how.gradients + index;
+  lanes(const DescentPart& how, int8_t* to, const float* from, int64_t count, Floats drawn, Ints& clamped) {
     const Narrow weights = kAll ? L::template load<Narrow>(to) : some<Narrow>(to, count);
     const Floats gradients = kAll ? L::template load<Floats>(from) : some<Floats>(from, count);
     const Floats before = widened<kBytes>(weights);
@@ -86,22 +83,25 @@ struct Body {
 
   TORCH_ODT_INLINE static void run(DescentPart* of) {
     const DescentPart part = *of;
-    const int64_t columns = part.how.columns;
     constexpr int64_t kCount = L::kCount;
-    Keys keys(part.how.seed);
+    Keys keys(part.seed);
     Ints clamped = {};
-    for (int64_t row = part.begin; row < part.end; ++row) {
-      const int64_t begins = row * columns;
+    for (int64_t row = 0; row < part.rows; ++row) {
+      const int64_t begins = part.begins + row * part.weights_stride;
+      int8_t* const to = part.weights + row * part.weights_stride;
+      const float* const from = part.gradients + row * part.gradients_stride;
       const uint32_t key = keys.at(begins);
       HalfDraws<kBytes> draws;
-      int64_t column = 0;
-      for (; column + kCount <= columns; column += kCount) {
-        const Floats drawn = draws.at(key, begins + column, column, column < 16);
-        lanes<true>(part.how, begins + column, kCount, drawn, clamped);
+      const auto draw = [&](int64_t at) __attribute__((always_inline)) {
+        const int64_t column = part.first_column + at;
+        return draws.at(key, begins + column, column, at < 16);
+      };
+      int64_t at = 0;
+      for (; at + kCount <= part.columns; at += kCount) {
+        lanes<true>(part, to + at, from + at, kCount, draw(at), clamped);
       }
-      if (column < columns) {
-        const Floats drawn = draws.at(key, begins + column, column, column < 16);
-        lanes<false>(part.how, begins + column, columns - column, drawn, clamped);
+      if (at < part.columns) {
+        lanes<false>(part, to + at, from + at, part.columns - at, draw(at), clamped);
       }
     }
     for (int i = 0; i < kCount; ++i) {
@@ -109,6 +109,13 @@ struct Body {
     }
   }
 };
+
+} // namespace
+
+bool descent_stays_finite(float largest_gradient, float rate, float decay) {
+  constexpr float kMostWeight = 127;
+  return std::isfinite(kMostWeight + std::abs(rate) * (largest_gradient + std::abs(decay) * kMostWeight));
+}
 
 void descend_part(DescentPart& part) {
 #if defined(__x86_64__) && defined(__GNUC__)
@@ -120,15 +127,18 @@ void descend_part(DescentPart& part) {
   run_with_vectors<Body>(&part);
 }
 
-} // namespace
-
 Descended descend(const Descent& how, const Threads& threads) {
   if (!stays_finite(how, threads)) {
     return {0, false};
   }
   std::atomic<int64_t> clamped = 0;
   threads.share(divided(how.rows, kGrainRows), [&](int64_t, int64_t begin, int64_t end) {
-    DescentPart part{how, begin * kGrainRows, std::min(end * kGrainRows, how.rows), 0};
+    const int64_t first = begin * kGrainRows;
+    const int64_t place = first * how.columns;
+    const int64_t rows = std::min(end * kGrainRows, how.rows) - first;
+    DescentPart part{
+        how.rate, how.decay, how.seed, how.gradients + place, how.columns, how.weights + place, how.columns, rows,
+        how.columns, place, 0, 0};
     descend_part(part);
     clamped += part.clamped;
   });

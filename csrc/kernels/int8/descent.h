@@ -25,13 +25,26 @@ struct Descended {
   bool is_finite;
 };
 
-// Rows [begin, end), as one thread takes them; adds to `clamped`.
+// Some columns of some rows, as one thread takes them; adds to `clamped`.
 struct DescentPart {
-  Descent how;
-  int64_t begin;
-  int64_t end;
+  float rate;
+  float decay;
+  uint64_t seed;
+  const float* gradients;
+  int64_t gradients_stride;
+  int8_t* weights;
+  int64_t weights_stride;
+  int64_t rows;
+  int64_t columns;
+  int64_t begins; // the place of the first row, see draws.h
+  int64_t first_column; // a multiple of 16, or that of a single column
   int64_t clamped;
 };
+
+void descend_part(DescentPart& part);
+
+// Whether no weight can become infinite or NaN by gradients up to this magnitude.
+bool descent_stays_finite(float largest_gradient, float rate, float decay);
 
 Descended descend(const Descent& how, const Threads& threads);
 

@@ -22,11 +22,11 @@ TORCH_ODT_TARGET_INLINE __m512 product(__m512 a, __m512 b) {
 }
 
 template <bool kAll>
-TORCH_ODT_TARGET_INLINE void lanes(const Descent& how, int64_t index, int64_t left, __m512i draws, int64_t& clamped) {
+TORCH_ODT_TARGET_INLINE void
+lanes(const DescentPart& how, int8_t* to, const float* from, int64_t left, __m512i draws, int64_t& clamped) {
   const auto inside = static_cast<__mmask16>(kAll ? 0xffff : (1U << left) - 1);
-  int8_t* const to = how.weights + index;
   const __m128i bytes = kAll ? _mm_loadu_si128((const __m128i*)to) : _mm_maskz_loadu_epi8(inside, to);
-  const __m512 gradients = kAll ? _mm512_loadu_ps(how.gradients + index) : _mm512_maskz_loadu_ps(inside, how.gradients + index);
+  const __m512 gradients = kAll ? _mm512_loadu_ps(from) : _mm512_maskz_loadu_ps(inside, from);
   const __m512 before = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes));
   const __m512 slopes = _mm512_add_ps(gradients, product(before, _mm512_set1_ps(how.decay)));
   const __m512 after = _mm512_sub_ps(before, product(slopes, _mm512_set1_ps(how.rate)));
@@ -48,29 +48,38 @@ TORCH_ODT_TARGET_INLINE void lanes(const Descent& how, int64_t index, int64_t le
 } // namespace
 
 TORCH_ODT_TARGET void descend_avx512(DescentPart& part) {
-  const Descent how = part.how;
+  const DescentPart how = part;
   const __m512i steps = golden_steps();
   const __m512i low_half = _mm512_set1_epi32(0xffff);
   Keys keys(how.seed);
   int64_t clamped = 0;
-  for (int64_t row = part.begin; row < part.end; ++row) {
-    const int64_t begins = row * how.columns;
+  for (int64_t row = 0; row < how.rows; ++row) {
+    const int64_t begins = how.begins + row * how.weights_stride;
+    int8_t* const to = how.weights + row * how.weights_stride;
+    const float* const from = how.gradients + row * how.gradients_stride;
     const uint32_t key = keys.at(begins);
-    int64_t column = 0;
+    int64_t at = 0;
     const auto draw = [&]() __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq"), always_inline)) {
-      return hashes(steps, static_cast<uint32_t>(begins + half_hash_of(column)) * kGolden + key);
+      return hashes(steps, static_cast<uint32_t>(begins + half_hash_of(how.first_column + at)) * kGolden + key);
     };
-    for (; column + 2 * kLanes <= how.columns; column += 2 * kLanes) {
-      const __m512i bits = draw();
-      lanes<true>(how, begins + column, kLanes, _mm512_and_si512(bits, low_half), clamped);
-      lanes<true>(how, begins + column + kLanes, kLanes, _mm512_srli_epi32(bits, 16), clamped);
+    if (takes_upper_half(how.first_column) && how.columns > 0) {
+      const int64_t some = how.columns < kLanes ? how.columns : kLanes;
+      lanes<false>(how, to, from, some, _mm512_srli_epi32(draw(), 16), clamped);
+      at = some;
     }
-    if (column < how.columns) {
+    for (; at + 2 * kLanes <= how.columns; at += 2 * kLanes) {
       const __m512i bits = draw();
-      const int64_t left = how.columns - column;
-      lanes<false>(how, begins + column, left < kLanes ? left : kLanes, _mm512_and_si512(bits, low_half), clamped);
+      lanes<true>(how, to + at, from + at, kLanes, _mm512_and_si512(bits, low_half), clamped);
+      lanes<true>(how, to + at + kLanes, from + at + kLanes, kLanes, _mm512_srli_epi32(bits, 16), clamped);
+    }
+    if (at < how.columns) {
+      const __m512i bits = draw();
+      const int64_t left = how.columns - at;
+      const int64_t some = left < kLanes ? left : kLanes;
+      lanes<false>(how, to + at, from + at, some, _mm512_and_si512(bits, low_half), clamped);
       if (left > kLanes) {
-        lanes<false>(how, begins + column + kLanes, left - kLanes, _mm512_srli_epi32(bits, 16), clamped);
+        const int64_t next = at + kLanes;
+        lanes<false>(how, to + next, from + next, left - kLanes, _mm512_srli_epi32(bits, 16), clamped);
       }
     }
   }

@@ -7,6 +7,7 @@
 
 #include "finish_avx2.h"
 #include "finish_avx512.h"
+#include "finish_updates.h"
 #include "lanes.h"
 
 namespace torch_odt::kernels::int8 {
@@ -275,6 +276,10 @@ float finish(const Finish& how, const Block<Sum>& block) {
       return run_blocks<UpdateFloats>(how, block);
     case Result::int8_update:
       return run_rounding<true>(how, block);
+    case Result::descent:
+    case Result::take_off:
+    case Result::nothing:
+      return finish_update(how, block);
     case Result::int8:
       break;
   }

@@ -13,7 +13,16 @@ enum class Rounding {
   pseudo_stochastic, // NITI's: by `shift` bits, of which the lower half is the random number for the upper one
 };
 
-enum class Result { sums, floats, int8, float_update, int8_update };
+enum class Result {
+  sums,
+  floats,
+  int8,
+  float_update,
+  int8_update,
+  descent, // of int8 weights, by gradients that are never stored, see descent.h
+  take_off, // int8 off int8 weights, likewise
+  nothing, // but the largest absolute value
+};
 
 // The most columns of a block; and of one whose sums are to stay in the first cache with some rows.
 inline constexpr int64_t kBlockColumns = 576;
@@ -36,6 +45,13 @@ struct Finish {
   int32_t high = 127;
   // One bit an element, set where int8 was not clamped; must be zero before, or null.
   uint8_t* mask = nullptr;
+  // Of descent.
+  float rate = 0;
+  float decay = 0;
+  // Of take_off: the largest step, to which others are clipped.
+  int64_t most_step = 127;
+  // Of both, what is added up: weights that were clamped; pieces of a weight in which steps were clipped.
+  int64_t* clamped = nullptr;
 };
 
 // A part of the result, with what belongs to its rows and columns.

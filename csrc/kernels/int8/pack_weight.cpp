@@ -77,7 +77,6 @@ TORCH_ODT_INLINE void pack_steps(const int8_t* values, int64_t depth, char* to) 
   }
 }
 
-// The columns of the right operand for the output lie in memory as rows of weights.
 void pack_forward_panel(
     const Correlation& part, const int8_t* weight, int64_t columns, char* panel, int32_t* sums) {
   const int64_t depth = part.depth();
@@ -109,6 +108,24 @@ void pack_forward_panel(
 }
 
 } // namespace
+
+// The columns of the right operand for the output lie in memory as rows of weights.
+void pack_forward_panels(
+    const Conv2d&,
+    const Correlation& part,
+    const int8_t* weight,
+    int64_t group,
+    int64_t first_column,
+    int64_t columns,
+    char* panels,
+    int32_t* sums) {
+  const int8_t* from = weight + (group * part.target_depth + first_column) * part.depth();
+  for (int64_t first = 0; first < columns; first += kPanelColumns) {
+    pack_forward_panel(part, from, std::min(kPanelColumns, columns - first), panels, sums + first);
+    from += kPanelColumns * part.depth();
+    panels += part.panel_bytes();
+  }
+}
 
 int64_t packed_bytes(const Conv2d& conv, Pass pass) {
   if (goes_by_channels(conv, pass)) {
@@ -150,19 +167,11 @@ void pack_weight(const Conv2d& conv, Pass pass, const int8_t* weight, const Thre
         char* const base = to + group * part.group_bytes();
         auto* const sums = reinterpret_cast<int32_t*>(base + part.panels() * part.panel_bytes());
         std::fill(sums + first_panel * kPanelColumns, sums + last_panel * kPanelColumns, 0);
-        if (pass == Pass::grad_input) {
-          const int64_t first = first_panel * kPanelColumns;
-          const int64_t columns = std::min(part.target_depth, last_panel * kPanelColumns) - first;
-          char* const panels = base + first_panel * part.panel_bytes();
-          pack_gradient_panels(conv, part, weight, group, first, columns, panels, sums + first);
-          continue;
-        }
-        for (int64_t panel = first_panel; panel < last_panel; ++panel) {
-          const int64_t first = panel * kPanelColumns;
-          const int64_t columns = std::min(kPanelColumns, part.target_depth - first);
-          const int8_t* const from = weight + (group * part.target_depth + first) * part.depth();
-          pack_forward_panel(part, from, columns, base + panel * part.panel_bytes(), sums + first);
-        }
+        const int64_t first = first_panel * kPanelColumns;
+        const int64_t columns = std::min(part.target_depth, last_panel * kPanelColumns) - first;
+        char* const panels = base + first_panel * part.panel_bytes();
+        const auto pack_panels = pass == Pass::forward ? pack_forward_panels : pack_gradient_panels;
+        pack_panels(conv, part, weight, group, first, columns, panels, sums + first);
       }
     });
     to += part.group_bytes() * conv.groups;

@@ -9,8 +9,17 @@ inline constexpr int64_t kMostPanelsAtOnce = 64;
 // Fewer weights are packed by one thread before two have begun.
 inline constexpr int64_t kManyWeights = 1 << 18;
 
-// Of the input's gradient: so many columns from the first one on, kMostPanelsAtOnce panels at most. Their sums, which
-// the offsets of the left operand need, are added to what is there.
+// Of each pass: so many columns from the first one on, kMostPanelsAtOnce panels at most. Their sums, which the offsets of
+// the left operand need, are added to zeros.
+void pack_forward_panels(
+    const Conv2d& conv,
+    const Correlation& part,
+    const int8_t* weight,
+    int64_t group,
+    int64_t first_column,
+    int64_t columns,
+    char* panels,
+    int32_t* sums);
 void pack_gradient_panels(
     const Conv2d& conv,
     const Correlation& part,

@@ -60,12 +60,18 @@ struct Workspace {
     sums = pieces.take<int32_t>(kSums);
     wide_sums = pieces.take<int64_t>(part.wide() ? kSums : 0);
     left = pieces.take<char>(part.left_bytes());
-    const int64_t panels = std::min(part.panels(), kCachedColumns / kPanelColumns);
-    packed = pieces.take<char>(packs ? panels * part.panel_bytes() : 0);
+    packed = pieces.take<char>(packs ? std::min(part.panels(), most_packed_panels(part)) * part.panel_bytes() : 0);
     packed_sums = pieces.take<int32_t>(packs ? kCachedColumns : 0);
   }
 
   static constexpr int64_t kSums = (kMostRows + kSlackRows) * kCachedColumns;
+  static constexpr int64_t kPackedBytes = 1 << 19;
+
+  // How many panels are packed on the way at a time.
+  static int64_t most_packed_panels(const Correlation& part) {
+    const int64_t panel_bytes = std::max<int64_t>(part.panel_bytes(), 1);
+    return std::clamp<int64_t>(kPackedBytes / panel_bytes, 1, kCachedColumns / kPanelColumns);
+  }
 };
 
 // What a correlation says of its sizes, divided once rather than for every block.
@@ -83,7 +89,7 @@ struct Sizes {
   bool in_turn;
   int64_t panels_at_once;
 
-  Sizes(const Correlation& part, bool padded)
+  Sizes(const Correlation& part, bool padded, bool packs)
       : kernels(part.kernels()),
         depth(part.depth()),
         chunk(part.chunk()),
@@ -93,11 +99,14 @@ struct Sizes {
         group_bytes(part.group_bytes()),
         wide(part.wide()),
         in_turn(kernels.sums_at_once > 0 && chunk >= depth && !padded),
-        panels_at_once((in_turn ? kernels.sums_at_once / kSlackRows : kCachedColumns) / kPanelColumns) {}
+        panels_at_once(std::min(
+            (in_turn ? kernels.sums_at_once / kSlackRows : kCachedColumns) / kPanelColumns,
+            packs ? Workspace::most_packed_panels(part) : kCachedColumns / kPanelColumns)) {}
 };
 
 struct Task {
   const Conv2d& conv;
+  const Pass pass;
   const Correlation& part;
   const Sizes sizes;
   const Source& source;
@@ -234,8 +243,8 @@ struct Task {
     const Panels panels{group, first, count, own.packed, own.packed_sums};
     std::fill_n(own.packed_sums, kCachedColumns, 0);
     const int64_t columns = results.columns_of(panels);
-    pack_gradient_panels(
-        conv, part, source.weight, group, panels.first_column(), columns, own.packed, own.packed_sums);
+    const auto pack_panels = pass == Pass::forward ? pack_forward_panels : pack_gradient_panels;
+    pack_panels(conv, part, source.weight, group, panels.first_column(), columns, own.packed, own.packed_sums);
     return panels;
   }
 
@@ -310,7 +319,7 @@ float run_pass(
     const Threads& threads,
     void* workspace) {
   const bool packs = source.packed == nullptr;
-  const int64_t thread_bytes = packs ? grad_input_packing_workspace_bytes(conv) : workspace_bytes(conv, pass);
+  const int64_t thread_bytes = packs ? packing_workspace_bytes(conv, pass) : workspace_bytes(conv, pass);
   const char* weights = source.packed;
   std::vector<float> largest(static_cast<size_t>(threads.count), 0.0F);
   for (int64_t phase = 0; phase < phases_of(conv, pass); ++phase) {
@@ -318,7 +327,8 @@ float run_pass(
     const Blocks blocks(conv, part, how, packs, threads.count);
     const PanelSums results(conv, part, source, target, how);
     const int64_t pixels = conv.batch * part.rows.outputs * part.columns.outputs;
-    const Task task{conv, part, Sizes(part, blocks.padded), source, target, weights, pixels, blocks.padded, results};
+    const Sizes sizes(part, blocks.padded, packs);
+    const Task task{conv, pass, part, sizes, source, target, weights, pixels, blocks.padded, results};
     // Few rows are shared out by columns, but not within a byte of a mask.
     const bool by_columns = blocks.count() < threads.count && (how.mask == nullptr || part.target_depth % 8 == 0);
     const int64_t cuts = by_columns ? std::min(part.panels(), threads.count) : 1;
@@ -338,7 +348,23 @@ float run_pass(
   return *std::max_element(largest.begin(), largest.end());
 }
 
-// From weights that are packed, or from those that the convolution has.
+// Both passes from weights that are packed, or from those that the convolution has.
+float forward_of(
+    const Conv2d& conv,
+    const int8_t* input,
+    int32_t zero_point,
+    const void* packed,
+    const int8_t* weight,
+    const int32_t* bias,
+    const Finish& how,
+    const Threads& threads,
+    void* workspace) {
+  const int8_t* const end = input + conv.in_pixels() * conv.in_channels;
+  const Source source{input, end, conv.in_channels, zero_point, bias, static_cast<const char*>(packed), weight};
+  const Target target{conv.rows.output, conv.columns.output, conv.out_channels};
+  return run_pass(conv, Pass::forward, source, target, how, threads, workspace);
+}
+
 float grad_input_of(
     const Conv2d& conv,
     const int8_t* grad_output,
@@ -381,10 +407,7 @@ float forward(
   if (goes_by_channels(conv, Pass::forward)) {
     return depthwise_pass(conv, Pass::forward, input, zero_point, packed, bias, how, threads, workspace);
   }
-  const int8_t* const end = input + conv.in_pixels() * conv.in_channels;
-  const Source source{input, end, conv.in_channels, zero_point, bias, static_cast<const char*>(packed), nullptr};
-  const Target target{conv.rows.output, conv.columns.output, conv.out_channels};
-  return run_pass(conv, Pass::forward, source, target, how, threads, workspace);
+  return forward_of(conv, input, zero_point, packed, nullptr, bias, how, threads, workspace);
 }
 
 float grad_input(
@@ -403,25 +426,37 @@ float grad_input(
   return grad_input_of(conv, grad_output, packed, nullptr, how, threads, workspace);
 }
 
-bool grad_input_packs_on_the_way(const Conv2d& conv) {
-  if (goes_by_channels(conv, Pass::grad_input) || goes_by_patches(conv, Pass::grad_input)) {
+bool packs_on_the_way(const Conv2d& conv, Pass pass) {
+  if (goes_by_channels(conv, pass) || goes_by_patches(conv, pass)) {
     return false;
   }
-  for (int64_t phase = 0; phase < phases_of(conv, Pass::grad_input); ++phase) {
-    const Correlation part = correlation_of(conv, Pass::grad_input, phase);
+  for (int64_t phase = 0; phase < phases_of(conv, pass); ++phase) {
+    const Correlation part = correlation_of(conv, pass, phase);
     if (conv.batch * part.rows.outputs * part.columns.outputs > part.block_rows()) {
       return false;
     }
   }
-  return grad_input_packing_workspace_bytes(conv) <= kMostWorkspaceBytes;
+  return packing_workspace_bytes(conv, pass) <= kMostWorkspaceBytes;
 }
 
-int64_t grad_input_packing_workspace_bytes(const Conv2d& conv) {
+int64_t packing_workspace_bytes(const Conv2d& conv, Pass pass) {
   int64_t most = 0;
-  for (int64_t phase = 0; phase < phases_of(conv, Pass::grad_input); ++phase) {
-    most = std::max(most, Workspace(correlation_of(conv, Pass::grad_input, phase), true, nullptr).pieces.bytes());
+  for (int64_t phase = 0; phase < phases_of(conv, pass); ++phase) {
+    most = std::max(most, Workspace(correlation_of(conv, pass, phase), true, nullptr).pieces.bytes());
   }
   return most;
+}
+
+float forward_packing(
+    const Conv2d& conv,
+    const int8_t* input,
+    int32_t zero_point,
+    const int8_t* weight,
+    const int32_t* bias,
+    const Finish& how,
+    const Threads& threads,
+    void* workspace) {
+  return forward_of(conv, input, zero_point, nullptr, weight, bias, how, threads, workspace);
 }
 
 float grad_input_packing(

@@ -250,11 +250,16 @@ std::vector<int32_t> grad_weight_sums_by_members(
   return sums;
 }
 
-float run_grad_input_packing(const Int8Sample& sample, const kernels::int8::Finish& how, int64_t threads) {
+float run_packing(
+    const Int8Sample& sample, kernels::int8::Pass pass, const kernels::int8::Finish& how, int64_t threads) {
   using namespace kernels::int8;
-  std::vector<char> workspace(static_cast<size_t>(grad_input_packing_workspace_bytes(sample.conv) * threads));
+  std::vector<char> workspace(static_cast<size_t>(packing_workspace_bytes(sample.conv, pass) * threads));
   const int8_t* const weight = sample.weight.data();
-  return grad_input_packing(sample.conv, sample.grad_output.data(), weight, how, Threads{threads}, workspace.data());
+  const Threads all{threads};
+  return pass == Pass::forward
+      ? forward_packing(
+            sample.conv, sample.input.data(), sample.zero_point, weight, nullptr, how, all, workspace.data())
+      : grad_input_packing(sample.conv, sample.grad_output.data(), weight, how, all, workspace.data());
 }
 
 float run_grad_weight(
@@ -283,11 +288,12 @@ std::vector<int32_t> sums_of(const Int8Sample& sample, kernels::int8::Pass pass,
   return result;
 }
 
-std::vector<int32_t> packing_sums_of(const Int8Sample& sample, int64_t threads) {
-  std::vector<int32_t> result(sample.input.size(), 77);
+std::vector<int32_t> packing_sums_of(const Int8Sample& sample, kernels::int8::Pass pass, int64_t threads) {
+  const bool forward = pass == kernels::int8::Pass::forward;
+  std::vector<int32_t> result(forward ? sample.grad_output.size() : sample.input.size(), 77);
   kernels::int8::Finish how;
   how.output = result.data();
-  run_grad_input_packing(sample, how, threads);
+  run_packing(sample, pass, how, threads);
   return result;
 }
 

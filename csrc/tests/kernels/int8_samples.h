@@ -49,12 +49,13 @@ std::vector<int32_t> grad_weight_sums_by_members(
 
 // A pass with one thread or as with several, all of which run after one another. Returns what the kernels return.
 float run_pass(const Int8Sample& sample, kernels::int8::Pass pass, const kernels::int8::Finish& how, int64_t threads);
-float run_grad_input_packing(const Int8Sample& sample, const kernels::int8::Finish& how, int64_t threads);
+float run_packing(
+    const Int8Sample& sample, kernels::int8::Pass pass, const kernels::int8::Finish& how, int64_t threads);
 float run_grad_weight(
     const Int8Sample& sample, const kernels::int8::Finish& how, int64_t threads, std::vector<int64_t>& grad_bias);
 
 std::vector<int32_t> sums_of(const Int8Sample& sample, kernels::int8::Pass pass, int64_t threads);
-std::vector<int32_t> packing_sums_of(const Int8Sample& sample, int64_t threads);
+std::vector<int32_t> packing_sums_of(const Int8Sample& sample, kernels::int8::Pass pass, int64_t threads);
 std::vector<int32_t> grad_weight_sums_of(const Int8Sample& sample, int64_t threads, std::vector<int64_t>& grad_bias);
 
 } // namespace torch_odt::tests

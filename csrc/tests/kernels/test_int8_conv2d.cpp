@@ -5,6 +5,8 @@
 #include <vector>
 
 #include "../../kernels/int8/correlation.h"
+#include "../../kernels/int8/descent.h"
+#include "../../kernels/int8/integers.h"
 #include "../../kernels/int8/padded.h"
 #include "../../kernels/int8/patches.h"
 #include "int8_samples.h"
@@ -40,9 +42,13 @@ TEST(int8_convolutions_and_their_gradients_are_exact) {
           const Context pass("grad_input");
           check_sums(sums_of(sample, Pass::grad_input, threads), sample.grad_input());
         }
-        if (grad_input_packs_on_the_way(conv)) {
+        if (packs_on_the_way(conv, Pass::forward)) {
+          const Context pass("forward, packing on the way");
+          check_sums(packing_sums_of(sample, Pass::forward, threads), sample.forward());
+        }
+        if (packs_on_the_way(conv, Pass::grad_input)) {
           const Context pass("grad_input, packing on the way");
-          check_sums(packing_sums_of(sample, threads), sample.grad_input());
+          check_sums(packing_sums_of(sample, Pass::grad_input, threads), sample.grad_input());
         }
         {
           const Context pass("grad_weight");
@@ -129,6 +135,102 @@ TEST(int8_gradients_of_weights_become_floats) {
       }
       CHECK_EQUAL(largest, most);
     }
+  }
+}
+
+// Rows whose packed weights fill the workspace, and whose own depth is cut into chunks.
+TEST(int8_long_rows_are_packed_on_the_way) {
+  for (const int64_t batch : {1, 9, 16}) {
+    const Int8Sample sample({batch, axis(1, 1), axis(1, 1), 25088, 37, 1}, 3, Values::random);
+    const Context here("batch " + text_of(batch));
+    CHECK(packs_on_the_way(sample.conv, Pass::forward));
+    CHECK(packing_workspace_bytes(sample.conv, Pass::forward) <= kernels::int8::kMostWorkspaceBytes);
+    check_sums(packing_sums_of(sample, Pass::forward, 1), sample.forward());
+    check_sums(packing_sums_of(sample, Pass::forward, 2), sample.forward());
+  }
+}
+
+// Gradients that are never stored change a weight as stored ones do.
+TEST(int8_weights_descend_by_gradients_that_are_not_stored) {
+  for (const Conv2d& conv : int8_convolutions()) {
+    const Context here(text_of(conv));
+    const Int8Sample sample(conv, 3, Values::random);
+    std::vector<float> multipliers;
+    for (int64_t channel = 0; channel < conv.out_channels; ++channel) {
+      multipliers.push_back(0.001F * static_cast<float>(channel + 1));
+    }
+    std::vector<float> floats(sample.weight.size(), 77.0F);
+    kernels::int8::Finish how;
+    how.result = kernels::int8::Result::floats;
+    how.output = floats.data();
+    how.multipliers = multipliers.data();
+    how.per_channel = true;
+    how.channels_are_rows = true;
+    std::vector<int64_t> grad_bias;
+    const float largest = run_grad_weight(sample, how, 1, grad_bias);
+    const int64_t rows = conv.out_channels;
+    const int64_t columns = rows == 0 ? 0 : static_cast<int64_t>(sample.weight.size()) / rows;
+    std::vector<int8_t> expected = sample.weight;
+    const kernels::int8::Descent stored{floats.data(), expected.data(), rows, columns, 0.7F, 0.01F, 12345};
+    const int64_t clamped = kernels::int8::descend(stored, {}).clamped;
+    for (const int64_t threads : {1, 3}) {
+      std::vector<int8_t> weight = sample.weight;
+      int64_t noted = 0;
+      how.result = kernels::int8::Result::descent;
+      how.output = weight.data();
+      how.seed = stored.seed;
+      how.rate = stored.rate;
+      how.decay = stored.decay;
+      how.clamped = &noted;
+      CHECK_EQUAL(run_grad_weight(sample, how, threads, grad_bias), largest);
+      CHECK(weight == expected);
+      CHECK_EQUAL(noted, clamped);
+      CHECK(grad_bias == sample.grad_bias());
+    }
+  }
+}
+
+TEST(int8_steps_that_are_not_stored_are_taken_off) {
+  for (const Conv2d& conv : int8_convolutions()) {
+    const Context here(text_of(conv));
+    Int8Sample sample(conv, 3, Values::random);
+    for (int8_t& weight : sample.weight) {
+      weight = std::max<int8_t>(weight, -127);
+    }
+    const auto count = static_cast<int64_t>(sample.weight.size());
+    const float multiplier = 0x1p-7F;
+    std::vector<int8_t> steps(sample.weight.size(), 77);
+    kernels::int8::Finish how;
+    how.result = kernels::int8::Result::int8;
+    how.output = steps.data();
+    how.multipliers = &multiplier;
+    how.channels_are_rows = true;
+    how.rounding = kernels::int8::Rounding::pseudo_stochastic;
+    how.shift = 7;
+    how.low = -127;
+    std::vector<int64_t> grad_bias;
+    const float largest = run_grad_weight(sample, how, 1, grad_bias);
+    for (const int64_t most : {127, 8}) {
+      std::vector<int8_t> clipped = steps;
+      std::vector<int8_t> expected = sample.weight;
+      const bool are_clipped = kernels::int8::clip(clipped.data(), count, most) > most;
+      kernels::int8::take_off(expected.data(), clipped.data(), count);
+      for (const int64_t threads : {1, 3}) {
+        std::vector<int8_t> weight = sample.weight;
+        int64_t noted = 0;
+        how.result = kernels::int8::Result::take_off;
+        how.output = weight.data();
+        how.most_step = most;
+        how.clamped = &noted;
+        CHECK_EQUAL(run_grad_weight(sample, how, threads, grad_bias), largest);
+        CHECK(weight == expected);
+        CHECK_EQUAL(noted > 0, are_clipped);
+      }
+    }
+    std::vector<int8_t> weight = sample.weight;
+    how.result = kernels::int8::Result::nothing;
+    how.output = nullptr;
+    CHECK_EQUAL(run_grad_weight(sample, how, 1, grad_bias), largest);
   }
 }
 

@@ -1,0 +1,239 @@
+"""Weights that the backward pass changes itself: only where nobody else is to see their gradients, and no bit else."""
+
+from __future__ import annotations
+
+import copy
+import io
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from niti_cases import batches, bytes_of, small_net
+from quantized_models import calibration, images, labels, trained_a_little
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import torch_odt as odt
+from torch_odt.quant import NitiSGD, niti_, niti_cross_entropy
+from torch_odt.quant.in_backward import InBackward, use_of
+from torch_odt.quant.modules import Int8Layer
+from torch_odt.quant.niti_layers import NitiLayer
+from torch_odt.quant.qas import int8_layers
+
+
+class Twice(nn.Module):
+    """A layer that is used twice in a pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.again, self.head = nn.Conv2d(3, 6, 3), nn.Conv2d(6, 6, 1), nn.Linear(6, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.relu(self.stem(x))
+        x = F.relu(self.again(F.relu(self.again(x))))
+        found: Tensor = self.head(x.mean([2, 3]))
+        return found
+
+
+def converted(model: nn.Module, in_backward: bool) -> tuple[nn.Module, torch.optim.SGD]:
+    odt.quant.convert_(model, calibration(), qas=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, weight_decay=0.01)
+    odt.quant.train_int8_(model, optimizer, in_backward=in_backward)
+    return model, optimizer
+
+
+def residual(in_backward: bool = True) -> tuple[nn.Module, torch.optim.SGD]:
+    return converted(trained_a_little("residual"), in_backward)
+
+
+def loss_of(model: nn.Module, step: int) -> Tensor:
+    return F.cross_entropy(model(images(8, step)), labels(8, step))
+
+
+def weights_of(model: nn.Module) -> list[Tensor]:
+    return [layer.weight.clone() for layer in int8_layers(model).values()]
+
+
+def same(ours: list[Tensor], theirs: list[Tensor]) -> bool:
+    return all(torch.equal(*pair) for pair in zip(ours, theirs, strict=True))
+
+
+def same_state(ours: nn.Module, theirs: nn.Module) -> bool:
+    return same(list(ours.state_dict().values()), list(theirs.state_dict().values()))
+
+
+def test_gradients_of_weights_are_never_stored(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, optimizer = residual()
+    theirs, reference = residual(in_backward=False)
+    for step in range(3):
+        reference.zero_grad()
+        loss_of(theirs, step).backward()
+        reference.step()
+
+    def refused(*_: Any) -> None:
+        raise AssertionError("a gradient was stored")
+
+    monkeypatch.setattr(Int8Layer, "descend_", refused)
+    for step in range(3):
+        optimizer.zero_grad()
+        loss_of(model, step).backward()
+        assert all(layer.weight_slot.grad is None for layer in int8_layers(model).values())
+        optimizer.step()
+    assert same_state(model, theirs)
+
+
+def test_gradients_of_a_layer_that_is_used_twice_are_added_up_first() -> None:
+    torch.manual_seed(0)
+    base = Twice().eval()
+    trained = []
+    for in_backward in (True, False):
+        model, optimizer = converted(copy.deepcopy(base), in_backward)
+        for step in range(3):
+            optimizer.zero_grad()
+            loss_of(model.train(), step).backward()
+            optimizer.step()
+        trained.append(model)
+    assert same_state(*trained)
+
+
+def test_gradients_that_are_asked_for_change_nothing() -> None:
+    model, _ = residual()
+    before = weights_of(model)
+    x = images(8, 0).requires_grad_()
+    slots = [layer.weight_slot for layer in int8_layers(model).values()]
+    torch.autograd.grad(F.cross_entropy(model(x), labels(8, 0)), x)
+    F.cross_entropy(model(x), labels(8, 0)).backward(inputs=[x])
+    found = torch.autograd.grad(F.cross_entropy(model(x), labels(8, 0)), slots)
+    assert same(weights_of(model), before)
+    plain, _ = residual(in_backward=False)
+    loss_of(plain, 0).backward()
+    assert same(list(found), [layer.weight_slot.grad for layer in int8_layers(plain).values()])  # type: ignore[misc]
+
+
+def test_a_pass_that_led_nowhere_is_forgotten() -> None:
+    model, optimizer = residual()
+    plain, reference = residual(in_backward=False)
+    unused = loss_of(model, 5)  # its graph lives on
+    for trained, by in ((model, optimizer), (plain, reference)):
+        for step in range(2):
+            by.zero_grad()
+            loss_of(trained, step).backward()
+            by.step()
+    assert same_state(model, plain)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        unused.backward()
+
+
+def test_the_same_graph_is_not_passed_back_twice() -> None:
+    model, _ = residual()
+    loss = loss_of(model, 0)
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_gradients_that_are_there_are_added_to() -> None:
+    # From before the optimizer updates in the backward pass.
+    models = []
+    for in_backward in (True, False):
+        model = trained_a_little("residual")
+        odt.quant.convert_(model, calibration(), qas=True)
+        loss_of(model, 1).backward()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        odt.quant.train_int8_(model, optimizer, in_backward=in_backward)
+        loss_of(model, 0).backward()
+        optimizer.step()
+        models.append(model)
+    assert same_state(*models)
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_checkpointed_layers_are_updated(use_reentrant: bool) -> None:
+    model, optimizer = residual()
+    plain, reference = residual(in_backward=False)
+    x = images(8, 0).requires_grad_()
+    F.cross_entropy(checkpoint(model, x, use_reentrant=use_reentrant), labels(8, 0)).backward()
+    optimizer.step()
+    loss_of(plain, 0).backward()
+    reference.step()
+    assert same_state(model, plain)
+
+
+def test_a_model_is_saved_and_copied_without_its_optimizer() -> None:
+    model, _ = residual()
+    other = copy.deepcopy(model)
+    for name, layer in int8_layers(model).items():
+        file = io.BytesIO()
+        torch.save(layer, file)
+        assert b"optim" not in file.getvalue()
+        file.seek(0)
+        other.set_submodule(name, torch.load(file, weights_only=False))
+    for each in (other, copy.deepcopy(model)):
+        before = weights_of(each)
+        loss_of(each, 0).backward()
+        assert same(weights_of(each), before)
+        assert all(layer.weight_slot.grad is not None for layer in int8_layers(each).values())
+    loss_of(model, 0).backward()
+    assert not same(weights_of(model), before)
+
+
+def test_a_rate_beyond_all_numbers_is_refused_and_changes_no_weight() -> None:
+    model, optimizer = residual()
+    before = weights_of(model)
+    optimizer.param_groups[0]["lr"] = 1e38
+    with pytest.raises(RuntimeError, match="an update of int8 weights is not finite: the loss has diverged"):
+        loss_of(model, 0).backward()
+    assert same(weights_of(model), before)
+
+
+def test_saturation_is_counted() -> None:
+    counts = []
+    for in_backward in (True, False):
+        model = trained_a_little("residual")
+        odt.quant.convert_(model, calibration(), qas=True)
+        optimizer = torch.optim.SGD(model.parameters(), lr=3.0)
+        training = odt.quant.train_int8_(model, optimizer, in_backward=in_backward)
+        loss_of(model, 0).backward()
+        optimizer.step()
+        counts.append(training.saturated)
+    assert counts[0] == counts[1] and sum(counts[0].values()) > 0
+
+
+def test_niti_gradients_of_weights_are_never_stored() -> None:
+    data, models = batches(6), [small_net() for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    optimizers = []
+    for model, in_backward in zip(models, (True, False), strict=True):
+        niti_(model)
+        optimizers.append(NitiSGD(model, in_backward=in_backward))
+    seen: list[Tensor | None] = []
+    layers = [module for module in models[0].modules() if isinstance(module, NitiLayer)]
+    for layer in layers:
+        layer.weight.register_post_accumulate_grad_hook(lambda weight: seen.append(weight.grad))
+        # Called with gradients alone.
+        layer.weight.register_hook(lambda gradient: seen.append(gradient))
+    for x, y in data:
+        for model, optimizer in zip(models, optimizers, strict=True):
+            optimizer.zero_grad()
+            niti_cross_entropy(model(x), y).backward()
+            optimizer.step()
+    assert bytes_of(models[0]) == bytes_of(models[1])
+    assert all(gradient is None for gradient in seen)
+
+
+def test_a_use_ends_with_its_graph() -> None:
+    parameter = nn.Parameter(torch.zeros(3))
+    assert use_of(parameter) is None
+    updates = InBackward(parameter, lambda: "update")
+    first = use_of(parameter[None])  # of a view
+    assert first is not None and first.update() is None  # outside a backward pass
+    second = use_of(parameter)
+    third = use_of(parameter)
+    assert second is not None and third is not None and not (second._is_alone or third._is_alone)
+    del second, third
+    last = use_of(parameter)
+    assert last is not None and last._is_alone
+    updates.stop()
+    assert use_of(parameter) is None
+    updates.stop()
