@@ -46,7 +46,8 @@ from torch.profiler import ProfilerActivity, profile
 from torch_odt import memory
 
 MIB = 1 << 20
-WARM_UP_STEPS = 10  # scales are looked at in each of the first ones
+WARM_UP_STEPS = 3
+INT8_WARM_UP_STEPS = 10  # scales are looked at in each of the first ones
 MEMORY_STEPS = 3
 TURN_SECONDS = 0.4
 FEWEST_STEPS = 2  # of a turn that count
@@ -191,7 +192,7 @@ def work(options: argparse.Namespace) -> None:
     step = make_step(way, network(options.models[0], images), batches)
     settle()
     level = status()["VmRSS"]
-    for _ in range(WARM_UP_STEPS):
+    for _ in range(INT8_WARM_UP_STEPS if way in INT8 else WARM_UP_STEPS):
         step()
     if task == "operators":
         print_operators(step, f"{options.models[0]}, {tuple(images.shape)}: {way}")

@@ -18,6 +18,8 @@ using kernels::int8::Rounding;
 // What the int32 sums of a weight's gradient hold whatever the operands are.
 constexpr int64_t kMostPixels = 65535;
 constexpr int64_t kLeastGradientBits = -8;
+// Of which a gradient is far larger than a cache.
+constexpr int64_t kManyWeights = int64_t{1} << 22;
 
 // The output's gradient where the output is between its bounds; the bounds themselves pass nothing.
 Tensor between_bounds(
@@ -123,12 +125,11 @@ struct Layer {
     return {found.gradient, std::move(found.bias)};
   }
 
-  // Takes what weight_gradient() would return off the weight; returns the sums for the bias. Where the scale is looked at
-  // and there are many pixels, writing the gradient takes less time than computing it twice.
+  // Takes what weight_gradient() would return off the weight; returns the sums for the bias. Where the scale is looked at,
+  // a small gradient is stored in less time than it is computed twice.
   std::vector<int64_t> take_weight_gradient_off(HeldScale& scale, int64_t sums_exponent, int64_t bits) const {
     Tensor own = weight;
-    const bool has_many_pixels = steps.numel() > kernels::int8::kFewGradientPixels * steps.size(1);
-    if (pieces().size() > 1 || (scale.is_due() && has_many_pixels)) {
+    if (pieces().size() > 1 || (scale.is_due() && weight.numel() < kManyWeights)) {
       auto [found, bias] = weight_gradient(scale, sums_exponent, bits);
       kernels::int8::take_off(static_cast<int8_t*>(own.mutable_data_ptr()), static_cast<const int8_t*>(found.const_data_ptr()), weight.numel());
       return std::move(bias);

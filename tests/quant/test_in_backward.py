@@ -228,12 +228,12 @@ def test_a_use_ends_with_its_graph() -> None:
     updates = InBackward(parameter, lambda: "update")
     first = use_of(parameter[None])  # of a view
     assert first is not None and first.update() is None  # outside a backward pass
-    second = use_of(parameter)
-    third = use_of(parameter)
-    assert second is not None and third is not None and not (second._is_alone or third._is_alone)
-    del second, third
-    last = use_of(parameter)
-    assert last is not None and last._is_alone
+    second, third = use_of(parameter), use_of(parameter)
+    assert updates.is_shared and updates.open_uses == 2
+    del second
+    assert updates.is_shared
+    del third
+    assert not updates.is_shared and updates.open_uses == 0
     updates.stop()
     assert use_of(parameter) is None
     updates.stop()

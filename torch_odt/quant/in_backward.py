@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
-from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -29,15 +28,17 @@ class InBackward(Generic[Update]):
     """
 
     def __init__(self, parameter: Tensor, update: Callable[[], Update | None]) -> None:
-        self._parameter = parameter
-        self._update = update
-        self._uses: WeakSet[Use[Update]] = WeakSet()
+        self.parameter = parameter
+        self.update = update
+        # Uses whose graphs live and have not been passed back; and whether there were several at a time since there
+        # was none. Their gradients are added up before anything is updated.
+        self.open_uses, self.is_shared = 0, False
         setattr(parameter, ATTRIBUTE, self)
 
     def stop(self) -> None:
         """The parameter gets its gradient again."""
-        if getattr(self._parameter, ATTRIBUTE, None) is self:
-            delattr(self._parameter, ATTRIBUTE)
+        if getattr(self.parameter, ATTRIBUTE, None) is self:
+            delattr(self.parameter, ATTRIBUTE)
 
     def __reduce__(self) -> tuple[Any, ...]:
         # A parameter is saved with what has been put at it, but not with an optimizer.
@@ -47,28 +48,39 @@ class InBackward(Generic[Update]):
 class Use(Generic[Update]):
     """One use of a parameter by an operator, kept with what its backward pass needs."""
 
+    __slots__ = ("_is_open", "_of")
+
     def __init__(self, of: InBackward[Update]) -> None:
         self._of = of
-        self._accumulator = torch.autograd.graph.get_gradient_edge(of._parameter).node
-        # Gradients of several uses are added up before anything is updated.
-        self._is_alone = not of._uses
-        for other in of._uses:
-            other._is_alone = False
-        of._uses.add(self)
+        self._is_open = True
+        of.is_shared |= of.open_uses > 0
+        of.open_uses += 1
 
     def update(self) -> Update | None:
         """What the backward pass that has come to the operator is to do; None to return the gradient."""
-        self._of._uses.discard(self)
-        if not self._is_alone or torch.is_grad_enabled() or self._of._parameter.grad is not None:
+        of = self._of
+        is_shared = of.is_shared
+        self._end()
+        if is_shared or torch.is_grad_enabled() or of.parameter.grad is not None:
             return None
         try:
-            accumulates = torch._C._will_engine_execute_node(self._accumulator)
+            accumulates = torch._C._will_engine_execute_node(torch.autograd.graph.get_gradient_edge(of.parameter).node)
         except RuntimeError:  # torch.autograd.grad wants this very gradient
             return None
-        return self._of._update() if accumulates else None
+        return of.update() if accumulates else None
+
+    def __del__(self) -> None:
+        self._end()
+
+    def _end(self) -> None:
+        if self._is_open:
+            self._is_open = False
+            self._of.open_uses -= 1
+            self._of.is_shared &= self._of.open_uses > 0
 
 
 def use_of(tensor: Tensor) -> Use[Any] | None:
     """A use of a parameter, or of a view of one, that may be changed in the backward pass; None of any other tensor."""
-    found = getattr(tensor if tensor._base is None else tensor._base, ATTRIBUTE, None)
+    base = tensor._base
+    found = getattr(tensor if base is None else base, ATTRIBUTE, None)
     return None if found is None else Use(found)

@@ -25,8 +25,9 @@ class NitiSGD(torch.optim.Optimizer):
     Args:
         model: converted by `niti_`.
         lr, momentum, weight_decay: of what is float32, as in `torch.optim.SGD`.
-        in_backward: take a gradient of mantissas off as soon as it is there, in the backward pass, and drop it: those
-            of all layers would be as large as the converted model. The bits are the same. The weights keep to it until
+        in_backward: take a gradient of mantissas off in the backward pass, a weight's as it is computed, without
+            storing it: those of all layers would be as large as the converted model. The bits are the same, and hooks
+            see no gradients of weights. The weights keep to it until
             the model is converted back; a backward pass that fails has changed those that it had come to. A captured
             step (`TrainStep`) leaves gradients to `step`.
 

@@ -99,9 +99,6 @@ float grad_input_packing(
     const Threads& threads,
     void* workspace);
 
-// Where there are few output pixels, writing a weight's gradient is most of the work.
-inline constexpr int64_t kFewGradientPixels = 128;
-
 // The weight's gradient, or an update of the weight with it; and the bias's, the sum of the output's over all pixels.
 // Bytes are those of each thread, within the same bound.
 int64_t grad_weight_workspace_bytes(const Conv2d& conv, const Threads& threads);

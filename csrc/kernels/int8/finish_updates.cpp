@@ -9,10 +9,29 @@ namespace torch_odt::kernels::int8 {
 
 namespace {
 
-constexpr int64_t kRowsAtOnce = 4;
-constexpr int64_t kRowsAhead = 8; // whose weights are on their way from memory
+// What is written between sums and weights, and how many weights are on their way from memory meanwhile.
+constexpr int64_t kRoom = 4 * kBlockColumns;
+constexpr int64_t kAhead = 8 * kBlockColumns;
+constexpr int64_t kMostRows = 256;
 
-// Rows of a block lie far apart, so that the processor does not see them coming.
+// Some rows of a weight, which lie as far apart as any two others that follow each other.
+struct WeightRows {
+  int8_t* weights;
+  int64_t stride;
+  int64_t count;
+  int64_t columns;
+  int64_t place; // where the first one begins
+  int64_t first_column;
+};
+
+template <typename Sum>
+WeightRows rows_of(const Finish& how, const Block<Sum>& block, int64_t first, int64_t count) {
+  const int64_t stride = block.rows > 1 ? block.places[1] - block.places[0] : block.columns;
+  const int64_t place = block.places[0] + first * stride;
+  return {static_cast<int8_t*>(how.output) + place, stride, count, block.columns, place, block.first_column};
+}
+
+// Where rows are long the processor does not see pieces of the next ones coming.
 template <typename Sum>
 void prefetch(const Finish& how, const Block<Sum>& block, int64_t begin, int64_t end) {
   constexpr int64_t kLine = 64;
@@ -30,54 +49,56 @@ void note(int64_t* clamped, int64_t count) {
   }
 }
 
-void descend_row(const Finish& how, const float* gradients, int64_t place, int64_t first_column, int64_t columns) {
-  auto* const weights = static_cast<int8_t*>(how.output) + place;
+void descend_rows(const Finish& how, const float* gradients, const WeightRows& to) {
   DescentPart part{
-      how.rate, how.decay, how.seed, gradients, 0, weights, 0, 1, columns, place - first_column, first_column, 0};
+      how.rate, how.decay, how.seed, gradients, to.columns, to.weights, to.stride, to.count, to.columns,
+      to.place - to.first_column, to.first_column, 0};
   descend_part(part);
   note(how.clamped, part.clamped);
 }
 
-void take_row_off(const Finish& how, int8_t* steps, int64_t place, int64_t columns) {
-  note(how.clamped, clip(steps, columns, how.most_step) > how.most_step ? 1 : 0);
-  take_off(static_cast<int8_t*>(how.output) + place, steps, columns);
+void take_rows_off(const Finish& how, int8_t* steps, const WeightRows& to) {
+  note(how.clamped, clip(steps, to.count * to.columns, how.most_step) > how.most_step ? 1 : 0);
+  if (to.stride == to.columns) {
+    take_off(to.weights, steps, to.count * to.columns);
+    return;
+  }
+  for (int64_t row = 0; row < to.count; ++row) {
+    take_off(to.weights + row * to.stride, steps + row * to.columns, to.columns);
+  }
 }
 
 } // namespace
 
 template <typename Sum>
 float finish_update(const Finish& how, const Block<Sum>& block) {
-  alignas(64) float room[kRowsAtOnce * kBlockColumns];
+  alignas(64) float room[kRoom];
   Finish made = how;
   made.result = how.result == Result::take_off ? Result::int8 : Result::floats;
   made.output = room;
-  int64_t places[kRowsAtOnce];
-  for (int64_t row = 0; row < kRowsAtOnce; ++row) {
-    places[row] = row * kBlockColumns;
+  const int64_t at_once = std::min(kRoom / block.columns, kMostRows);
+  int64_t places[kMostRows];
+  for (int64_t row = 0; row < at_once; ++row) {
+    places[row] = row * block.columns;
   }
-  float largest = 0;
   const bool updates = how.result != Result::nothing;
-  if (updates) {
-    prefetch(how, block, 0, kRowsAhead);
-  }
-  for (int64_t first = 0; first < block.rows; first += kRowsAtOnce) {
-    if (updates) {
-      prefetch(how, block, first + kRowsAhead, first + kRowsAhead + kRowsAtOnce);
-    }
+  const int64_t ahead = updates ? std::max(at_once, kAhead / block.columns) : block.rows;
+  prefetch(how, block, 0, updates ? ahead : 0);
+  float largest = 0;
+  for (int64_t first = 0; first < block.rows; first += at_once) {
+    prefetch(how, block, first + ahead, first + ahead + at_once);
     Block<Sum> some = block;
     some.sums += first * block.stride;
-    some.rows = std::min(kRowsAtOnce, block.rows - first);
+    some.rows = std::min(at_once, block.rows - first);
     some.places = places;
     some.first_channel += first;
     some.row_terms += block.row_terms == nullptr ? 0 : first;
     largest = std::max(largest, finish(made, some));
-    for (int64_t row = 0; row < some.rows; ++row) {
-      const int64_t place = block.places[first + row];
-      if (how.result == Result::descent) {
-        descend_row(how, room + places[row], place, block.first_column, block.columns);
-      } else if (how.result == Result::take_off) {
-        take_row_off(how, reinterpret_cast<int8_t*>(room) + places[row], place, block.columns);
-      }
+    const WeightRows to = rows_of(how, block, first, some.rows);
+    if (how.result == Result::descent) {
+      descend_rows(how, room, to);
+    } else if (how.result == Result::take_off) {
+      take_rows_off(how, reinterpret_cast<int8_t*>(room), to);
     }
   }
   return largest;

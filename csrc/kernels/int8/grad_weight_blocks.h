@@ -12,6 +12,8 @@ namespace torch_odt::kernels::int8 {
 
 inline constexpr int64_t kMostGradientRows = 256;
 inline constexpr int64_t kMostGradientColumns = 512;
+// Where there are few pixels, writing the gradient is most of the work: sums have to stay in the first cache.
+inline constexpr int64_t kFewGradientPixels = 128;
 
 // How the gradient of a group's weight, out_depth rows of taps x in_depth columns, is cut into blocks, and the pixels,
 // over which is summed, into chunks. Threads share the blocks; or, where the sums of all fit into one, the pixels,
