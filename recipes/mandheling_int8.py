@@ -12,6 +12,10 @@ the training, two less in the last). The recipe ends with code 1 where the integ
 mean over seeds, is more than two points below float32's, or where scales were looked at in more than a fifth of the
 batches, as the mean over tensors.
 
+Seconds and energy until a stated accuracy is reached (`--accuracy`; else 97 % of what float32 reaches in the mean) are
+told of both. Energy is that of the machine's counters; where there are none, that of a model, if `--watts` says what a
+busy processor draws; else it is absent.
+
 Then self-adaptive rescaling, batch splitting, reuse of packed weights and co-scheduling are each switched off once:
 seconds a step, all ways in turn within each round, beside float32.
 """
@@ -37,6 +41,7 @@ from torch.utils.data import Dataset
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch_odt as odt
+from recipes.common.epochs import Epoch, Reached, measured_epoch, reached
 from torch_odt.commands.data import load_data
 from torch_odt.quant import NitiSGD, NitiTraining, PackedWeights, Placement, niti_, niti_cross_entropy
 
@@ -44,6 +49,7 @@ Samples = tuple[Tensor, Tensor]
 Step = Callable[[Tensor, Tensor], None]
 MOST_BELOW = 0.02
 MOST_CHECKS = 0.20
+STATED_SHARE = 0.97
 MOMENTUM = 0.9
 BITS_LESS = (0, 0, 1, 2)  # of gradients, in each quarter of a training
 TUNING_SEED = 1000
@@ -68,13 +74,13 @@ class Outcome:
         accuracy: on the samples that were asked for.
         checked_share: of the batches in which a scale was looked at; None for float32.
         clipped_share: of those in which something was clipped meanwhile.
-        seconds: of the whole training.
+        epochs: what each took, and its accuracy on the samples that were asked for.
     """
 
     accuracy: float
     checked_share: float | None
     clipped_share: float | None
-    seconds: float
+    epochs: list[Epoch]
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -92,7 +98,10 @@ def main(arguments: list[str] | None = None) -> int:
         )
     placement = _placement(task, options)
     step_seconds = _step_seconds(task, placement, options) if options.rounds else {}
+    stated = options.accuracy or STATED_SHARE * _mean(rows["float32"])
+    taken = {name: [reached(each.epochs, stated) for each in found] for name, found in rows.items()}
     _print(rows, rate, bits, placement, step_seconds)
+    _print_reached(taken, stated)
     missed = _missed(rows)
     print("\n".join(missed) if missed else "targets met")
     if options.out is not None:
@@ -108,6 +117,8 @@ def main(arguments: list[str] | None = None) -> int:
             "rate": rate,
             "bits": bits,
             "rows": {name: [asdict(each) for each in found] for name, found in rows.items()},
+            "stated_accuracy": stated,
+            "reached": {name: [each and asdict(each) for each in found] for name, found in taken.items()},
             "step_seconds": step_seconds,
             "left_in_float32": placement.float32,
             "missed": missed,
@@ -149,6 +160,8 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--rounds", type=int, default=15, help="of steps that are timed; 0 times none")
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--accuracy", type=float, help="a share of the test samples, see above")
+    parser.add_argument("--watts", type=float, help="of a busy processor, for a model of energy")
     parser.add_argument("--out", type=Path, help="a folder for mandheling_int8.json")
     parser.add_argument("--quick", action="store_true", help="few samples, one seed, nothing tuned")
     options = parser.parse_args(arguments)
@@ -202,8 +215,8 @@ def _float32(task: Task, rate: float, seed: int, options: argparse.Namespace, te
         step(images, labels)
         schedule.step()
 
-    seconds = _train(task, scheduled, seed, options, lambda _: None)
-    return Outcome(_accuracy(model, test), None, None, seconds)
+    epochs = _train(task, model, scheduled, seed, options, test, lambda _: None)
+    return Outcome(epochs[-1].accuracy, None, None, epochs)
 
 
 def _integers(task: Task, bits: int, seed: int, options: argparse.Namespace, test: Samples) -> Outcome:
@@ -213,8 +226,9 @@ def _integers(task: Task, bits: int, seed: int, options: argparse.Namespace, tes
     def begin(epoch: int) -> None:
         training.set_gradient_bits(bits - BITS_LESS[len(BITS_LESS) * epoch // options.epochs])
 
-    seconds = _train(task, _step(model, NitiSGD(model), niti_cross_entropy), seed, options, begin)
-    return Outcome(_accuracy(model, test), training.checked_share(), training.clipped_share(), seconds)
+    step = _step(model, NitiSGD(model, in_backward=True), niti_cross_entropy)
+    epochs = _train(task, model, step, seed, options, test, begin)
+    return Outcome(epochs[-1].accuracy, training.checked_share(), training.clipped_share(), epochs)
 
 
 def _step(model: nn.Module, optimizer: torch.optim.Optimizer, loss_fn: Callable[..., Tensor]) -> Step:
@@ -229,17 +243,30 @@ def _step(model: nn.Module, optimizer: torch.optim.Optimizer, loss_fn: Callable[
     return step
 
 
-def _train(task: Task, step: Step, seed: int, options: argparse.Namespace, begin_epoch: Callable[[int], None]) -> float:
-    """Epochs in the order that a seed draws; returns the seconds."""
+def _train(
+    task: Task,
+    model: nn.Module,
+    step: Step,
+    seed: int,
+    options: argparse.Namespace,
+    test: Samples,
+    begin_epoch: Callable[[int], None],
+) -> list[Epoch]:
+    """Epochs in the order that a seed draws."""
     images, labels = task.train
     draw = torch.Generator().manual_seed(seed)
-    began = time.monotonic()
-    for epoch in range(options.epochs):
-        begin_epoch(epoch)
+
+    def steps() -> None:
+        model.train()
         for rows in torch.randperm(len(labels), generator=draw).split(options.batch):
             if len(rows) == options.batch:
                 step(images[rows], labels[rows])
-    return time.monotonic() - began
+
+    epochs = []
+    for number in range(options.epochs):
+        begin_epoch(number)
+        epochs.append(measured_epoch(steps, lambda: _accuracy(model, test), options.watts))
+    return epochs
 
 
 @torch.no_grad()
@@ -277,7 +304,7 @@ def _step_seconds(task: Task, placement: Placement, options: argparse.Namespace)
     for name, way in ways.items():
         model = copy.deepcopy(base)
         trainings.append(niti_(model, gradient_bits=3, **way))
-        steps[name] = _step(model, NitiSGD(model, lr=0.01), niti_cross_entropy)
+        steps[name] = _step(model, NitiSGD(model, lr=0.01, in_backward=True), niti_cross_entropy)
     images, labels = task.train
     taken: dict[str, list[float]] = {name: [] for name in steps}
     warm_ups = 10
@@ -324,6 +351,21 @@ def _print(
         print(f"\n{'':<34}{'a step':>12}{'to float32':>12}")
         for name, seconds in step_seconds.items():
             print(f"{name:<34}{1e3 * seconds:>9.1f} ms{seconds / step_seconds['float32']:>12.2f}")
+
+
+def _print_reached(taken: dict[str, list[Reached | None]], stated: float) -> None:
+    print(f"\nuntil {stated:.1%} of the test samples are right, mean over the seeds that get there:")
+    for name, outcomes in taken.items():
+        there = [each for each in outcomes if each is not None]
+        line = f"{name:<34}{len(there)} of {len(outcomes)}"
+        if there:
+            line += f"{statistics.mean(each.seconds for each in there):>9.2f} s"
+            line += f"{statistics.mean(each.epochs for each in there):>7.1f} epochs"
+            sources = set.intersection(*(set(each.energy_joules) for each in there))
+            energy = {source: statistics.mean(each.energy_joules[source] for each in there) for source in sources}
+            line += "".join(f"{joules:>9.1f} J ({source})" for source, joules in sorted(energy.items()))
+            line += "" if energy else "   energy: absent (no counter here, and --watts says nothing)"
+        print(line)
 
 
 if __name__ == "__main__":
