@@ -210,11 +210,12 @@ struct Descending {
   float rate;
   float decay;
   uint64_t seed;
-  int64_t* clamped; // to which is added
 };
 
 // The weight's gradient is taken off the weight as int8_descend_ does it, and is never stored.
-void int8_conv2d_descend_weight_(
+// Returns how many weights were clamped. What is not finite is told before a weight is changed: by the largest gradient
+// that there could be, rather than by that which there is.
+int64_t int8_conv2d_descend_weight_(
     Tensor weight,
     const Tensor& grad_output,
     const Tensor& input,

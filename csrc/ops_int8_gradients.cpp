@@ -165,7 +165,7 @@ Tensor int8_conv2d_grad_weight_scaled(
       conv, rescaling(kGradWeightScaled, Result::floats, std::move(scale), true), sums.data());
 }
 
-void int8_conv2d_descend_weight_(
+int64_t int8_conv2d_descend_weight_(
     Tensor weight,
     const Tensor& grad_output,
     const Tensor& input,
@@ -182,7 +182,6 @@ void int8_conv2d_descend_weight_(
   for (const float multiplier : made.multipliers) {
     most = std::max(most, std::abs(multiplier));
   }
-  // Before a weight is changed; what the sums are is not known yet.
   most *= static_cast<float>(conv.out_pixels()) * kMostTerm;
   STD_TORCH_CHECK(
       kernels::int8::descent_stays_finite(most, how.rate, how.decay),
@@ -191,9 +190,11 @@ void int8_conv2d_descend_weight_(
   made.finish.seed = how.seed;
   made.finish.rate = how.rate;
   made.finish.decay = how.decay;
-  made.finish.clamped = how.clamped;
+  kernels::int8::Noted noted;
+  made.finish.noted = &noted;
   std::vector<int64_t> sums(static_cast<size_t>(conv.out_channels));
   arguments.run(conv, made.finish, sums.data());
+  return noted.clamped;
 }
 
 } // namespace torch_odt

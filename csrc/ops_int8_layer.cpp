@@ -244,15 +244,16 @@ std::tuple<Tensor, Tensor> layer_descend_(
   int64_t* const clamped = counters_of(kDescendName, saturated, 1, "saturated");
   const LayerGradients found(gradient, mask, weight, weight_scale, for_input, true, scales_gradients, windows);
   const Grid from(kName, grid, "grid");
-  const Descending how{
-      static_cast<float>(rate), static_cast<float>(weight_decay), update_seed(seed_and_updates), clamped};
+  const Descending how{static_cast<float>(rate), static_cast<float>(weight_decay), update_seed(seed_and_updates)};
+  const auto made = [&](bool wanted, const auto& function) {
+    return wanted ? function() : empty_flat(0, ScalarType::Float, gradient);
+  };
   // By the weight as it was.
-  const Tensor none = empty_flat(0, ScalarType::Float, gradient);
-  const Tensor of_input = for_input ? found.of_input(input_shape) : none;
-  int8_conv2d_descend_weight_(
+  const Tensor of_input = made(for_input, [&] { return found.of_input(input_shape); });
+  *clamped += int8_conv2d_descend_weight_(
       image(weight), found.rounded.for_weight, image(values), found.weight_units(from), from.zero, how, windows);
   ++seed_and_updates[1];
-  return {of_input, for_bias ? found.of_bias(input_step) : none};
+  return {of_input, made(for_bias, [&] { return found.of_bias(input_step); })};
 }
 
 } // namespace

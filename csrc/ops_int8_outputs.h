@@ -32,7 +32,9 @@ struct ForwardArguments {
   float run(const Conv2d& conv, const int32_t* bias, const Finish& finish) const {
     const Threads threads = threads_for(conv);
     const Tensor image = channels_last(input);
-    if (!packed && kernels::int8::packs_on_the_way(conv, Pass::forward)) {
+    // Threads do not share a byte of a mask, but whole weights' packing.
+    const bool shares = threads.count == 1 || finish.mask == nullptr || conv.out_depth() % 8 == 0;
+    if (!packed && shares && kernels::int8::packs_on_the_way(conv, Pass::forward)) {
       const Tensor dense = channels_last(weight);
       Tensor room = empty_flat(
           kernels::int8::packing_workspace_bytes(conv, Pass::forward) * threads.count, ScalarType::Byte, input);

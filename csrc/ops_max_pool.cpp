@@ -123,6 +123,19 @@ int64_t grain(int64_t elements_of_each) {
   return std::max<int64_t>(1, kGrainElements / elements_of_each);
 }
 
+template <typename Function>
+void with_pooled_types(ScalarType dtype, const char* name, const Function& function) {
+  if (dtype == ScalarType::Char) {
+    function.template operator()<int8_t, float>();
+    return;
+  }
+  STD_TORCH_CHECK(
+      dtype == ScalarType::Float || dtype == ScalarType::Double || dtype == ScalarType::BFloat16,
+      name,
+      ": the input must be int8, float32, float64 or bfloat16");
+  with_types(dtype, name, function);
+}
+
 std::tuple<Tensor, Tensor> max_pool2d_with_offsets(
     const Tensor& input,
     const std::vector<int64_t>& kernel_size,
@@ -135,7 +148,7 @@ std::tuple<Tensor, Tensor> max_pool2d_with_offsets(
   Tensor output = empty_image(pooled_sizes(input, pool), input, input.scalar_type());
   Tensor offsets = empty_image(pooled_sizes(input, pool), input, ScalarType::Byte);
   const int64_t row_elements = pool.columns.output * pool.channels;
-  with_types(input.scalar_type(), kForward, [&]<typename Storage, typename Parameter>() {
+  with_pooled_types(input.scalar_type(), kForward, [&]<typename Storage, typename Parameter>() {
     const auto* const from = data_of<Storage>(source);
     auto* const to = mutable_data_of<Storage>(output);
     auto* const where = mutable_data_of<uint8_t>(offsets);
@@ -167,10 +180,14 @@ Tensor max_pool2d_with_offsets_backward(
       offsets.is_cpu() && offsets.scalar_type() == ScalarType::Byte && sizes_of(offsets) == pooled,
       kBackward,
       ": offsets must be uint8, with the output's shape and device");
+  STD_TORCH_CHECK(
+      input.scalar_type() != ScalarType::Char || !pool.windows_overlap(),
+      kBackward,
+      ": of windows that overlap, int8 does not hold the sums of gradients");
   const Tensor gradient = torch::stable::contiguous(grad_output, format_of(input));
   const Tensor where = torch::stable::contiguous(offsets, format_of(input));
   Tensor grad_input = empty_image(sizes_of(input), input, input.scalar_type());
-  with_types(input.scalar_type(), kBackward, [&]<typename Storage, typename Parameter>() {
+  with_pooled_types(input.scalar_type(), kBackward, [&]<typename Storage, typename Parameter>() {
     const auto* const from = data_of<Storage>(gradient);
     const auto* const window_offsets = data_of<uint8_t>(where);
     auto* const to = mutable_data_of<Storage>(grad_input);

@@ -18,8 +18,8 @@ using kernels::int8::Rounding;
 // What the int32 sums of a weight's gradient hold whatever the operands are.
 constexpr int64_t kMostPixels = 65535;
 constexpr int64_t kLeastGradientBits = -8;
-// Of which a gradient is far larger than a cache.
-constexpr int64_t kManyWeights = int64_t{1} << 22;
+// Of a weight whose gradient is far larger than a cache.
+constexpr int64_t kStoredElements = int64_t{1} << 22;
 
 // The output's gradient where the output is between its bounds; the bounds themselves pass nothing.
 Tensor between_bounds(
@@ -38,6 +38,12 @@ Tensor between_bounds(
   });
   return result;
 }
+
+// What is left of a weight's gradient that was taken off.
+struct TakenOff {
+  std::vector<int64_t> bias; // sums of the output's gradient
+  bool has_changed;
+};
 
 // What both gradients are computed from.
 struct Layer {
@@ -127,12 +133,12 @@ struct Layer {
 
   // Takes what weight_gradient() would return off the weight; returns the sums for the bias. Where the scale is looked at,
   // a small gradient is stored in less time than it is computed twice.
-  std::vector<int64_t> take_weight_gradient_off(HeldScale& scale, int64_t sums_exponent, int64_t bits) const {
-    Tensor own = weight;
-    if (pieces().size() > 1 || (scale.is_due() && weight.numel() < kManyWeights)) {
+  // `own` are the weight's numbers, in channels_last.
+  TakenOff take_weight_gradient_off(HeldScale& scale, int64_t sums_exponent, int64_t bits, int8_t* own) const {
+    if (pieces().size() > 1 || (scale.is_due() && weight.numel() < kStoredElements)) {
       auto [found, bias] = weight_gradient(scale, sums_exponent, bits);
-      kernels::int8::take_off(static_cast<int8_t*>(own.mutable_data_ptr()), static_cast<const int8_t*>(found.const_data_ptr()), weight.numel());
-      return std::move(bias);
+      const auto* const steps = static_cast<const int8_t*>(found.const_data_ptr());
+      return {std::move(bias), kernels::int8::take_off(own, steps, weight.numel())};
     }
     const int64_t present = scale.shift(sums_exponent);
     const bool is_due = scale.is_due();
@@ -141,20 +147,21 @@ struct Layer {
     int64_t shift = present;
     if (is_due) {
       Rescaling looked_at = rescaling(kNiti, Result::nothing, dropping(present), true);
-      const double largest = std::ldexp(static_cast<double>(run(all, looked_at.finish, bias)), static_cast<int>(present));
+      const auto seen = static_cast<double>(run(all, looked_at.finish, bias));
+      const double largest = std::ldexp(seen, static_cast<int>(present));
       shift = scale.fitting_shift(largest, bits, sums_exponent);
       scale.note_check(sums_exponent + shift, largest == 0);
     }
-    int64_t clipped = 0;
+    kernels::int8::Noted noted;
     Rescaling made = rescaled_weight(Result::take_off, shift);
     made.finish.most_step = is_due ? kMostMantissa : int64_t{1} << std::max<int64_t>(bits, 0);
-    made.finish.clamped = &clipped;
-    made.finish.output = own.mutable_data_ptr();
+    made.finish.noted = &noted;
+    made.finish.output = own;
     run(all, made.finish, bias);
     if (!is_due) {
-      scale.note_batch(clipped > 0);
+      scale.note_batch(noted.clipped > 0);
     }
-    return bias;
+    return {std::move(bias), noted.changed > 0};
   }
 
  private:
@@ -287,7 +294,17 @@ int64_t bits_in(const Tensor& gradient_bits) {
 // What becomes of the weight's gradient.
 enum class WeightGradient { unwanted, returned, taken_off };
 
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> pass_back(
+struct PassedBack {
+  Tensor input;
+  Tensor exponent;
+  Tensor weight;
+  Tensor bias;
+  Tensor state;
+  bool has_changed; // the weight
+};
+
+// `own` are the weight's numbers, where its gradient is to be taken off.
+PassedBack pass_back(
     const Tensor& gradient,
     const std::optional<Tensor>& gradient_exponent,
     const std::optional<Tensor>& output,
@@ -301,6 +318,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> pass_back(
     bool input_is_float,
     bool for_input,
     WeightGradient for_weight,
+    int8_t* own,
     bool for_bias,
     std::optional<double> ceiling,
     int64_t rounding,
@@ -341,10 +359,13 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> pass_back(
   }
   Tensor weight_gradient = nothing(kCarrier, image);
   std::vector<int64_t> sums;
+  bool has_changed = false;
   if (for_weight != WeightGradient::unwanted) {
     const int64_t exponent = taken.exponent + exponent_of(image_exponent, "image_exponent");
     if (for_weight == WeightGradient::taken_off) {
-      sums = layer.take_weight_gradient_off(of_weight, exponent, bits);
+      TakenOff taken_off = layer.take_weight_gradient_off(of_weight, exponent, bits, own);
+      sums = std::move(taken_off.bias);
+      has_changed = taken_off.has_changed;
     } else {
       std::tie(weight_gradient, sums) = layer.weight_gradient(of_weight, exponent, bits);
     }
@@ -360,7 +381,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> pass_back(
       input_exponent,
       weight_gradient,
       for_bias ? bias_gradient(sums, rounding, bits, image) : nothing(kCarrier, image),
-      after};
+      after,
+      has_changed};
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> layer_backward(
@@ -384,13 +406,14 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> layer_backward(
     bool training,
     const std::optional<Tensor>& packed,
     const Sizes& windows) {
-  return pass_back(
+  const PassedBack found = pass_back(
       gradient, gradient_exponent, output, output_exponent, image, image_exponent, weight, weight_exponent, state,
       gradient_bits, input_is_float, for_input, for_weight ? WeightGradient::returned : WeightGradient::unwanted,
-      for_bias, ceiling, rounding, part_bytes, training, packed, windows);
+      nullptr, for_bias, ceiling, rounding, part_bytes, training, packed, windows);
+  return {found.input, found.exponent, found.weight, found.bias, found.state};
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor> layer_take_off_(
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> layer_take_off_(
     const Tensor& gradient,
     const std::optional<Tensor>& gradient_exponent,
     const std::optional<Tensor>& output,
@@ -410,12 +433,16 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> layer_take_off_(
     bool training,
     const std::optional<Tensor>& packed,
     const Sizes& windows) {
+  // First, since it may give the weight memory of its own.
+  auto* const own = static_cast<int8_t*>(weight.mutable_data_ptr());
   check_update("niti_layer_take_off_", mantissas_of(weight));
-  const auto [of_input, exponent, none, of_bias, after] = pass_back(
+  const PassedBack found = pass_back(
       gradient, gradient_exponent, output, output_exponent, image, image_exponent, weight, weight_exponent, state,
-      gradient_bits, input_is_float, for_input, WeightGradient::taken_off, for_bias, ceiling, rounding, part_bytes,
+      gradient_bits, input_is_float, for_input, WeightGradient::taken_off, own, for_bias, ceiling, rounding, part_bytes,
       training, packed, windows);
-  return {of_input, exponent, of_bias, after};
+  Tensor changed = empty_flat(1, ScalarType::Bool, image);
+  *static_cast<bool*>(changed.mutable_data_ptr()) = found.has_changed;
+  return {found.input, found.exponent, found.bias, found.state, changed};
 }
 
 } // namespace
@@ -431,7 +458,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(torch_odt, m) {
       "niti_layer_take_off_(Tensor gradient, Tensor? gradient_exponent, Tensor? output, Tensor? output_exponent, "
       "Tensor image, Tensor image_exponent, Tensor(a!) weight, Tensor weight_exponent, Tensor state, "
       "Tensor gradient_bits, bool input_is_float, bool for_input, bool for_bias, float? ceiling, int rounding, "
-      "int part_bytes, bool training, Tensor? packed, int[] windows) -> (Tensor, Tensor, Tensor, Tensor)");
+      "int part_bytes, bool training, Tensor? packed, int[] windows) -> (Tensor, Tensor, Tensor, Tensor, Tensor)");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(torch_odt, CPU, m) {

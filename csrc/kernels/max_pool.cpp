@@ -14,11 +14,19 @@ constexpr int64_t kLanes = 128;
 template <typename Storage>
 using ValueOf = decltype(load(Storage{}));
 
+// Below all values, or equal to the lowest.
+template <typename Value>
+constexpr Value kLowest = std::is_integral_v<Value> ? std::numeric_limits<Value>::lowest()
+                                                    : -std::numeric_limits<Value>::infinity();
+
 // Windows side by side, with offsets as wide as values, so that one vector mask selects among both.
 template <typename Storage>
 struct Lanes {
   using Value = ValueOf<Storage>;
-  using Offset = std::conditional_t<std::is_same_v<Value, double>, uint64_t, uint32_t>;
+  using Offset = std::conditional_t<
+      std::is_same_v<Value, double>,
+      uint64_t,
+      std::conditional_t<std::is_same_v<Value, int8_t>, uint8_t, uint32_t>>;
 
   Value largest[kLanes];
   Offset offset[kLanes];
@@ -63,7 +71,7 @@ TORCH_ODT_INLINE void pool_plane_row(
   for (int64_t start = 0; start < columns.output; start += kLanes) {
     const int64_t count = std::min(kLanes, columns.output - start);
     for (int64_t i = 0; i < count; ++i) {
-      lanes.largest[i] = -std::numeric_limits<ValueOf<Storage>>::infinity();
+      lanes.largest[i] = kLowest<ValueOf<Storage>>;
       lanes.offset[i] = static_cast<typename Lanes<Storage>::Offset>(
           rows.first(window_row) * columns.kernel + columns.first(start + i));
     }
@@ -104,7 +112,7 @@ TORCH_ODT_INLINE void pool_channels(
     const int64_t count = std::min(kLanes, channels - start);
     const int64_t first = rows.first(window_row) * columns.kernel + columns.first(window_column);
     for (int64_t i = 0; i < count; ++i) {
-      lanes.largest[i] = -std::numeric_limits<ValueOf<Storage>>::infinity();
+      lanes.largest[i] = kLowest<ValueOf<Storage>>;
       lanes.offset[i] = static_cast<Offset>(first);
     }
     for (int64_t y = rows.first(window_row); y < rows.last(window_row); ++y) {
@@ -143,6 +151,11 @@ TORCH_ODT_INLINE void pool_rows(
   }
 }
 
+template <typename Value>
+TORCH_ODT_INLINE Value sum(Value one, Value other) {
+  return static_cast<Value>(one + other);
+}
+
 // How far the elements of a window lie behind its first one.
 struct WindowTable {
   int64_t distance[kMostWindowElements];
@@ -179,8 +192,41 @@ TORCH_ODT_INLINE void scatter(
         // What belongs to other rows fails this test.
         const auto element = static_cast<uint64_t>(corner + c + table->distance[offsets[i]]);
         if (element < elements) {
-          store(load(grad_input[element]) + load(grad_output[i]), grad_input[element]);
+          store(sum(load(grad_input[element]), load(grad_output[i])), grad_input[element]);
         }
+      }
+    }
+  }
+}
+
+// The same of windows that do not overlap, with channels side by side: each element belongs to one window at most.
+template <typename Storage>
+TORCH_ODT_INLINE void gather(
+    const Storage* grad_output,
+    const uint8_t* offsets,
+    const Pool* pool,
+    int64_t begin,
+    int64_t end,
+    Storage* grad_input) {
+  const WindowAxis rows = pool->rows;
+  const WindowAxis columns = pool->columns;
+  const int64_t channels = pool->channels;
+  for (int64_t y = begin; y < end; ++y) {
+    const int64_t window_row = (y + rows.padding) / rows.stride;
+    const int64_t row = (y + rows.padding) % rows.stride;
+    for (int64_t x = 0; x < columns.input; ++x) {
+      Storage* const to = grad_input + ((y - begin) * columns.input + x) * channels;
+      const int64_t window_column = (x + columns.padding) / columns.stride;
+      const int64_t column = (x + columns.padding) % columns.stride;
+      if (window_row >= rows.output || row >= rows.kernel || window_column >= columns.output || column >= columns.kernel) {
+        std::memset(to, 0, static_cast<size_t>(channels) * sizeof(Storage));
+        continue;
+      }
+      const int64_t place = (window_row * columns.output + window_column) * channels;
+      const auto number = static_cast<uint8_t>(row * columns.kernel + column);
+      for (int64_t c = 0; c < channels; ++c) {
+        const ValueOf<Storage> value = sum(ValueOf<Storage>{}, load(grad_output[place + c]));
+        store(offsets[place + c] == number ? value : ValueOf<Storage>{}, to[c]);
       }
     }
   }
@@ -211,7 +257,9 @@ void max_pool_backward_rows(
     const Storage* const gradient = grad_output + plane * output_elements;
     const uint8_t* const offset = offsets + plane * output_elements;
     Storage* const target = grad_input + begin * pool.columns.input * pool.channels;
-    if (pool.channels == 1) {
+    if (pool.channels > 1 && pool.rows.dilation == 1 && pool.columns.dilation == 1 && !pool.windows_overlap()) {
+      run<gather<Storage>>(gradient, offset, &pool, begin - plane * rows, plane_end - plane * rows, target);
+    } else if (pool.channels == 1) {
       scatter<true>(gradient, offset, &pool, &table, begin - plane * rows, plane_end - plane * rows, target);
     } else {
       scatter<false>(gradient, offset, &pool, &table, begin - plane * rows, plane_end - plane * rows, target);
@@ -226,6 +274,7 @@ void max_pool_backward_rows(
 TORCH_ODT_INSTANTIATE(float)
 TORCH_ODT_INSTANTIATE(double)
 TORCH_ODT_INSTANTIATE(BFloat16)
+TORCH_ODT_INSTANTIATE(int8_t)
 #undef TORCH_ODT_INSTANTIATE
 
 } // namespace torch_odt::kernels

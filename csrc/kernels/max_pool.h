@@ -22,6 +22,10 @@ struct Pool {
   int64_t window_elements() const {
     return rows.kernel * columns.kernel;
   }
+  bool windows_overlap() const {
+    const auto overlap = [](const WindowAxis& axis) { return (axis.kernel - 1) * axis.dilation + 1 > axis.stride; };
+    return overlap(rows) || overlap(columns);
+  }
 };
 
 // The rows `begin` to `end` of the output, numbered through all planes. Of equal elements the first counts, and of NaNs
@@ -31,8 +35,8 @@ void max_pool_rows(
     const Storage* input, const Pool& pool, int64_t begin, int64_t end, Storage* output, uint8_t* offsets);
 
 // The rows `begin` to `end` of the input's gradient, numbered through all planes. Every element of the output's gradient
-// is added to where its offset points, in their order. Offsets are those of `max_pool_rows`; others lead anywhere inside
-// of the gradient, but never out of it.
+// is added to where its offset points, in their order; sums of int8 wrap around. Offsets are those of `max_pool_rows`;
+// others lead anywhere inside of the gradient, but never out of it.
 template <typename Storage>
 void max_pool_backward_rows(
     const Storage* grad_output,

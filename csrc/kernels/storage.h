@@ -22,6 +22,9 @@ TORCH_ODT_INLINE float load(float value) {
 TORCH_ODT_INLINE double load(double value) {
   return value;
 }
+TORCH_ODT_INLINE int8_t load(int8_t value) {
+  return value;
+}
 
 TORCH_ODT_INLINE void store(float value, BFloat16& place) {
   const auto bits = std::bit_cast<uint32_t>(value);
@@ -35,6 +38,9 @@ TORCH_ODT_INLINE void store(float value, float& place) {
   place = value;
 }
 TORCH_ODT_INLINE void store(double value, double& place) {
+  place = value;
+}
+TORCH_ODT_INLINE void store(int8_t value, int8_t& place) {
   place = value;
 }
 

@@ -101,6 +101,7 @@ WINDOWS: list[Window] = [
     ((2, 3), (3, 1), (1, 0), (2, 2), True),
     ((16, 16), (1, 1), (8, 8), (1, 1), False),
     ((1, 1), (3, 3), (0, 0), (1, 1), False),
+    ((2, 3), (2, 4), (1, 1), (1, 1), True),
 ]
 
 
@@ -111,6 +112,26 @@ WINDOWS: list[Window] = [
 def test_every_bit_is_atens(pair: Pair, window: Window, layout: Callable[..., Tensor], dtype: torch.dtype) -> None:
     for special in (False, True):
         check(pair, make_case(layout(numbers((2, 7, 17, 19), dtype, special)), window))
+
+
+@pytest.mark.parametrize("pair", PAIRS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("window", WINDOWS, ids=str)
+def test_int8_is_pooled_as_its_numbers(pair: Pair, window: Window, layout: Callable[..., Tensor]) -> None:
+    pool, backward = pair
+    x = layout(torch.randint(-128, 128, (2, 7, 17, 19), generator=torch.Generator().manual_seed(0)).to(torch.int8))
+    output, offsets = pool(x, *window)
+    expected, wanted = pool(x.float(), *window)
+    assert output.dtype == torch.int8 and output.stride() == expected.stride() and torch.equal(offsets, wanted)
+    assert torch.equal(output.float(), expected)
+    grad = torch.randint(-128, 128, output.shape, generator=torch.Generator().manual_seed(1)).to(torch.int8)
+    kernel, stride, _, dilation, _ = window
+    if any((k - 1) * d + 1 > s for k, d, s in zip(kernel, dilation, stride, strict=True)):
+        with pytest.raises(RuntimeError, match="windows that overlap, int8 does not hold the sums of gradients"):
+            backward(grad, x, *window, offsets)
+        return
+    found = backward(grad, x, *window, offsets)
+    assert found.dtype == torch.int8 and torch.equal(found.float(), backward(grad.float(), x.float(), *window, offsets))
 
 
 @pytest.mark.parametrize("pair", PAIRS)

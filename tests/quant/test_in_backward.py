@@ -15,10 +15,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import torch_odt as odt
-from torch_odt.quant import NitiSGD, niti_, niti_cross_entropy
+from torch_odt.quant import NitiSGD, PackedWeights, niti_, niti_cross_entropy, niti_sgd
 from torch_odt.quant.in_backward import InBackward, use_of
 from torch_odt.quant.modules import Int8Layer
-from torch_odt.quant.niti_layers import NitiLayer
 from torch_odt.quant.qas import int8_layers
 
 
@@ -91,10 +90,12 @@ def test_gradients_of_a_layer_that_is_used_twice_are_added_up_first() -> None:
         model, optimizer = converted(copy.deepcopy(base), in_backward)
         for step in range(3):
             optimizer.zero_grad()
-            loss_of(model.train(), step).backward()
+            # All of the model twice: `convert_` leaves single layers that are to float32.
+            (loss_of(model.train(), step) + loss_of(model, step + 9)).backward()
             optimizer.step()
         trained.append(model)
     assert same_state(*trained)
+    assert all(int(layer.rounding[1]) == 3 for layer in int8_layers(trained[0]).values())
 
 
 def test_gradients_that_are_asked_for_change_nothing() -> None:
@@ -109,6 +110,58 @@ def test_gradients_that_are_asked_for_change_nothing() -> None:
     plain, _ = residual(in_backward=False)
     loss_of(plain, 0).backward()
     assert same(list(found), [layer.weight_slot.grad for layer in int8_layers(plain).values()])  # type: ignore[misc]
+
+
+def test_a_pass_that_accumulates_nothing_ends_no_use() -> None:
+    models = []
+    for in_backward in (True, False):
+        model, optimizer = residual(in_backward)
+        x = images(8, 0).requires_grad_()
+        loss = F.cross_entropy(model(x), labels(8, 0)) + loss_of(model, 1)
+        torch.autograd.grad(loss, x, retain_graph=True)
+        loss.backward(retain_graph=True, inputs=[x])
+        loss.backward()
+        optimizer.step()
+        models.append(model)
+    assert same_state(*models)
+
+
+def test_hooks_see_gradients() -> None:
+    model, optimizer = residual()
+    plain, reference = residual(in_backward=False)
+    seen: list[Tensor] = []
+    layers = list(int8_layers(model).values())
+    layers[0].weight_slot.register_hook(lambda gradient: seen.append(gradient.clone()))
+    layers[1].weight_slot.register_hook(lambda gradient: seen.append(gradient.clone()))
+    for trained, by in ((model, optimizer), (plain, reference)):
+        loss_of(trained, 0).backward()
+        by.step()
+    assert len(seen) == 2 and all(gradient is not None and gradient.any() for gradient in seen)
+    assert same_state(model, plain)
+
+
+def test_copies_of_saved_tensors_are_not_updated_in_the_weights_place() -> None:
+    plain, reference = residual(in_backward=False)
+    loss_of(plain, 0).backward()
+    reference.step()
+    model, optimizer = residual()
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor.clone(), lambda tensor: tensor):
+        loss = loss_of(model, 0)
+    loss.backward()
+    optimizer.step()
+    assert same_state(model, plain)
+
+
+def test_updates_that_were_stopped_after_the_forward_pass_are_not_made() -> None:
+    model = trained_a_little("residual")
+    odt.quant.convert_(model, calibration(), qas=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    training = odt.quant.train_int8_(model, optimizer, in_backward=True)
+    loss, before = loss_of(model, 0), weights_of(model)
+    training.stop()
+    loss.backward()
+    assert same(weights_of(model), before)
+    assert all(layer.weight_slot.grad is not None for layer in int8_layers(model).values())
 
 
 def test_a_pass_that_led_nowhere_is_forgotten() -> None:
@@ -149,15 +202,20 @@ def test_gradients_that_are_there_are_added_to() -> None:
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False])
-def test_checkpointed_layers_are_updated(use_reentrant: bool) -> None:
-    model, optimizer = residual()
-    plain, reference = residual(in_backward=False)
-    x = images(8, 0).requires_grad_()
-    F.cross_entropy(checkpoint(model, x, use_reentrant=use_reentrant), labels(8, 0)).backward()
-    optimizer.step()
-    loss_of(plain, 0).backward()
-    reference.step()
-    assert same_state(model, plain)
+@pytest.mark.parametrize("classifier", ["fp32", "int8"])
+def test_checkpointed_layers_are_updated(use_reentrant: bool, classifier: Any) -> None:
+    models = []
+    for in_backward in (True, False):
+        model = trained_a_little("residual")
+        odt.quant.convert_(model, calibration(), qas=True, classifier=classifier)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        odt.quant.train_int8_(model, optimizer, in_backward=in_backward)
+        x = images(8, 0).requires_grad_()
+        found = checkpoint(model, x, use_reentrant=use_reentrant) if in_backward else model(x)
+        F.cross_entropy(found, labels(8, 0)).backward()
+        optimizer.step()
+        models.append(model)
+    assert same_state(*models)
 
 
 def test_a_model_is_saved_and_copied_without_its_optimizer() -> None:
@@ -174,6 +232,10 @@ def test_a_model_is_saved_and_copied_without_its_optimizer() -> None:
         loss_of(each, 0).backward()
         assert same(weights_of(each), before)
         assert all(layer.weight_slot.grad is not None for layer in int8_layers(each).values())
+    file = io.BytesIO()
+    torch.save(model.state_dict(keep_vars=True), file)
+    file.seek(0)
+    assert len(torch.load(file, weights_only=True)) == len(model.state_dict())
     loss_of(model, 0).backward()
     assert not same(weights_of(model), before)
 
@@ -200,26 +262,63 @@ def test_saturation_is_counted() -> None:
     assert counts[0] == counts[1] and sum(counts[0].values()) > 0
 
 
-def test_niti_gradients_of_weights_are_never_stored() -> None:
+@pytest.mark.parametrize("packs", [False, True])
+def test_niti_gradients_of_weights_are_never_stored(packs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     data, models = batches(6), [small_net() for _ in range(2)]
     models[1].load_state_dict(models[0].state_dict())
     optimizers = []
+    kept = [PackedWeights() if packs else None for _ in models]
+    for model, in_backward, own in zip(models, (True, False), kept, strict=True):
+        niti_(model, gradient_bits=-3, packs=own)
+        optimizers.append(NitiSGD(model, in_backward=in_backward))
+    stored: list[int] = []
+    take_off = niti_sgd.int8_take_off_
+
+    def noted(weight: Tensor, steps: Tensor) -> bool:
+        stored.append(weight.dim())
+        return take_off(weight, steps)
+
+    for model, optimizer in zip(models, optimizers, strict=True):
+        stored.clear()
+        with monkeypatch.context() as patch:
+            patch.setattr(niti_sgd, "int8_take_off_", noted)
+            for x, y in data:
+                optimizer.zero_grad()
+                niti_cross_entropy(model(x), y).backward()
+                optimizer.step()
+        # Biases are, and the others' weights.
+        assert set(stored) == ({1} if model is models[0] else {1, 2, 4})
+    assert bytes_of(models[0]) == bytes_of(models[1])
+    assert not packs or kept[0].reused_count == kept[1].reused_count > 0  # type: ignore[union-attr]
+
+
+def test_niti_weights_in_another_order_of_memory_are_updated() -> None:
+    data, models = batches(3), [small_net() for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
     for model, in_backward in zip(models, (True, False), strict=True):
         niti_(model)
-        optimizers.append(NitiSGD(model, in_backward=in_backward))
-    seen: list[Tensor | None] = []
-    layers = [module for module in models[0].modules() if isinstance(module, NitiLayer)]
-    for layer in layers:
-        layer.weight.register_post_accumulate_grad_hook(lambda weight: seen.append(weight.grad))
-        # Called with gradients alone.
-        layer.weight.register_hook(lambda gradient: seen.append(gradient))
-    for x, y in data:
-        for model, optimizer in zip(models, optimizers, strict=True):
+        model.to(memory_format=torch.contiguous_format)  # type: ignore[call-overload]
+        optimizer = NitiSGD(model, in_backward=in_backward)
+        for x, y in data:
             optimizer.zero_grad()
             niti_cross_entropy(model(x), y).backward()
             optimizer.step()
     assert bytes_of(models[0]) == bytes_of(models[1])
-    assert all(gradient is None for gradient in seen)
+
+
+def test_large_niti_weights_are_looked_at_without_being_stored() -> None:
+    torch.manual_seed(0)
+    base = nn.Sequential(nn.Linear(2048, 2200), nn.ReLU(), nn.Linear(2200, 4))
+    models = [copy.deepcopy(base) for _ in range(2)]
+    for model, in_backward in zip(models, (True, False), strict=True):
+        niti_(model)
+        optimizer = NitiSGD(model, in_backward=in_backward)
+        for step in range(4):
+            optimizer.zero_grad()
+            x = torch.randn(3, 2048, generator=torch.Generator().manual_seed(step))
+            niti_cross_entropy(model(x), torch.tensor([0, 1, 2])).backward()
+            optimizer.step()
+    assert bytes_of(models[0]) == bytes_of(models[1])
 
 
 def test_a_use_ends_with_its_graph() -> None:
@@ -228,6 +327,7 @@ def test_a_use_ends_with_its_graph() -> None:
     updates = InBackward(parameter, lambda: "update")
     first = use_of(parameter[None])  # of a view
     assert first is not None and first.update() is None  # outside a backward pass
+    del first
     second, third = use_of(parameter), use_of(parameter)
     assert updates.is_shared and updates.open_uses == 2
     del second

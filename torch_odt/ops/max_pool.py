@@ -14,6 +14,7 @@ from torch import Tensor
 from torch_odt.ops.registration import register
 
 MOST_WINDOW_ELEMENTS = 256
+_HOLDS_INT8 = torch.bfloat16
 SCHEMAS = {
     "max_pool2d_with_offsets": (
         "(Tensor self, int[2] kernel_size, int[2] stride, int[2] padding, int[2] dilation, bool ceil_mode) "
@@ -40,7 +41,7 @@ def max_pool2d_with_offsets(
     output has the bits of ATen's: of equal elements the first counts, and of NaNs the last.
 
     Args:
-        input: float32, float64 or bfloat16 of shape (C, H, W) or (N, C, H, W). Not empty.
+        input: float32, float64, bfloat16 or int8 of shape (C, H, W) or (N, C, H, W). Not empty.
         kernel_size: rows and columns of a window; 256 elements at most.
         stride, padding, dilation, ceil_mode: as in `torch.nn.MaxPool2d`, for rows and for columns.
 
@@ -82,7 +83,7 @@ def max_pool2d_with_offsets_backward(
         The gradient of the input, in its shape, dtype and memory format.
 
     Raises:
-        RuntimeError: a shape, dtype or device is another.
+        RuntimeError: a shape, dtype or device is another, or windows of int8 overlap, whose sums it may not hold.
 
     Example:
         >>> output, offsets = max_pool2d_with_offsets(torch.tensor([[[1.0, 2.0], [4.0, 3.0]]]), (2, 2), (2, 2))
@@ -97,8 +98,8 @@ def max_pool2d_with_offsets_backward(
 
 
 def _check(input: Tensor, *pairs: Sequence[int]) -> None:
-    if input.dtype not in (torch.float32, torch.float64, torch.bfloat16):
-        raise RuntimeError("max_pool2d_with_offsets: the input must be float32, float64 or bfloat16")
+    if input.dtype not in (torch.float32, torch.float64, torch.bfloat16, torch.int8):
+        raise RuntimeError("max_pool2d_with_offsets: the input must be int8, float32, float64 or bfloat16")
     if input.dim() not in (3, 4) or not input.numel():
         raise RuntimeError("max_pool2d_with_offsets: the input must have elements and 3 or 4 dimensions")
     if any(len(pair) != 2 for pair in pairs):
@@ -130,6 +131,9 @@ def _pool_in_torch(
 ) -> tuple[Tensor, Tensor]:
     """As the compiled operator, in plain torch."""
     _check(input, kernel_size, stride, padding, dilation)
+    if input.dtype == torch.int8:
+        output, offsets = _pool_in_torch(input.to(_HOLDS_INT8), kernel_size, stride, padding, dilation, ceil_mode)
+        return output.to(torch.int8), offsets
     output, indices = torch.ops.aten.max_pool2d_with_indices(input, kernel_size, stride, padding, dilation, ceil_mode)
     rows, columns = _corners(output, stride, padding)
     height, width = input.shape[-2:]
@@ -154,6 +158,14 @@ def _backward_in_torch(
     _check(input, kernel_size, stride, padding, dilation)
     if offsets.dtype != torch.uint8:
         raise RuntimeError("max_pool2d_with_offsets_backward: offsets must be uint8")
+    if input.dtype == torch.int8:
+        reach = [(size - 1) * apart + 1 for size, apart in zip(kernel_size, dilation, strict=True)]
+        if any(length > step for length, step in zip(reach, stride, strict=True)):
+            name = "max_pool2d_with_offsets_backward"
+            raise RuntimeError(f"{name}: of windows that overlap, int8 does not hold the sums of gradients")
+        gradient, like = grad_output.to(_HOLDS_INT8), torch.empty_like(input, dtype=_HOLDS_INT8)
+        window = (kernel_size, stride, padding, dilation, ceil_mode, offsets)
+        return _backward_in_torch(gradient, like, *window).to(torch.int8)
     rows, columns = _corners(offsets, stride, padding)
     wide = offsets.long()
     row = wide.div(kernel_size[1], rounding_mode="floor").mul_(dilation[0]).add_(rows)

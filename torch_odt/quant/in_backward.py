@@ -1,7 +1,8 @@
 """When the gradient of an operator may change a weight itself, in place, instead of handing the weight's gradient on.
 
 A large layer's gradient takes longer to be written to memory and read again than to be computed. Where nobody else is
-to see it, the operator of the backward pass takes it off the weight as it computes it.
+to see it, the operator of the backward pass takes it off the weight as it computes it. Others are those that ask for it
+(`torch.autograd.grad`), hooks, and further uses of the weight, whose gradients are added up first.
 
 An operator knows such a weight by what `InBackward` puts at the parameter. Captures see other tensors in its place, and
 so operators that change nothing.
@@ -9,6 +10,7 @@ so operators that change nothing.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
@@ -20,29 +22,38 @@ ATTRIBUTE = "_torch_odt_in_backward"
 
 
 class InBackward(Generic[Update]):
-    """Lets the operators that use a parameter change it in the backward pass, until `stop`.
+    """Lets the operators that use a parameter change its weight in the backward pass, until `stop`.
 
     Args:
-        parameter: a leaf, or what takes its gradient.
-        update: what is to be done, as of now; None leaves it to whoever takes the gradient.
+        parameter: a leaf that takes a weight's gradient; it has one hook behind accumulation, which does the same with
+            gradients that are stored.
+        update: what is to be done, as of now; None leaves it to that hook.
     """
 
     def __init__(self, parameter: Tensor, update: Callable[[], Update | None]) -> None:
         self.parameter = parameter
         self.update = update
-        # Uses whose graphs live and have not been passed back; and whether there were several at a time since there
-        # was none. Their gradients are added up before anything is updated.
+        # Uses whose graphs live and whose gradients have not been accumulated; and whether there were several at a
+        # time since there was none.
         self.open_uses, self.is_shared = 0, False
         setattr(parameter, ATTRIBUTE, self)
 
     def stop(self) -> None:
         """The parameter gets its gradient again."""
-        if getattr(self.parameter, ATTRIBUTE, None) is self:
+        if self.is_in_force():
             delattr(self.parameter, ATTRIBUTE)
 
+    def is_in_force(self) -> bool:
+        return getattr(self.parameter, ATTRIBUTE, None) is self
+
+    def is_seen_by_hooks(self) -> bool:
+        behind: Any = self.parameter._post_accumulate_grad_hooks
+        return bool(self.parameter._backward_hooks) or (behind is not None and len(behind) > 1)
+
     def __reduce__(self) -> tuple[Any, ...]:
-        # A parameter is saved with what has been put at it, but not with an optimizer.
-        return type(None), ()
+        # A parameter is saved with what has been put at it, but not with an optimizer; nothing but what
+        # `torch.load(weights_only=True)` knows may stand in its place.
+        return OrderedDict, ()
 
 
 class Use(Generic[Update]):
@@ -59,15 +70,13 @@ class Use(Generic[Update]):
     def update(self) -> Update | None:
         """What the backward pass that has come to the operator is to do; None to return the gradient."""
         of = self._of
-        is_shared = of.is_shared
+        if not _accumulates(of.parameter):
+            return None
+        is_alone = not of.is_shared
         self._end()
-        if is_shared or torch.is_grad_enabled() or of.parameter.grad is not None:
-            return None
-        try:
-            accumulates = torch._C._will_engine_execute_node(torch.autograd.graph.get_gradient_edge(of.parameter).node)
-        except RuntimeError:  # torch.autograd.grad wants this very gradient
-            return None
-        return of.update() if accumulates else None
+        has_gradient = of.parameter.grad is not None or torch.is_grad_enabled()
+        may_change = is_alone and of.is_in_force() and not has_gradient and not of.is_seen_by_hooks()
+        return of.update() if may_change else None
 
     def __del__(self) -> None:
         self._end()
@@ -79,8 +88,22 @@ class Use(Generic[Update]):
             self._of.is_shared &= self._of.open_uses > 0
 
 
+def _accumulates(parameter: Tensor) -> bool:
+    """Whether the backward pass that runs ends in the parameter's `.grad`."""
+    try:
+        accumulator = torch.autograd.graph.get_gradient_edge(parameter).node
+        return bool(torch._C._will_engine_execute_node(accumulator))
+    except RuntimeError:  # torch.autograd.grad wants this very gradient
+        return False
+
+
 def use_of(tensor: Tensor) -> Use[Any] | None:
     """A use of a parameter, or of a view of one, that may be changed in the backward pass; None of any other tensor."""
     base = tensor._base
     found = getattr(tensor if base is None else base, ATTRIBUTE, None)
-    return None if found is None else Use(found)
+    return Use(found) if isinstance(found, InBackward) else None
+
+
+def is_same_memory(kept: Tensor, weight: Tensor) -> bool:
+    """Whether what was kept for the backward pass is the weight, and no copy that a hook for saved tensors made."""
+    return kept.device == weight.device and kept.data_ptr() == weight.data_ptr()

@@ -39,7 +39,7 @@ from torch_odt.quant.activation import (
     weight_of,
     zero_of,
 )
-from torch_odt.quant.in_backward import use_of
+from torch_odt.quant.in_backward import is_same_memory, use_of
 
 # int32 has to hold the sums with it.
 BIAS_MOST = 2.0**30
@@ -50,11 +50,12 @@ class Descent(NamedTuple):
 
     Attributes:
         rate, weight_decay: of the optimizer, as of now.
-        rounding, saturated: the layer's, see `Int8Layer`.
+        weight, rounding, saturated: the layer's, see `Int8Layer`.
     """
 
     rate: float
     weight_decay: float
+    weight: Tensor
     rounding: Tensor
     saturated: Tensor
 
@@ -326,6 +327,7 @@ def _descend_fake(
 
 
 SLOT, WEIGHT_SLOT, BIAS = 1, 4, 6
+KEPT_WEIGHT = 3  # among what is kept for the backward pass
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -343,21 +345,24 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 
 
 def _pass_back(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+    kept = ctx.saved_tensors
     descent: Descent | None = None if ctx.use is None else ctx.use.update()
+    if descent is not None and not is_same_memory(kept[KEPT_WEIGHT], descent.weight):
+        descent = None
     for_input, for_weight, for_bias = ctx.wanted
     of_weight = None
     if descent is None:
         of_input, of_weight, of_bias = torch.ops.torch_odt.int8_layer_backward.default(
-            gradient, *ctx.saved_tensors, ctx.input_shape, *ctx.wanted, *ctx.options
+            gradient, *kept, ctx.input_shape, *ctx.wanted, *ctx.options
         )
     else:
         scales_gradients, windows = ctx.options
-        weight, updated = ctx.saved_tensors[3], (descent.rounding, descent.saturated)
+        updated = (descent.rounding, descent.saturated)
         of_input, of_bias = torch.ops.torch_odt.int8_layer_descend_.default(
-            gradient, *ctx.saved_tensors, *updated, ctx.input_shape, for_input, for_bias, scales_gradients,
+            gradient, *kept, *updated, ctx.input_shape, for_input, for_bias, scales_gradients,
             descent.rate, descent.weight_decay, windows,
         )  # fmt: skip
-        torch.autograd.graph.increment_version([weight, *updated])
+        torch.autograd.graph.increment_version([descent.weight, *updated])
     gradients: list[Tensor | None] = [None] * ctx.inputs
     gradients[SLOT] = of_input if for_input else None
     gradients[WEIGHT_SLOT] = of_weight if for_weight else None

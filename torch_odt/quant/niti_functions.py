@@ -209,14 +209,13 @@ def _split(windows: list[int]) -> tuple[list[int], list[int], list[int], tuple[i
 
 @torch.library.custom_op("torch_odt::niti_max_pool2d", mutates_args=())
 def _max_pool(mantissas: Tensor, exponent: Tensor, windows: list[int]) -> tuple[Tensor, Tensor, Tensor]:
-    # bfloat16 holds every mantissa.
-    pooled, offsets = ops.max_pool2d_with_offsets(as_int8(mantissas).bfloat16(), *_split(windows))
-    return as_carrier(pooled.to(torch.int8)), exponent.clone(), offsets
+    pooled, offsets = ops.max_pool2d_with_offsets(as_int8(mantissas), *_split(windows))
+    return as_carrier(pooled), exponent.clone(), offsets
 
 
 @_max_pool.register_fake
 def _(mantissas: Tensor, exponent: Tensor, windows: list[int]) -> tuple[Tensor, Tensor, Tensor]:
-    pooled, offsets = torch.ops.torch_odt.max_pool2d_with_offsets(_like(mantissas, torch.bfloat16), *_split(windows))
+    pooled, offsets = torch.ops.torch_odt.max_pool2d_with_offsets(_like(mantissas, torch.int8), *_split(windows))
     return _like(pooled, CARRIER), torch.empty_like(exponent), torch.empty_like(offsets)
 
 
@@ -226,11 +225,12 @@ def _max_pool_backward(
 ) -> tuple[Tensor, Tensor]:
     """Where windows overlap, the gradients of an element are added, and rescaled if they need more than eight bits."""
     overlaps = windows[0] > windows[2] or windows[1] > windows[3]
-    dtype = torch.float32 if overlaps else torch.bfloat16
-    like = torch.empty_like(mantissas, dtype=dtype)
-    sums = ops.max_pool2d_with_offsets_backward(as_int8(gradient).to(dtype), like, *_split(windows), offsets)
+    steps = as_int8(gradient)
     if not overlaps:
-        return as_carrier(sums.to(torch.int8)), exponent.clone()
+        found = ops.max_pool2d_with_offsets_backward(steps, as_int8(mantissas), *_split(windows), offsets)
+        return as_carrier(found), exponent.clone()
+    like = torch.empty_like(mantissas, dtype=torch.float32)
+    sums = ops.max_pool2d_with_offsets_backward(steps.float(), like, *_split(windows), offsets)
     found, shift = rescaled(sums.to(torch.int32), "pseudo_stochastic")
     return as_carrier(found), exponent + shift
 

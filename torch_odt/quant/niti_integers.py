@@ -1,8 +1,10 @@
 """A convolution in NITI's arithmetic and its gradients: the operators behind `NitiConv2d` and `NitiLinear`, compiled.
 
-Both are functions: what they make of the state of rescaling is a result. The backward operator gives the new state of
-its own rescalings as a "gradient" of the old one, and the weight's gradient as the integers that are to be taken off;
-`NitiSGD` applies both. So a step may be captured, its operators recomputed and its tensors moved, as any other's.
+`niti_layer` and `niti_layer_backward` are functions: what they make of the state of rescaling is a result. The backward
+operator gives the new state of its own rescalings as a "gradient" of the old one, and the weight's gradient as the
+integers that are to be taken off; `NitiSGD` applies both. So a step may be captured, its operators recomputed and its
+tensors moved, as any other's. `niti_layer_take_off_` takes the weight's gradient off the weight itself, in a loop whose
+optimizer wants it so; see `in_backward.py`.
 
 `niti_layer` packs the weight for each call. Those of `niti_packed` keep what was packed, and call these.
 """
@@ -19,6 +21,7 @@ from torch_odt.ops import int8_take_off_
 from torch_odt.ops.int8_arguments import ROUNDINGS, WINDOWS, number_of
 from torch_odt.ops.int8_plain import Geometry
 from torch_odt.ops.registration import register, register_gradient
+from torch_odt.quant.in_backward import is_same_memory
 from torch_odt.quant.niti_convolution import convolve, pass_back
 from torch_odt.quant.niti_numbers import as_int8
 from torch_odt.quant.niti_passes import (
@@ -32,7 +35,7 @@ from torch_odt.quant.niti_passes import (
     keep_for_backward,
 )
 
-WEIGHT = 4  # among what is kept
+WEIGHT = 4  # among what is kept, see `Kept`
 
 
 def niti_layer(
@@ -134,7 +137,7 @@ def take_off_(
     packed: Tensor | None,
     windows: Sequence[int],
 ) -> PassedBack:
-    """`niti_layer_backward`, whose weight's gradient is taken off the weight and not returned.
+    """`niti_layer_backward`, whose weight's gradient is taken off the weight, in channels_last, and not returned.
 
     Args:
         gradient, gradient_exponent: as that takes them.
@@ -144,10 +147,12 @@ def take_off_(
         packed: the weight for the input's gradient, or None.
         windows: see `windows_of`.
     """
-    of_input, exponent, bias, state = torch.ops.torch_odt.niti_layer_take_off_.default(
+    of_input, exponent, bias, state, changed = torch.ops.torch_odt.niti_layer_take_off_.default(
         gradient, gradient_exponent, *kept, input_is_float, for_input, for_bias, *how, packed, windows
     )
-    torch.autograd.graph.increment_version(kept[WEIGHT])  # type: ignore[arg-type]
+    # What did not change needs no new packing.
+    if changed:
+        torch.autograd.graph.increment_version(kept[WEIGHT])  # type: ignore[arg-type]
     return PassedBack(of_input, exponent, gradient.new_empty(0), bias, state)
 
 
@@ -166,23 +171,40 @@ def _take_off(
     for_input: bool,
     for_bias: bool,
     *rest: Any,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     found = PassedBack(
         *_backward(
             gradient, gradient_exponent, output, output_exponent, image, image_exponent, weight, weight_exponent, state,
             gradient_bits, input_is_float, for_input, True, for_bias, *rest,
         )
     )  # fmt: skip
-    int8_take_off_(as_int8(weight), as_int8(found.weight))
-    return found.input, found.exponent, found.bias, found.state
+    changed = int8_take_off_(as_int8(weight), as_int8(found.weight))
+    return found.input, found.exponent, found.bias, found.state, torch.tensor([changed])
 
 
 def _take_off_fake(
     gradient: Tensor, gradient_exponent: Tensor | None, *rest: Any
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     input_is_float, for_input, for_bias = rest[8:11]
     found = empty_gradients(Kept(*rest[:8]), input_is_float, (for_input, False, for_bias))
-    return found.input, found.exponent, found.bias, found.state
+    return (
+        found.input,
+        found.exponent,
+        found.bias,
+        found.state,
+        torch.empty(1, dtype=torch.bool, device=gradient.device),
+    )
+
+
+def may_take_off(ctx: Any, weight: Tensor) -> bool:
+    """Whether the backward pass is to change the weight that it has kept; asked once for each pass."""
+    parameter = None if ctx.use is None else ctx.use.update()
+    # Stored gradients are taken off weights in any order of memory.
+    return (
+        parameter is not None
+        and is_same_memory(weight, parameter)
+        and weight.is_contiguous(memory_format=torch.channels_last)
+    )
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], made: tuple[Tensor, ...]) -> None:
@@ -194,15 +216,14 @@ def _gradients(ctx: Any, gradient: Tensor, exponent: Tensor | None, *_: Any) -> 
     needs = ctx.needs_input_grad
     wanted = (needs[0], needs[2], needs[4])
     exponent = None if ctx.to_float else exponent
-    if ctx.use is not None and ctx.use.update():
+    kept = ctx.saved_tensors
+    if may_take_off(ctx, kept[WEIGHT]):
         wanted = (needs[0], False, needs[4])
-        found = take_off_(
-            gradient, exponent, ctx.saved_tensors, ctx.input_is_float, needs[0], needs[4], ctx.how, None, ctx.windows
-        )
+        found = take_off_(gradient, exponent, kept, ctx.input_is_float, needs[0], needs[4], ctx.how, None, ctx.windows)
     else:
         found = PassedBack(
             *torch.ops.torch_odt.niti_layer_backward.default(
-                gradient, exponent, *ctx.saved_tensors, ctx.input_is_float, *wanted, *ctx.how, None, ctx.windows
+                gradient, exponent, *kept, ctx.input_is_float, *wanted, *ctx.how, None, ctx.windows
             )
         )
     return gradients_of(found, wanted, ctx.input_is_float, needs[7], len(needs))
@@ -231,7 +252,7 @@ register(
     "(Tensor gradient, Tensor? gradient_exponent, Tensor? output, Tensor? output_exponent, Tensor image, "
     "Tensor image_exponent, Tensor(a!) weight, Tensor weight_exponent, Tensor state, Tensor gradient_bits, "
     "bool input_is_float, bool for_input, bool for_bias, float? ceiling, int rounding, int part_bytes, bool training, "
-    f"Tensor? packed, {WINDOWS}) -> (Tensor, Tensor, Tensor, Tensor)",
+    f"Tensor? packed, {WINDOWS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     _take_off,
     _take_off_fake,
 )

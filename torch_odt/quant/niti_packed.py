@@ -14,7 +14,7 @@ from torch import Tensor
 from torch_odt.ops.int8_arguments import number_of
 from torch_odt.ops.int8_plain import Geometry
 from torch_odt.ops.registration import register_gradient
-from torch_odt.quant.niti_integers import WEIGHT, take_off_
+from torch_odt.quant.niti_integers import WEIGHT, may_take_off, take_off_
 from torch_odt.quant.niti_passes import (
     Convolved,
     How,
@@ -128,19 +128,19 @@ def _gradients(ctx: Any, gradient: Tensor, exponent: Tensor | None, *_: Any) -> 
     needs = ctx.needs_input_grad
     wanted = [needs[0], needs[2], needs[4]]
     exponent = None if ctx.to_float else exponent
-    if ctx.use is not None and ctx.use.update():
+    kept = ctx.saved_tensors
+    if may_take_off(ctx, kept[WEIGHT]):
         wanted = [needs[0], False, needs[4]]
         numbers, ceiling, windows = ctx.rest
         how = How.of(numbers, ceiling)
-        weight = ctx.saved_tensors[WEIGHT]
-        packed = packs_of(how.packs).packed(weight, windows, for_grad_input=True) if needs[0] else None
+        packed = packs_of(how.packs).packed(kept[WEIGHT], windows, for_grad_input=True) if needs[0] else None
         found = take_off_(
-            gradient, exponent, ctx.saved_tensors, ctx.input_is_float, needs[0], needs[4],
+            gradient, exponent, kept, ctx.input_is_float, needs[0], needs[4],
             (ceiling, number_of(how.rounding), how.part_bytes, how.training), packed, windows,
         )  # fmt: skip
     else:
         found = PassedBack(
-            *niti_packed_layer_backward(gradient, exponent, *ctx.saved_tensors, ctx.input_is_float, wanted, *ctx.rest)
+            *niti_packed_layer_backward(gradient, exponent, *kept, ctx.input_is_float, wanted, *ctx.rest)
         )
     return gradients_of(found, wanted, ctx.input_is_float, needs[7], len(needs))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,11 +26,13 @@ class NitiSGD(torch.optim.Optimizer):
     Args:
         model: converted by `niti_`.
         lr, momentum, weight_decay: of what is float32, as in `torch.optim.SGD`.
-        in_backward: take a gradient of mantissas off in the backward pass, a weight's as it is computed, without
-            storing it: those of all layers would be as large as the converted model. The bits are the same, and hooks
-            see no gradients of weights. The weights keep to it until
-            the model is converted back; a backward pass that fails has changed those that it had come to. A captured
-            step (`TrainStep`) leaves gradients to `step`.
+        in_backward: take gradients of mantissas off in the backward pass: those of all layers would be as large as the
+            converted model. That of a weight is taken off as it is computed, and never stored, unless somebody else is
+            to see it: a hook at the weight, `torch.autograd.grad`, or another graph of the model that lives (a loss
+            that was computed without `torch.no_grad` and is kept, or a recomputed part of
+            `torch.utils.checkpoint`). The bits are the same. The weights keep to it until the model is converted
+            back; a backward pass that fails has changed those that it had come to. A captured step (`TrainStep`)
+            leaves gradients to `step`.
 
     Raises:
         ValueError: nothing of the model is in NITI's arithmetic, or a number is negative.
@@ -69,7 +72,7 @@ class NitiSGD(torch.optim.Optimizer):
             parameter.register_post_accumulate_grad_hook(_take_off)
         for layer in layers if in_backward else ():
             if layer.weight.requires_grad:
-                InBackward(layer.weight, lambda: True)
+                InBackward(layer.weight, partial(_itself, layer.weight))
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -102,6 +105,10 @@ class NitiSGD(torch.optim.Optimizer):
                 state["momentum_buffer"].mul_(group["momentum"]).add_(gradient)
             gradient = state["momentum_buffer"]
         parameter.add_(gradient, alpha=-group["lr"])
+
+
+def _itself(parameter: Tensor) -> Tensor:
+    return parameter
 
 
 @torch.no_grad()

@@ -12,9 +12,6 @@ from torch import Tensor
 from torch_odt.ops import max_pool2d_with_offsets, max_pool2d_with_offsets_backward
 from torch_odt.quant.activation import Int8Activation, empty_in_order, fake_slot, like_in_order, new_slot, zero_of
 
-# Holds every int8 value exactly, in half the bytes of float32.
-_EXACT = torch.bfloat16
-
 
 @dataclass(frozen=True)
 class Pool:
@@ -64,8 +61,8 @@ def _max_pool(
     dilation: list[int],
     ceil_mode: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    output, offsets = max_pool2d_with_offsets(values.to(_EXACT), kernel_size, stride, padding, dilation, ceil_mode)
-    return output.to(torch.int8), new_slot(output.shape), offsets
+    output, offsets = max_pool2d_with_offsets(values, kernel_size, stride, padding, dilation, ceil_mode)
+    return output, new_slot(output.shape), offsets
 
 
 @_max_pool.register_fake

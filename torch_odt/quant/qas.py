@@ -89,10 +89,11 @@ def train_int8_(model: nn.Module, optimizer: torch.optim.Optimizer, *, in_backwa
     The gradients of all weights in float32 are most of what a step of a large network needs. With `in_backward` each
     layer is updated in the backward pass as soon as its gradient is there, which is dropped at once; `optimizer.step()`
     changes biases and everything else. With SGD without momentum the gradient is not even written to memory, which
-    makes steps of large layers with few rows several times as fast: choose both for a network like VGG. Choose it where
-    each step is one `backward()`, and nothing looks at gradients of int8 weights or changes them in between: they are
-    not clipped, accumulated or unscaled, and hooks do not see them. Weights come out the same. `TrainStep` updates
-    behind its backward pass all the same.
+    makes a step of a network like VGG about twice as fast; it is stored all the same where a hook at `weight_slot` or
+    `torch.autograd.grad` is to see it, and while another graph of the model lives (a loss that was computed without
+    `torch.no_grad` and is kept, or a recomputed part of `torch.utils.checkpoint`). Choose it where each step is one
+    `backward()`, and nothing looks at gradients of int8 weights or changes them in between: they are not clipped,
+    accumulated or unscaled. Weights come out the same. `TrainStep` updates behind its backward pass all the same.
 
     Without it the optimizer ends with torch's error that a tensor's elements share memory.
 

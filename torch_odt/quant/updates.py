@@ -135,7 +135,8 @@ class Int8Updates:
         group = self._groups().get(id(layer.weight_slot))
         if group is None or group["momentum"] != 0 or group["maximize"] or group.get("fused"):
             return None
-        return Descent(float(group["lr"]), float(group["weight_decay"]), layer.rounding, layer.saturated)
+        tensors = (layer.weight, layer.rounding, layer.saturated)
+        return Descent(float(group["lr"]), float(group["weight_decay"]), *tensors)
 
     def _groups(self) -> dict[int, dict[str, Any]]:
         """The optimizer's groups by their parameters, found anew where one is another or has other parameters."""

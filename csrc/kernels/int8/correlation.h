@@ -62,7 +62,7 @@ struct Correlation {
   static constexpr int64_t kTileRows = 16; // AMX's
   static constexpr int64_t kMostRows = 112; // whole tiles of most tables; pixels of common images are a multiple
   static constexpr int64_t kLeftBytes = 131072;
-  static constexpr int64_t kMostRowBytes = 16384;
+  static constexpr int64_t kMostRowBytes = 16384; // beside which some packed weights have room in the workspace
 };
 
 inline Correlation correlation_of(const Conv2d& conv, Pass pass, int64_t phase) {

@@ -20,13 +20,20 @@ enum class Result {
   float_update,
   int8_update,
   descent, // of int8 weights, by gradients that are never stored, see descent.h
-  take_off, // int8 off int8 weights, likewise
+  take_off, // int8 off int8 weights from -127 on, likewise; not by stochastic rounding, which draws by place
   nothing, // but the largest absolute value
 };
 
 // The most columns of a block; and of one whose sums are to stay in the first cache with some rows.
 inline constexpr int64_t kBlockColumns = 576;
 inline constexpr int64_t kCachedColumns = 192;
+
+// What updates of a weight add up, each of several threads some.
+struct Noted {
+  int64_t clamped = 0; // of descent: weights
+  int64_t clipped = 0; // of take_off: pieces of the weight with a step beyond the largest one
+  int64_t changed = 0; // of take_off: pieces with a step that is not 0
+};
 
 struct Finish {
   Result result = Result::sums;
@@ -50,8 +57,8 @@ struct Finish {
   float decay = 0;
   // Of take_off: the largest step, to which others are clipped.
   int64_t most_step = 127;
-  // Of both, what is added up: weights that were clamped; pieces of a weight in which steps were clipped.
-  int64_t* clamped = nullptr;
+  // Of both, what is found on the way.
+  Noted* noted = nullptr;
 };
 
 // A part of the result, with what belongs to its rows and columns.

@@ -43,9 +43,9 @@ void prefetch(const Finish& how, const Block<Sum>& block, int64_t begin, int64_t
   }
 }
 
-void note(int64_t* clamped, int64_t count) {
+void add(int64_t& sum, int64_t count) {
   if (count > 0) {
-    __atomic_fetch_add(clamped, count, __ATOMIC_RELAXED);
+    __atomic_fetch_add(&sum, count, __ATOMIC_RELAXED);
   }
 }
 
@@ -54,18 +54,19 @@ void descend_rows(const Finish& how, const float* gradients, const WeightRows& t
       how.rate, how.decay, how.seed, gradients, to.columns, to.weights, to.stride, to.count, to.columns,
       to.place - to.first_column, to.first_column, 0};
   descend_part(part);
-  note(how.clamped, part.clamped);
+  add(how.noted->clamped, part.clamped);
 }
 
 void take_rows_off(const Finish& how, int8_t* steps, const WeightRows& to) {
-  note(how.clamped, clip(steps, to.count * to.columns, how.most_step) > how.most_step ? 1 : 0);
-  if (to.stride == to.columns) {
-    take_off(to.weights, steps, to.count * to.columns);
-    return;
+  const bool is_dense = to.stride == to.columns;
+  const int64_t rows = is_dense ? 1 : to.count;
+  const int64_t columns = is_dense ? to.count * to.columns : to.columns;
+  add(how.noted->clipped, clip(steps, rows * columns, how.most_step) > how.most_step ? 1 : 0);
+  bool has_changed = false;
+  for (int64_t row = 0; row < rows; ++row) {
+    has_changed |= take_off(to.weights + row * to.stride, steps + row * columns, columns);
   }
-  for (int64_t row = 0; row < to.count; ++row) {
-    take_off(to.weights + row * to.stride, steps + row * to.columns, to.columns);
-  }
+  add(how.noted->changed, has_changed ? 1 : 0);
 }
 
 } // namespace
@@ -82,11 +83,15 @@ float finish_update(const Finish& how, const Block<Sum>& block) {
     places[row] = row * block.columns;
   }
   const bool updates = how.result != Result::nothing;
-  const int64_t ahead = updates ? std::max(at_once, kAhead / block.columns) : block.rows;
-  prefetch(how, block, 0, updates ? ahead : 0);
+  const int64_t ahead = std::max(at_once, kAhead / block.columns);
+  if (updates) {
+    prefetch(how, block, 0, ahead);
+  }
   float largest = 0;
   for (int64_t first = 0; first < block.rows; first += at_once) {
-    prefetch(how, block, first + ahead, first + ahead + at_once);
+    if (updates) {
+      prefetch(how, block, first + ahead, first + ahead + at_once);
+    }
     Block<Sum> some = block;
     some.sums += first * block.stride;
     some.rows = std::min(at_once, block.rows - first);
@@ -94,11 +99,10 @@ float finish_update(const Finish& how, const Block<Sum>& block) {
     some.first_channel += first;
     some.row_terms += block.row_terms == nullptr ? 0 : first;
     largest = std::max(largest, finish(made, some));
-    const WeightRows to = rows_of(how, block, first, some.rows);
     if (how.result == Result::descent) {
-      descend_rows(how, room, to);
+      descend_rows(how, room, rows_of(how, block, first, some.rows));
     } else if (how.result == Result::take_off) {
-      take_rows_off(how, reinterpret_cast<int8_t*>(room), to);
+      take_rows_off(how, reinterpret_cast<int8_t*>(room), rows_of(how, block, first, some.rows));
     }
   }
   return largest;

@@ -9,8 +9,8 @@ inline constexpr int64_t kMostPanelsAtOnce = 64;
 // Fewer weights are packed by one thread before two have begun.
 inline constexpr int64_t kManyWeights = 1 << 18;
 
-// Of each pass: so many columns from the first one on, kMostPanelsAtOnce panels at most. Their sums, which the offsets of
-// the left operand need, are added to zeros.
+// Of each pass: so many columns from the first one on, kMostPanelsAtOnce panels at most. `sums` become those of columns,
+// which the offsets of the left operand need; they must be zeros.
 void pack_forward_panels(
     const Conv2d& conv,
     const Correlation& part,

@@ -175,16 +175,16 @@ TEST(int8_weights_descend_by_gradients_that_are_not_stored) {
     const int64_t clamped = kernels::int8::descend(stored, {}).clamped;
     for (const int64_t threads : {1, 3}) {
       std::vector<int8_t> weight = sample.weight;
-      int64_t noted = 0;
+      kernels::int8::Noted noted;
       how.result = kernels::int8::Result::descent;
       how.output = weight.data();
       how.seed = stored.seed;
       how.rate = stored.rate;
       how.decay = stored.decay;
-      how.clamped = &noted;
+      how.noted = &noted;
       CHECK_EQUAL(run_grad_weight(sample, how, threads, grad_bias), largest);
       CHECK(weight == expected);
-      CHECK_EQUAL(noted, clamped);
+      CHECK_EQUAL(noted.clamped, clamped);
       CHECK(grad_bias == sample.grad_bias());
     }
   }
@@ -214,23 +214,26 @@ TEST(int8_steps_that_are_not_stored_are_taken_off) {
       std::vector<int8_t> clipped = steps;
       std::vector<int8_t> expected = sample.weight;
       const bool are_clipped = kernels::int8::clip(clipped.data(), count, most) > most;
-      kernels::int8::take_off(expected.data(), clipped.data(), count);
+      const bool is_changed = kernels::int8::take_off(expected.data(), clipped.data(), count);
       for (const int64_t threads : {1, 3}) {
         std::vector<int8_t> weight = sample.weight;
-        int64_t noted = 0;
+        kernels::int8::Noted noted;
         how.result = kernels::int8::Result::take_off;
         how.output = weight.data();
         how.most_step = most;
-        how.clamped = &noted;
+        how.noted = &noted;
         CHECK_EQUAL(run_grad_weight(sample, how, threads, grad_bias), largest);
         CHECK(weight == expected);
-        CHECK_EQUAL(noted > 0, are_clipped);
+        CHECK_EQUAL(noted.clipped > 0, are_clipped);
+        CHECK_EQUAL(noted.changed > 0, is_changed);
       }
     }
-    std::vector<int8_t> weight = sample.weight;
     how.result = kernels::int8::Result::nothing;
     how.output = nullptr;
-    CHECK_EQUAL(run_grad_weight(sample, how, 1, grad_bias), largest);
+    how.noted = nullptr;
+    for (const int64_t threads : {1, 3}) {
+      CHECK_EQUAL(run_grad_weight(sample, how, threads, grad_bias), largest);
+    }
   }
 }
 

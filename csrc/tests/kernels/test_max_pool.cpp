@@ -28,6 +28,9 @@ std::vector<Pool> pools() {
     result.push_back({axis_of(6, 2, 2, 0, 1), axis_of(7, 3, 1, 1, 2), channels});
     result.push_back({axis_of(5, 1, 3, 0, 1), axis_of(140, 4, 1, 2, 1), channels});
     result.push_back({axis_of(17, 16, 1, 8, 1), axis_of(18, 16, 3, 8, 1), channels});
+    // Windows that do not overlap.
+    result.push_back({axis_of(9, 2, 2, 1, 1), axis_of(12, 3, 4, 1, 1), channels});
+    result.push_back({axis_of(7, 2, 3, 0, 1), axis_of(9, 2, 3, 0, 2), channels});
   }
   return result;
 }
@@ -121,7 +124,7 @@ Pooled<Storage> pooled_in_parts(
   Pooled<Storage> result;
   result.output.resize(grad_output.size());
   result.offsets.resize(grad_output.size());
-  result.gradient.assign(input.size(), stored<Storage>(7));
+  result.gradient.assign(input.size(), Storage{});
   for (int64_t begin = 0; begin < kPlanes * pool.rows.output; begin += rows) {
     const int64_t end = std::min(kPlanes * pool.rows.output, begin + rows);
     kernels::max_pool_rows(input.data(), pool, begin, end, result.output.data(), result.offsets.data());
@@ -172,6 +175,37 @@ TEST(pooling_float64_has_the_bits_of_its_definition) {
 
 TEST(pooling_bfloat16_has_the_bits_of_its_definition) {
   check_pools<BFloat16>();
+}
+
+// As the same numbers in float32; gradients where windows do not overlap.
+TEST(pooling_int8_is_pooling_its_numbers) {
+  for (const Pool& pool : pools()) {
+    const Context here(name_of(pool));
+    const auto some = [](int64_t count, int64_t factor) {
+      std::vector<float> numbers;
+      for (int64_t i = 0; i < count; ++i) {
+        const int64_t kind = i * factor % 31;
+        numbers.push_back(static_cast<float>(kind < 9 ? -128 : kind < 11 ? 127 : 8 * kind - 124));
+      }
+      return numbers;
+    };
+    const auto in_bytes = [](const std::vector<float>& numbers) {
+      std::vector<int8_t> bytes;
+      for (const float number : numbers) {
+        bytes.push_back(static_cast<int8_t>(number));
+      }
+      return bytes;
+    };
+    const std::vector<float> input = some(input_elements(pool), 7);
+    const std::vector<float> grad_output = some(output_elements(pool), 5);
+    for (const int64_t rows : {1, 1000}) {
+      const Pooled<float> expected = pooled_in_parts(pool, input, grad_output, rows);
+      const Pooled<int8_t> found = pooled_in_parts(pool, in_bytes(input), in_bytes(grad_output), rows);
+      CHECK(found.output == in_bytes(expected.output));
+      CHECK(found.offsets == expected.offsets);
+      CHECK(pool.windows_overlap() || found.gradient == in_bytes(expected.gradient));
+    }
+  }
 }
 
 // The address sanitizer sees what lies beside the gradient.
