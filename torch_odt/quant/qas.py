@@ -93,7 +93,10 @@ def train_int8_(model: nn.Module, optimizer: torch.optim.Optimizer, *, in_backwa
     `torch.autograd.grad` is to see it, and while another graph of the model lives (a loss that was computed without
     `torch.no_grad` and is kept, or a recomputed part of `torch.utils.checkpoint`). Choose it where each step is one
     `backward()`, and nothing looks at gradients of int8 weights or changes them in between: they are not clipped,
-    accumulated or unscaled. Weights come out the same. `TrainStep` updates behind its backward pass all the same.
+    accumulated or unscaled. Weights come out the same: with the rate that the optimizer has in the backward pass, so
+    schedulers step behind `optimizer.step()`, as everywhere. A backward pass that fails has changed the layers that it
+    had come to. `TrainStep` updates behind its backward pass all the same. Before another optimizer takes over, `stop`
+    what this returns: else both update.
 
     Without it the optimizer ends with torch's error that a tensor's elements share memory.
 
