@@ -17,7 +17,7 @@ INT8 = ("qas", "niti")
 CLASSES = 10
 # Batches that are trained in turn: one alone is soon learnt by heart, and its gradients vanish.
 BATCHES = 8
-# NITI's rate, at which losses of all networks fall; at 2^3 times it they do not, and scales change in most steps.
+# NITI's rate, at which losses fall; at 2^3 times it ResNet-18's does not, and scales are looked at far more often.
 GRADIENT_BITS = -2
 
 Step = Callable[[], None]

@@ -72,7 +72,7 @@ class NitiSGD(torch.optim.Optimizer):
             parameter.register_post_accumulate_grad_hook(_take_off)
         for layer in layers if in_backward else ():
             if layer.weight.requires_grad:
-                InBackward(layer.weight, partial(_itself, layer.weight))
+                InBackward(layer.weight, partial(getattr, layer, "weight"))
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -105,10 +105,6 @@ class NitiSGD(torch.optim.Optimizer):
                 state["momentum_buffer"].mul_(group["momentum"]).add_(gradient)
             gradient = state["momentum_buffer"]
         parameter.add_(gradient, alpha=-group["lr"])
-
-
-def _itself(parameter: Tensor) -> Tensor:
-    return parameter
 
 
 @torch.no_grad()
