@@ -135,6 +135,8 @@ class Training:
     def call(self, **fall: int) -> None:
         self.calls += 1
         expected = self._plainly()
+        # What was freed there would count as taken by others, and plans would depend on how soon that passes.
+        memory.trim()
         state = torch.get_rng_state()
         self.controller.next_call(**fall)
         torch.manual_seed(self.calls)
