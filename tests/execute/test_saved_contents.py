@@ -53,6 +53,16 @@ def test_only_what_is_asked_for_is_copied() -> None:
     assert kept.sum() == 0 and other.sum() == 2
 
 
+def test_an_expanded_tensor_takes_as_little_memory_as_before() -> None:
+    tensor, other = torch.zeros(1).expand(2, 3), torch.ones(2, 1).expand(2, 3)
+    saved = SavedContents([tensor, other], lambda _: True)
+    tensor.data = torch.ones(2, 3)
+    other.data = torch.zeros(2, 3)
+    saved.restore()
+    assert torch.equal(tensor, torch.zeros(2, 3)) and torch.equal(other, torch.ones(2, 3))
+    assert tensor.untyped_storage().nbytes() == 4 and other.untyped_storage().nbytes() == 8
+
+
 def test_buffers_and_attributes_of_modules_come_back() -> None:
     model = nn.Sequential(nn.BatchNorm1d(2))
     layer = model[0]

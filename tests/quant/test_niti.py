@@ -138,8 +138,10 @@ def test_updates_in_the_backward_pass_change_no_bit_and_keep_no_gradient() -> No
     for model in (loop, ours, planned):
         niti_(model)
     expected = train(loop, NitiSGD(loop), data)
-    assert train(ours, NitiSGD(ours, in_backward=True), data) == expected
+    optimizer = NitiSGD(ours, in_backward=True)
+    assert train(ours, optimizer, data) == expected
     assert bytes_of(ours) == bytes_of(loop)
+    optimizer.zero_grad()
     niti_cross_entropy(ours(data[0][0]), data[0][1]).backward()
     layers = [module for module in ours.modules() if isinstance(module, NitiLayer)]
     assert all(layer.weight.grad is None and layer.bias.grad is None for layer in layers)  # type: ignore[union-attr]
@@ -161,6 +163,36 @@ class Broadcast(nn.Module):
         x = torch.relu(self.stem(x))
         found: Tensor = self.head(torch.flatten(x + F.adaptive_avg_pool2d(x, 1), 1))
         return found
+
+
+@pytest.mark.parametrize("packs", [False, True])
+@pytest.mark.parametrize("trained", ["weights", "scales"])
+def test_a_second_backward_pass_before_a_step_is_refused(packs: bool, trained: str) -> None:
+    model = small_net()
+    niti_(model, packs=PackedWeights() if packs else None)
+    optimizer = NitiSGD(model)
+    if trained == "scales":
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(name.endswith("gradient_rescaling") or name == "0.bias")
+    x, y = batches(1)[0]
+    niti_cross_entropy(model(x), y).backward()
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="cannot be added up: call optimizer"):
+        niti_cross_entropy(model(x), y).backward()
+    optimizer.zero_grad()
+    niti_cross_entropy(model(x), y).backward()
+    # Nothing is added up here.
+    assert torch.autograd.grad(niti_cross_entropy(model(x), y), [model[-1].gradient_rescaling])[0] is not None
+
+
+@pytest.mark.parametrize(("option", "value"), [("accumulation_steps", 2), ("clip_grad_norm", 1.0)])
+def test_a_step_that_adds_up_gradients_is_refused(option: str, value: Any) -> None:
+    model = small_net()
+    niti_(model)
+    options: Any = {"budget": odt.Budget("1GiB", of="training"), option: value}
+    step = odt.TrainStep(model, niti_cross_entropy, NitiSGD(model), **options)
+    with pytest.raises(ValueError, match=r"0\.weight, 0\.bias, 3\.weight and others have eight bits"):
+        step(*batches(1)[0])
 
 
 def test_a_sum_that_repeats_a_tensor_trains() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -15,6 +15,7 @@ from torch import nn
 
 import torch_odt as odt
 from torch_odt.adapt.step_bytes import step_graph
+from torch_odt.capture.batch_state import NotSeparable
 
 ROOMY = odt.Budget("2GiB", of="training")
 
@@ -90,3 +91,84 @@ def test_wrap_has_the_bits_of_a_plain_loop() -> None:
     wrapped = odt.wrap(model, budget=ROOMY)
     assert plain_losses(wrapped, optimizer) == expected
     assert_same_state(model, plain)
+
+
+def call(step: odt.TrainStep, number: int) -> torch.Tensor:
+    torch.manual_seed(number)
+    return step(images(8, number), labels(8, number))
+
+
+def refuse(*_: Any) -> None:
+    raise RuntimeError("not now")
+
+
+class OwnSGD(torch.optim.SGD):
+    """No optimizer of torch's: all layers are float32 for a moment at once."""
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda parameters: torch.optim.SGD(parameters, lr=0.05),
+        lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9),
+        lambda parameters: OwnSGD(parameters, lr=0.05, momentum=0.9),
+    ],
+    ids=["descent", "momentum", "own"],
+)
+def test_a_step_that_fails_puts_int8_weights_back(make: Callable[[Any], torch.optim.Optimizer]) -> None:
+    models, steps = [], []
+    for _ in range(2):
+        models.append(converted("residual"))
+        optimizer = make(models[-1].parameters())
+        odt.quant.train_int8_(models[-1], optimizer)
+        options: Any = {"budget": ROOMY, "transactional": True}
+        steps.append(odt.TrainStep(models[-1], F.cross_entropy, optimizer, **options))
+    ours, theirs = steps
+    assert torch.equal(call(ours, 0), call(theirs, 0))
+    for register in (ours.optimizer.register_step_pre_hook, ours.optimizer.register_step_post_hook):
+        handle = register(refuse)
+        with pytest.raises(RuntimeError, match="not now"):
+            call(ours, 1)
+        handle.remove()
+        assert_same_state(*models)
+        slots = [layer.weight_slot for layer in odt.quant.qas.int8_layers(models[0]).values()]
+        assert slots and all(slot.untyped_storage().nbytes() == 4 for slot in slots)
+    assert torch.equal(call(ours, 1), call(theirs, 1))
+    assert_same_state(*models)
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"accumulation_steps": 2}, "gradients of 2 calls are accumulated"),
+        ({"clip_grad_norm": 1.0}, "the norm of all gradients"),
+        ({"transactional": True}, "a call that fails"),
+    ],
+)
+def test_updates_in_the_backward_pass_are_refused_where_all_gradients_are_needed(options: Any, why: str) -> None:
+    model = converted("residual")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    training = odt.quant.train_int8_(model, optimizer, in_backward=True)
+    step = odt.TrainStep(model, F.cross_entropy, optimizer, budget=ROOMY, **options)
+    before = copy.deepcopy(model)
+    with pytest.raises(ValueError, match=f"weight_slot.* would be updated in the backward pass, but .*{why}"):
+        call(step, 0)
+    assert_same_state(model, before)
+    training.stop()
+    odt.quant.train_int8_(model, optimizer)
+    call(step, 0)
+
+
+def test_micro_batches_are_refused_with_the_reason() -> None:
+    model = converted("residual")
+    step = odt.TrainStep(model, F.cross_entropy, optimizer_of(model), budget=ROOMY, micro_batch=2)
+    with pytest.raises(NotSeparable, match="rounded to the range of the whole batch"):
+        call(step, 0)
+
+
+def test_an_optimizer_that_is_no_longer_used_for_int8_forgets_the_weights() -> None:
+    model = converted("residual")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    before = set(vars(optimizer))
+    odt.quant.train_int8_(model, optimizer).stop()
+    assert set(vars(optimizer)) == before

@@ -400,3 +400,11 @@ def _linear(call: Call) -> State:
         require_exact(call, [operand])
     batch = "abcdefgh"[: operand.ndim - 1]
     return contracted(call, f"{batch}y,zy->{batch}z", [operand, weight])
+
+
+# Integers
+
+
+@rule("torch_odt::int8_quantize")
+def _int8_quantize(call: Call) -> State:
+    raise call.refuse("begins a part in int8, whose gradients are rounded to the range of the whole batch")

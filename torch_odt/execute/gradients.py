@@ -10,6 +10,9 @@ from torch import nn
 from torch_odt import memory
 from torch_odt.capture.graph import Output
 
+# The attribute of parameters whose gradients are used up, and dropped, in the backward pass.
+USED_UP = "_torch_odt_in_backward"
+
 
 class StepReceiver:
     """The receiver of one training step, over all of its micro-batches.
@@ -108,6 +111,31 @@ def run_gradient_hooks(parameters: Mapping[str, nn.Parameter]) -> None:
                 parameter.grad = replaced
         for hook in list((getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values()):
             hook(parameter)
+
+
+def require_gradients_stay(parameters: Mapping[str, nn.Parameter], why: str, *, adds: bool) -> None:
+    """Check parameters where all gradients are needed behind the backward pass.
+
+    Args:
+        why: they are.
+        adds: they are added up or clipped, too.
+
+    Raises:
+        ValueError: a gradient would be used up in the backward pass, or is made of eight bits and cannot be added up.
+    """
+    used_up = [name for name, parameter in parameters.items() if hasattr(parameter, USED_UP)]
+    if used_up:
+        raise ValueError(
+            f"{_some_of(used_up)} would be updated in the backward pass, but {why}: leave that to optimizer.step(), "
+            "without in_backward=True"
+        )
+    in_bytes = [name for name, p in parameters.items() if p.requires_grad and p.element_size() == 1]
+    if adds and in_bytes:
+        raise ValueError(f"{why}, but those of {_some_of(in_bytes)} have eight bits, and can only be taken as they are")
+
+
+def _some_of(names: list[str]) -> str:
+    return f"{', '.join(names[:3])}{' and others' if names[3:] else ''}"
 
 
 def set_aside_hooked(parameters: Iterable[nn.Parameter]) -> dict[nn.Parameter, torch.Tensor]:

@@ -38,7 +38,10 @@ class SavedContents:
         """Everything holds what it held; it takes no memory."""
         with torch.no_grad():
             for tensor, content in self._tensors:
-                tensor.copy_(content)
+                if _is_expanded(content):
+                    tensor.data = content
+                else:
+                    tensor.copy_(content)
         for container, content in self._containers:
             if _items(container) != _items(content):
                 container.clear()
@@ -53,12 +56,27 @@ class SavedContents:
         self._seen[id(value)] = value
         if is_tensor:
             if self._copies(value):
-                self._tensors.append((value, value.detach().clone()))
+                self._tensors.append((value, _copy_of(value)))
             return
         if type(value) is not tuple:
             self._containers.append((value, dict(value) if type(value) in _DICTS else type(value)(value)))
         for member in value.values() if type(value) in _DICTS else value:
             self._save(member)
+
+
+def _is_expanded(tensor: torch.Tensor) -> bool:
+    """Whether elements share memory: nothing can be copied into them, and who changes them binds other memory."""
+    return any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+def _copy_of(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy that takes no more memory than the tensor."""
+    if not _is_expanded(tensor):
+        return tensor.detach().clone()
+    own = tensor.detach()
+    for dim, stride in enumerate(tensor.stride()):
+        own = own.narrow(dim, 0, 1) if stride == 0 and own.shape[dim] > 1 else own
+    return own.clone().expand(tensor.shape)
 
 
 def _items(container: Any) -> list[Any]:

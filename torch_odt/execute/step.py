@@ -21,7 +21,7 @@ from torch_odt.execute.accounting import held_by_process, make_room
 from torch_odt.execute.accumulation import Accumulation, Shares
 from torch_odt.execute.allotted import PLAN_FOR_ONE_BUDGET, controller_of, first_budget, heed, prepare_now
 from torch_odt.execute.beside import Beside
-from torch_odt.execute.gradients import run_gradient_hooks, set_aside_hooked
+from torch_odt.execute.gradients import require_gradients_stay, run_gradient_hooks, set_aside_hooked
 from torch_odt.execute.loss import make_compute
 from torch_odt.execute.named_tensors import named_buffers, named_parameters
 from torch_odt.execute.optimizer_cost import optimizer_cost
@@ -399,6 +399,9 @@ class TrainStep:
     ) -> Prepared:
         """What runs for a batch like this one, in as many bytes as there are now."""
         needs_all = why_all_gradients(self.accumulation_steps, self.clip_grad_norm, transactional=self.transactional)
+        if needs_all:
+            adds = self.accumulation_steps > 1 or self.clip_grad_norm is not None
+            require_gradients_stay(named_parameters(self.model, self.loss_fn), needs_all, adds=adds)
         find = partial(
             self._prepared.find, args, kwargs, self.optimizer, want_results=want_results, needs_all=needs_all
         )

@@ -17,8 +17,9 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
+from torch_odt.execute.gradients import USED_UP
+
 Update = TypeVar("Update")
-ATTRIBUTE = "_torch_odt_in_backward"
 
 
 class InBackward(Generic[Update]):
@@ -36,15 +37,15 @@ class InBackward(Generic[Update]):
         # Uses whose graphs live and whose gradients have not been accumulated; and whether there were several at a
         # time since there was none.
         self.open_uses, self.is_shared = 0, False
-        setattr(parameter, ATTRIBUTE, self)
+        setattr(parameter, USED_UP, self)
 
     def stop(self) -> None:
         """The parameter gets its gradient again."""
         if self.is_in_force():
-            delattr(self.parameter, ATTRIBUTE)
+            delattr(self.parameter, USED_UP)
 
     def is_in_force(self) -> bool:
-        return getattr(self.parameter, ATTRIBUTE, None) is self
+        return getattr(self.parameter, USED_UP, None) is self
 
     def is_seen_by_hooks(self) -> bool:
         behind: Any = self.parameter._post_accumulate_grad_hooks
@@ -70,7 +71,7 @@ class Use(Generic[Update]):
     def update(self) -> Update | None:
         """What the backward pass that has come to the operator is to do; None to return the gradient."""
         of = self._of
-        if not _accumulates(of.parameter):
+        if not accumulates(of.parameter):
             return None
         is_alone = not of.is_shared
         self._end()
@@ -88,7 +89,7 @@ class Use(Generic[Update]):
             self._of.is_shared &= self._of.open_uses > 0
 
 
-def _accumulates(parameter: Tensor) -> bool:
+def accumulates(parameter: Tensor) -> bool:
     """Whether the backward pass that runs ends in the parameter's `.grad`."""
     try:
         accumulator = torch.autograd.graph.get_gradient_edge(parameter).node
@@ -100,7 +101,7 @@ def _accumulates(parameter: Tensor) -> bool:
 def use_of(tensor: Tensor) -> Use[Any] | None:
     """A use of a parameter, or of a view of one, that may be changed in the backward pass; None of any other tensor."""
     base = tensor._base
-    found = getattr(tensor if base is None else base, ATTRIBUTE, None)
+    found = getattr(tensor if base is None else base, USED_UP, None)
     return Use(found) if isinstance(found, InBackward) else None
 
 

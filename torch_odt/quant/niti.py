@@ -148,7 +148,9 @@ def niti_(
     The structure of the forward pass is read by `torch.fx`. Where that cannot, each layer is converted by itself, with
     float32 in between, and `between` says so; a layer that such a model calls twice in a step must then be in
     `keep_float32`. Train with `NitiSGD`; a plain loop, `TrainStep` and `wrap` take the model as any other.
-    `state_dict()` holds all there is; to load it, convert a new model in the same way first.
+    `state_dict()` holds all there is; to load it, convert a new model in the same way first (the model cannot be
+    pickled as a whole). Gradients of eight bits cannot be added up: one forward and one backward pass for each step,
+    with no accumulation, no clipping and no micro-batches.
 
     Args:
         model: changed in place.

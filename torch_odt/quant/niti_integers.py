@@ -21,7 +21,7 @@ from torch_odt.ops import int8_take_off_
 from torch_odt.ops.int8_arguments import ROUNDINGS, WINDOWS, number_of
 from torch_odt.ops.int8_plain import Geometry
 from torch_odt.ops.registration import register, register_gradient
-from torch_odt.quant.in_backward import is_same_memory
+from torch_odt.quant.in_backward import accumulates, is_same_memory
 from torch_odt.quant.niti_convolution import convolve, pass_back
 from torch_odt.quant.niti_numbers import as_int8
 from torch_odt.quant.niti_passes import (
@@ -35,7 +35,7 @@ from torch_odt.quant.niti_passes import (
     keep_for_backward,
 )
 
-WEIGHT = 4  # among what is kept, see `Kept`
+WEIGHT, STATE = 4, 6  # among what is kept, see `Kept`
 
 
 def niti_layer(
@@ -196,8 +196,19 @@ def _take_off_fake(
     )
 
 
-def may_take_off(ctx: Any, weight: Tensor) -> bool:
-    """Whether the backward pass is to change the weight that it has kept; asked once for each pass."""
+def may_take_off(ctx: Any, kept: Sequence[Tensor]) -> bool:
+    """Whether the backward pass is to change the weight that it has kept; asked once for each pass.
+
+    Raises:
+        RuntimeError: there is a gradient already.
+    """
+    weight = kept[WEIGHT]
+    for leaf in (weight, kept[STATE]):
+        if leaf.is_leaf and leaf.grad is not None and accumulates(leaf):
+            raise RuntimeError(
+                "gradients in NITI's arithmetic cannot be added up: call optimizer.step() and "
+                "optimizer.zero_grad(set_to_none=True) between two backward passes"
+            )
     parameter = None if ctx.use is None else ctx.use.update()
     # Stored gradients are taken off weights in any order of memory.
     return (
@@ -217,7 +228,7 @@ def _gradients(ctx: Any, gradient: Tensor, exponent: Tensor | None, *_: Any) -> 
     wanted = (needs[0], needs[2], needs[4])
     exponent = None if ctx.to_float else exponent
     kept = ctx.saved_tensors
-    if may_take_off(ctx, kept[WEIGHT]):
+    if may_take_off(ctx, kept):
         wanted = (needs[0], False, needs[4])
         found = take_off_(gradient, exponent, kept, ctx.input_is_float, needs[0], needs[4], ctx.how, None, ctx.windows)
     else:

@@ -129,7 +129,7 @@ def _gradients(ctx: Any, gradient: Tensor, exponent: Tensor | None, *_: Any) -> 
     wanted = [needs[0], needs[2], needs[4]]
     exponent = None if ctx.to_float else exponent
     kept = ctx.saved_tensors
-    if may_take_off(ctx, kept[WEIGHT]):
+    if may_take_off(ctx, kept):
         wanted = [needs[0], False, needs[4]]
         numbers, ceiling, windows = ctx.rest
         how = How.of(numbers, ceiling)

@@ -36,6 +36,7 @@ PARTWISE: tuple[type[torch.optim.Optimizer], ...] = (
     torch.optim.ASGD,
     torch.optim.Rprop,
 )
+_CHANGED = "_torch_odt_changed"
 PART_WEIGHTS = 1 << 20  # four megabytes in float32
 
 
@@ -60,6 +61,9 @@ class Int8Updates:
             optimizer.register_step_pre_hook(self._before),
             optimizer.register_step_post_hook(self._after),
         ]
+        # Where what an optimizer changes is looked for: a step that fails is undone by what it finds there.
+        self._buffers = [layer._buffers for layer in layers]
+        vars(optimizer).setdefault(_CHANGED, []).append(self._buffers)
         self._in_backward: list[InBackward[Descent]] = []
         for layer in layers if in_backward else ():
             slot = layer.weight_slot
@@ -69,6 +73,9 @@ class Int8Updates:
 
     def stop(self) -> None:
         """The optimizer is as before."""
+        changed = vars(self._optimizer).pop(_CHANGED, [])
+        if others := [buffers for buffers in changed if buffers is not self._buffers]:
+            vars(self._optimizer)[_CHANGED] = others
         while self._handles:
             self._handles.pop().remove()
         while self._in_backward:
