@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from niti_cases import mantissas, reference, scaled
 from torch import Tensor, nn
 
+from torch_odt.quant import niti_functions
 from torch_odt.quant.batch_splitting import cache_bytes, parts_of
 from torch_odt.quant.niti_functions import (
     niti_add,
@@ -24,7 +25,7 @@ from torch_odt.quant.niti_functions import (
     niti_relu,
 )
 from torch_odt.quant.niti_layers import NitiConv2d, NitiLayer, NitiLinear
-from torch_odt.quant.niti_numbers import CARRIER, Scaled, as_carrier, as_int8
+from torch_odt.quant.niti_numbers import CARRIER, Scaled, as_carrier, as_int8, rescaled
 from torch_odt.quant.niti_passes import How
 from torch_odt.quant.packed_weights import PackedWeights
 from torch_odt.quant.rescaling import WIDTH, Rescaling
@@ -208,6 +209,25 @@ def test_functions_of_mantissas_against_float32() -> None:
         assert tensor.mantissas.grad is not None and tensor.exponent.grad is not None
         back = as_int8(tensor.mantissas.grad).float() * 2.0 ** float(tensor.exponent.grad)
         assert float((back - wanted).abs().max()) <= 2.0 ** float(tensor.exponent.grad)
+
+
+@pytest.mark.parametrize(("part_elements", "seed"), [(1, 0), (1 << 18, 1), (3 * 5 * 9 * 2, 2)])
+def test_gradients_of_windows_that_overlap_have_the_bits_of_their_exact_sums(
+    monkeypatch: pytest.MonkeyPatch, part_elements: int, seed: int
+) -> None:
+    monkeypatch.setattr(niti_functions, "_PART_ELEMENTS", part_elements // torch.get_num_threads())
+    values = mantissas(5, 3, 9, 9, seed=seed).contiguous(memory_format=torch.channels_last)
+    tensor = scaled(values, -2)
+    found = niti_max_pool2d(tensor, 3, 1, 1)
+    gradient = scaled(mantissas(*found.mantissas.shape, seed=5), -7)
+    torch.autograd.backward([found.mantissas, found.exponent], [gradient.mantissas.detach(), gradient.exponent])
+    real = values.float().requires_grad_()
+    steps = as_int8(gradient.mantissas).float()
+    (sums,) = torch.autograd.grad(torch.max_pool2d(real, 3, 1, 1), real, steps)
+    expected, shift = rescaled(sums.to(torch.int32), "pseudo_stochastic")
+    assert shift > 0
+    assert torch.equal(as_int8(tensor.mantissas.grad), expected)
+    assert float(tensor.exponent.grad) == -7 + shift
 
 
 def test_quantising_and_back_is_exact_in_both_passes() -> None:

@@ -21,10 +21,14 @@ from torch_odt.quant.niti_numbers import (
     bits_of,
     cross_entropy_gradient,
     dequantized,
+    fitting_shift,
     quantized,
     rescaled,
+    shifted,
 )
 from torch_odt.quant.niti_passes import How
+
+_PART_ELEMENTS = 1 << 18  # of a thread: a megabyte in float32
 
 
 def niti_quantize(values: Tensor, rounding: Rounding = "pseudo_stochastic") -> Scaled:
@@ -229,10 +233,22 @@ def _max_pool_backward(
     if not overlaps:
         found = ops.max_pool2d_with_offsets_backward(steps, as_int8(mantissas), *_split(windows), offsets)
         return as_carrier(found), exponent.clone()
-    like = torch.empty_like(mantissas, dtype=torch.float32)
-    sums = ops.max_pool2d_with_offsets_backward(steps.float(), like, *_split(windows), offsets)
-    found, shift = rescaled(sums.to(torch.int32), "pseudo_stochastic")
+    # 256 elements of a window make 256 sums of eight bits at most. All of them in float32 and in int32 would be a peak.
+    sums = torch.empty_like(mantissas, dtype=torch.int16)
+    parts = [slice(start, start + _some_samples(sums)) for start in range(0, len(sums), _some_samples(sums))]
+    for part in parts:
+        like = torch.empty_like(sums[part], dtype=torch.float32)
+        sums[part] = ops.max_pool2d_with_offsets_backward(steps[part].float(), like, *_split(windows), offsets[part])
+    shift = fitting_shift(sums)
+    found = torch.empty_like(mantissas, dtype=torch.int8)
+    for part in parts:
+        found[part] = shifted(sums[part].to(torch.int32), shift, "pseudo_stochastic")
     return as_carrier(found), exponent + shift
+
+
+def _some_samples(images: Tensor) -> int:
+    """So many samples that the caches hold them while they are wide."""
+    return max(1, _PART_ELEMENTS * torch.get_num_threads() * len(images) // max(1, images.numel()))
 
 
 @_max_pool_backward.register_fake

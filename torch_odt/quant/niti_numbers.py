@@ -138,8 +138,13 @@ def rescaled(sums: Tensor, rounding: Rounding, bits: int = BITS) -> tuple[Tensor
         >>> rescaled(torch.tensor([1000, -3]), "nearest")
         (tensor([125,   0], dtype=torch.int8), 3)
     """
-    shift = max(0, bits_of(largest_of(sums)) - bits)
+    shift = fitting_shift(sums, bits)
     return shifted(sums, shift, rounding), shift
+
+
+def fitting_shift(sums: Tensor, bits: int = BITS) -> int:
+    """How many bits are to be dropped so that so many are left of the largest magnitude."""
+    return max(0, bits_of(largest_of(sums)) - bits)
 
 
 def quantized(
