@@ -13,7 +13,7 @@ from torch import nn
 import torch_odt as odt
 
 
-@pytest.mark.parametrize("name", ["mobilenet_v2", "resnet18"])
+@pytest.mark.parametrize("name", [pytest.param("mobilenet_v2", marks=pytest.mark.slow), "resnet18"])
 def test_trains_what_plain_training_of_the_same_selection_does(name: str) -> None:
     case = case_named(name)
     model = case.model()

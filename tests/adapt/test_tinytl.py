@@ -62,7 +62,7 @@ def test_blocks_of_timm(name: str) -> None:
     assert len(lites(model)) >= 8
 
 
-@pytest.mark.parametrize("mode", ["lite+bias", "norm+last"])
+@pytest.mark.parametrize("mode", ["lite+bias", pytest.param("norm+last", marks=pytest.mark.slow)])
 def test_trains_what_plain_training_of_the_same_selection_does(mode: str) -> None:
     model = MOBILENET_V2.model()
     odt.adapt.tinytl_(model, mode=mode, classes=5, input_size=SIZE)  # type: ignore[arg-type]
@@ -114,6 +114,7 @@ def test_norms_that_are_more_than_norms_are_refused_or_kept_whole() -> None:
     assert isinstance(other[1], Doubled) and other[0].weight.requires_grad
 
 
+@pytest.mark.slow
 def test_takes_a_fraction_of_a_full_update_and_of_the_norms() -> None:
     batch = batches(MOBILENET_V2, 1)[0]
     peaks = {}
@@ -273,6 +274,7 @@ def test_wrong_arguments_are_named() -> None:
         odt.adapt.tinytl_(nn.Sequential(nn.Linear(4, 2)))
 
 
+@pytest.mark.slow
 def test_trains_through_wrap_within_a_budget() -> None:
     model = MOBILENET_V2.model()
     adaptation = odt.adapt.tinytl_(model, classes=5, input_size=SIZE)

@@ -183,6 +183,7 @@ def run_training(folder: Path) -> dict[str, Any]:
     return json.loads(result.stdout)
 
 
+@pytest.mark.slow
 def test_a_fresh_process_trains_from_the_cache_until_the_source_is_edited(tmp_path: Path) -> None:
     source = tmp_path / "net.py"
     source.write_text(textwrap.dedent(NET))

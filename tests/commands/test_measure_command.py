@@ -38,6 +38,7 @@ def measure(net: Path) -> tuple[str, ...]:
     return (*words, "--batch-sizes", "4", "--threads", "1", "--repetitions", "2", "--quick", "--budget", "1GiB")
 
 
+@pytest.mark.slow
 def test_cells_of_both_engines_and_all_reports(
     terminal: Terminal, measure: tuple[str, ...], net: Path, tmp_path: Path
 ) -> None:
@@ -75,6 +76,7 @@ def test_cells_of_both_engines_and_all_reports(
     assert text.code == 0 and "seconds of a step" in text.out
 
 
+@pytest.mark.slow
 def test_a_cell_without_memory_is_recorded(terminal: Terminal, measure: tuple[str, ...], tmp_path: Path) -> None:
     out = tmp_path / "run.jsonl"
     refused = terminal(*measure, "--limit", "1MiB")
@@ -89,6 +91,7 @@ def test_a_cell_without_memory_is_recorded(terminal: Terminal, measure: tuple[st
     assert all(cell.limit_bytes > 1 << 20 for cell in Record.read(out).cells)
 
 
+@pytest.mark.slow
 def test_a_cell_that_fails_does_not_end_the_run(terminal: Terminal, measure: tuple[str, ...], net: Path) -> None:
     net.write_text(net.read_text() + FAILS_IN_TRAINING)
     words = [word.replace(":make", ":fails") for word in measure]

@@ -81,7 +81,7 @@ def check_every_failure(step: odt.TrainStep, batch: tuple[Tensor, Tensor], wante
         assert not after.difference(Everything.of(step)), f"allocation {place} of {count}"
 
 
-@pytest.mark.parametrize("step_number", [1, 3])
+@pytest.mark.parametrize("step_number", [1, pytest.param(3, marks=pytest.mark.slow)])
 def test_a_failed_allocation_changes_no_bit(step_number: int) -> None:
     data = batches()
     step = make_step(Net(), micro_batch=4)

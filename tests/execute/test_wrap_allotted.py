@@ -52,6 +52,7 @@ def smallest_bytes() -> int:
     return refused.value.smallest_feasible_bytes
 
 
+@pytest.mark.slow
 def test_plans_change_and_no_bit_does() -> None:
     low = int(1.1 * smallest_bytes())
     high = 4 * low

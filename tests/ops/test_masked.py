@@ -194,6 +194,7 @@ def test_nothing_in_nothing_out() -> None:
     assert clamp_with_mask_backward(output, mask).shape == scale_masked(output, mask, 2.0).shape == (0, 3)
 
 
+@pytest.mark.slow
 def test_the_baseline_has_the_same_bits() -> None:
     command = [
         sys.executable,

@@ -206,6 +206,7 @@ def test_views_are_taken_again() -> None:
     assert sum(i == Run(2) for i in schedule.instructions) == 2
 
 
+@pytest.mark.slow
 def test_planning_is_deterministic() -> None:
     graph, costs = residual(6)
     most = simulate(graph, costs, keep_all(graph, costs)).peak_bytes
