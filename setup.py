@@ -1,8 +1,9 @@
 """Builds torch_odt's two extension modules against the torch that is installed.
 
 `torch_odt._C` holds the operators. It uses torch's stable ABI only, so one build serves several versions of torch.
-`torch_odt._memory_<major>_<minor>` holds the allocator. It uses torch's C++ classes, whose ABI follows torch's minor
-version; the name carries that version, so that a build for another torch is recognised instead of loaded.
+`torch_odt._memory_<major>_<minor>` holds the allocator, and how operators are called in a schedule. It uses torch's C++
+classes, whose ABI follows torch's minor version; the name carries that version, so that a build for another torch is
+recognised instead of loaded.
 
 Set TORCH_ODT_NO_CPP=1 to leave both out.
 """
@@ -81,10 +82,10 @@ def extensions() -> dict[str, Any]:
     )
     memory = Extension(
         f"torch_odt._memory_{major}_{minor}",
-        sources("memory"),
+        [*sources("memory"), *sources("execute")],
         depends=headers(),
         library_dirs=library_paths(),
-        libraries=["c10", "torch_cpu"],
+        libraries=["c10", "torch_cpu", "torch_python"],
         language="c++",
         extra_compile_args=["-O2", f'-DTORCH_ODT_TORCH_VERSION="{torch.__version__}"', *flags],
     )

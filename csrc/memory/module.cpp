@@ -1,4 +1,4 @@
-// The Python face of csrc/memory: conversions, and nothing else.
+// The Python face of csrc/memory and csrc/execute: conversions, and nothing else.
 
 #include <memory>
 #include <string>
@@ -9,12 +9,14 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include "../execute/instructions.h"
 #include "accumulators.h"
 #include "allocator.h"
 #include "arena.h"
 #include "heap.h"
 #include "mapping.h"
 #include "pager.h"
+#include "python_arena.h"
 #include "recorder.h"
 
 namespace py = pybind11;
@@ -105,19 +107,6 @@ PlaceTable flattened(const NestedPlaces& nested) {
   }
   return table;
 }
-
-// What Python owns. The core outlives it while blocks are left.
-class Arena {
- public:
-  explicit Arena(int64_t reserve_bytes) : core(ArenaCore::create(reserve_bytes)) {}
-  ~Arena() {
-    core->leave_thread();
-  }
-  Arena(const Arena&) = delete;
-  Arena& operator=(const Arena&) = delete;
-
-  const std::shared_ptr<ArenaCore> core;
-};
 
 py::list sampled_misses(const Arena& arena) {
   py::list result;
@@ -375,6 +364,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
 
   bind_arena(module);
   bind_pager(module);
+  execute::bind_execution(module);
 }
 
 } // namespace torch_odt::memory

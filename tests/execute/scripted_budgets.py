@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,10 @@ BATCH = 16
 
 
 class Scripted(Controller):
-    """Allowed is so much above the level: first at the beginning, then step by step; the last one for ever."""
+    """Allowed is so much above the level: first at the beginning, then step by step; the last one for ever.
+
+    How fast steps happen to run does not decide when it grows: to hold more takes no time, and predictions stand.
+    """
 
     def __init__(self, *growth: int, **options: Any) -> None:
         super().__init__(self, **options)
@@ -32,7 +36,7 @@ class Scripted(Controller):
     def before_step(self, level_bytes: int, need: Need | None) -> Allotment:
         if len(self.growth) > 1:
             del self.growth[0]
-        return super().before_step(level_bytes, need)
+        return super().before_step(level_bytes, need and replace(need, seconds_per_byte=0.0, measured_slowdown=None))
 
 
 def make_net() -> nn.Sequential:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +23,6 @@ from torch_odt.capture.costs import TransferCosts
 from torch_odt.capture.rewrite import inexact_rewrites
 from torch_odt.execute import page_file, pressure
 from torch_odt.runtime import Decision, Reading
-from torch_odt.runtime.budget import Allotment
-from torch_odt.runtime.growth import Need
 
 MIB = 1 << 20
 NEVER = 1 << 60
@@ -61,10 +58,6 @@ class Falling(Scripted):
         if len(self.held) > self._falls_at:
             self.growth = [self._low]
         return super().lacking_bytes(level_bytes, need_bytes)
-
-    def before_step(self, level_bytes: int, need: Need | None) -> Allotment:
-        # When it grows is not what is looked at here.
-        return super().before_step(level_bytes, need and replace(need, seconds_per_byte=0.0))
 
     def _note(self, decision: Decision) -> None:
         if decision.action in ("evict", "keep"):
@@ -388,7 +381,7 @@ def test_a_step_that_pages_gives_back_too(
     training.call()
     training.call()
     plan = training.step.plan
-    assert training.step._current is not None and training.step._current.pages
+    assert training.step._current is not None and training.step._current.pages, plan.notes
     training.call(falls_at=falls_at, low=plan.peak_bytes - plan.arena_bytes // 3)
     assert training.controller.relieved[0][1].action == "evict"
 

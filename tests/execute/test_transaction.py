@@ -221,21 +221,21 @@ def stop(*_: Any) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_at_any_operator(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    left, make_tag = 0, executor.tagger
+    left, compile_op = 0, executor.compile_op
 
-    def counting_tagger(category: str) -> Callable[..., Any]:
-        tag = make_tag(category)
+    def counting(*arguments: Any) -> Callable[[executor.Table], None]:
+        call = compile_op(*arguments)
 
-        def count_down(*args: Any) -> Any:
+        def count_down(table: executor.Table) -> None:
             nonlocal left
             left -= 1
+            call(table)
             if left == 0:
                 signal.raise_signal(number)
-            return tag(*args)
 
         return count_down
 
-    monkeypatch.setattr(executor, "tagger", counting_tagger)
+    monkeypatch.setattr(executor, "compile_op", counting)
     batch = batches()[0]
     step = make_step(Net())
     step(*batch)

@@ -2,7 +2,8 @@
 
 The executor owns every value of a step in a table of its own. An instruction either calls an operator on values of
 the table, drops a value, or delivers an output. Where an arena is given, the allocations of an operator (its
-temporaries included) land at the addresses that the plan gave them.
+temporaries included) land at the addresses that the plan gave them. Where `torch_odt._memory` is built, it is that
+which goes from one instruction to the next.
 """
 
 from __future__ import annotations
@@ -12,10 +13,11 @@ from typing import Any, Protocol
 
 import torch
 
-from torch_odt import memory
+from torch_odt import _extensions, memory
 from torch_odt.capture.graph import Op, Output, Ref, TrainingGraph, map_refs, refs
 from torch_odt.capture.operators import resolve
 from torch_odt.capture.overwrite import function_of
+from torch_odt.execute.native_calls import native_call
 from torch_odt.execute.paging import PageCode, Pager
 from torch_odt.execute.profiler_marks import BACKWARD, marked
 from torch_odt.memory._tracking import tagger
@@ -71,13 +73,14 @@ class Executor:
         self._pager = pager
         self._calls = calls = {} if calls is None else calls
         self._pages = pages = PageCode(graph, schedule, pager)
+        self._instructions: Any = None
         self._code: list[tuple[Callable[[Table], None] | None, int, Output | None]] = []
         for position, instruction in enumerate(schedule.instructions):
             match instruction:
                 case Run(op):
                     if op not in calls:
                         function = (operators or {}).get(op) or function_of(graph.ops[op])
-                        calls[op] = _counted(compile_op(graph, graph.ops[op], function), graph.ops[op])
+                        calls[op] = compile_op(graph, graph.ops[op], function)
                     self._code.append((pages.waiting(position, calls[op]), -1, None))
                 case Free(value):
                     self._code.append((pages.freeing(value), value, None))
@@ -87,6 +90,8 @@ class Executor:
                     self._code.append((pages.paging_out(value), -1, None))
                 case PageIn(value):
                     self._code.append((pages.paging_in(position, value), -1, None))
+        if _extensions.memory_module is not None:
+            self._instructions = _extensions.memory_module.Instructions(self._code)
 
     def new_table(self) -> Table:
         """An empty table with the graph's constants in it."""
@@ -127,7 +132,11 @@ class Executor:
         if start == 0:
             self._pages.begin()
         with torch.no_grad(), _PlainDispatch(), memory.category("workspace"):
-            if self._arena is None:
+            if self._instructions is not None:
+                if self._arena is not None:
+                    self._arena.select(self._arena_table)
+                self._instructions.run(table, receiver, start, stop, self._arena)
+            elif self._arena is None:
                 for call, value, output in self._code[start:stop]:
                     if call is not None:
                         call(table)
@@ -175,6 +184,10 @@ def _present(tensor: torch.Tensor | None) -> torch.Tensor:
 def compile_op(graph: TrainingGraph, op: Op, function: Callable[..., Any]) -> Callable[[Table], None]:
     """A function that calls `op`'s function on the values of a table and puts its results there."""
     shape_only = {v: memory.phantom_tensor(*_layout(graph, v)) for v in op.shape_reads}
+    return native_call(op, function, shape_only) or _counted(_python_call(op, function, shape_only), op)
+
+
+def _python_call(op: Op, function: Callable[..., Any], shape_only: dict[int, torch.Tensor]) -> Callable[[Table], None]:
     gather = _compile_arguments(op, shape_only)
     call = _with_kwargs(function, op.kwargs)
     writes = op.writes

@@ -193,7 +193,7 @@ def cap(limit: int | str) -> Iterator[None]:
         module.set_cap(outer_bytes)
 
 
-def _number_of(name: CategoryName) -> int:
+def number_of(name: CategoryName) -> int:
     if name not in CATEGORIES:
         raise ValueError(f"unknown category {name!r}: one of {', '.join(CATEGORIES)}")
     return CATEGORIES.index(name)
@@ -216,7 +216,7 @@ def category(name: CategoryName) -> Iterator[None]:
         >>> with category("optimizer"):
         ...     momentum = torch.zeros(1000)
     """
-    number = _number_of(name)
+    number = number_of(name)
     module = _extensions.memory_module
     if module is None:
         yield
@@ -233,7 +233,7 @@ def current_category() -> CategoryName:
     module = _extensions.memory_module
     if module is None:
         return "other"
-    number: int = module.set_category(_number_of("other"))
+    number: int = module.set_category(number_of("other"))
     module.set_category(number)
     return CATEGORIES[number]
 
@@ -245,7 +245,7 @@ def set_category(name: CategoryName) -> None:
     is entered, or when it is left.
     """
     if _extensions.memory_module is not None:
-        _extensions.memory_module.set_category(_number_of(name))
+        _extensions.memory_module.set_category(number_of(name))
 
 
 def tag(tensor: torch.Tensor, name: CategoryName) -> bool:
@@ -272,7 +272,7 @@ def tagger(name: CategoryName) -> Callable[[torch.Tensor], bool]:
     Raises:
         ValueError: there is no such category.
     """
-    number = _number_of(name)
+    number = number_of(name)
     module = _extensions.memory_module
     if module is None:
         return lambda tensor: False

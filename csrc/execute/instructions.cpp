@@ -1,0 +1,132 @@
+#include "instructions.h"
+
+#include <stdexcept>
+#include <string>
+#include <tuple>
+
+#include <pybind11/stl.h>
+#include <torch/csrc/Exceptions.h>
+
+#include "../memory/python_arena.h"
+
+namespace torch_odt::execute {
+
+namespace {
+
+// An instruction's allocations, also where it ends by an exception.
+class InArena {
+ public:
+  InArena(memory::ArenaCore* arena, int64_t instruction) : arena_(arena) {
+    if (arena_ != nullptr) {
+      arena_->begin(instruction);
+    }
+  }
+  ~InArena() {
+    if (arena_ != nullptr) {
+      arena_->end();
+    }
+  }
+  InArena(const InArena&) = delete;
+  InArena& operator=(const InArena&) = delete;
+
+ private:
+  memory::ArenaCore* const arena_;
+};
+
+void deliver(PyObject* table, int64_t value, const py::object& output, const py::object& receiver) {
+  const py::object tensor = py::reinterpret_borrow<py::object>(PyList_GET_ITEM(table, value));
+  if (tensor.is_none()) {
+    throw std::runtime_error("the schedule delivers a value that is not in memory");
+  }
+  receiver.attr("deliver")(output, tensor);
+}
+
+void drop(PyObject* table, int64_t value) {
+  Py_INCREF(Py_None);
+  PyList_SetItem(table, value, Py_None);
+}
+
+} // namespace
+
+Instructions::Instructions(const py::list& code) {
+  instructions_.reserve(code.size());
+  for (const py::handle& each : code) {
+    auto [call, value, output] = each.cast<std::tuple<py::object, int64_t, py::object>>();
+    const OperatorCall* const native = py::isinstance<OperatorCall>(call) ? call.cast<const OperatorCall*>() : nullptr;
+    instructions_.push_back({
+        call.is_none() ? py::object() : std::move(call),
+        native,
+        value,
+        output.is_none() ? py::object() : std::move(output),
+    });
+  }
+}
+
+void Instructions::run(
+    const py::list& table, const py::object& receiver, int64_t start, int64_t stop, memory::ArenaCore* arena) const {
+  for (int64_t i = start; i < stop; ++i) {
+    if (PyErr_CheckSignals() != 0) {
+      throw py::error_already_set();
+    }
+    const Instruction& here = instructions_.at(i);
+    if (here.call) {
+      const InArena guard(arena, i);
+      if (here.native != nullptr) {
+        (*here.native)(table.ptr());
+      } else {
+        here.call(table);
+      }
+    } else if (here.output) {
+      deliver(table.ptr(), here.value, here.output, receiver);
+    } else {
+      drop(table.ptr(), here.value);
+    }
+  }
+}
+
+void bind_execution(py::module_& module) {
+  py::class_<OperatorCall>(module, "OperatorCall")
+      .def(
+          py::init([](const std::string& name,
+                      const std::string& overload,
+                      const py::dict& arguments,
+                      const std::vector<std::tuple<std::string, int64_t, int64_t>>& places,
+                      std::vector<int64_t> writes,
+                      int64_t category) {
+            HANDLE_TH_ERRORS
+            return std::make_unique<OperatorCall>(name, overload, arguments, places, std::move(writes), category);
+            END_HANDLE_TH_ERRORS_PYBIND
+          }),
+          py::arg("name"),
+          py::arg("overload"),
+          py::arg("arguments"),
+          py::arg("places"),
+          py::arg("writes"),
+          py::arg("category"))
+      .def("__call__", [](const OperatorCall& call, const py::list& table) {
+        HANDLE_TH_ERRORS
+        call(table.ptr());
+        END_HANDLE_TH_ERRORS_PYBIND
+      });
+  py::class_<Instructions>(module, "Instructions")
+      .def(py::init<const py::list&>(), py::arg("code"))
+      .def(
+          "run",
+          [](const Instructions& self,
+             const py::list& table,
+             const py::object& receiver,
+             int64_t start,
+             int64_t stop,
+             memory::Arena* arena) {
+            HANDLE_TH_ERRORS
+            self.run(table, receiver, start, stop, arena == nullptr ? nullptr : arena->core.get());
+            END_HANDLE_TH_ERRORS_PYBIND
+          },
+          py::arg("table"),
+          py::arg("receiver"),
+          py::arg("start"),
+          py::arg("stop"),
+          py::arg("arena").none(true));
+}
+
+} // namespace torch_odt::execute

@@ -1,0 +1,126 @@
+#include "operator_call.h"
+
+#include <optional>
+#include <stdexcept>
+#include <tuple>
+
+#include <ATen/ScalarOps.h>
+#include <ATen/core/Tensor.h>
+#include <torch/csrc/autograd/python_variable.h>
+#include <torch/csrc/jit/python/pybind_utils.h>
+
+#include "../memory/allocator.h"
+
+namespace torch_odt::execute {
+
+namespace {
+
+int64_t position_of(const c10::FunctionSchema& schema, const std::string& name) {
+  const std::optional<int> found = schema.argumentIndexWithName(name);
+  TORCH_CHECK_VALUE(found.has_value(), schema.name(), " has no argument ", name);
+  return *found;
+}
+
+std::vector<c10::IValue> converted(const c10::FunctionSchema& schema, const py::dict& given) {
+  // As in calls from Python: some operators take a number where their schema has a tensor.
+  const torch::jit::ToIValueAllowNumbersAsTensors guard(torch::should_allow_numbers_as_tensors(
+      schema.name().substr(schema.name().find("::") + 2)));
+  std::vector<c10::IValue> arguments;
+  arguments.reserve(schema.arguments().size());
+  size_t used = 0;
+  for (size_t i = 0; i < schema.arguments().size(); ++i) {
+    const c10::Argument& argument = schema.arguments()[i];
+    const char* const name = argument.name().c_str();
+    if (given.contains(name)) {
+      ++used;
+      arguments.push_back(torch::jit::argumentToIValue(schema, i, given[name]));
+    } else {
+      TORCH_CHECK_VALUE(argument.default_value().has_value(), schema.name(), " lacks its argument ", name);
+      arguments.push_back(*argument.default_value());
+    }
+  }
+  TORCH_CHECK_VALUE(used == given.size(), schema.name(), " has other arguments than those that are given");
+  return arguments;
+}
+
+const at::Tensor& tensor_in(PyObject* table, int64_t value) {
+  PyObject* const found = PyList_GET_ITEM(table, value);
+  if (!THPVariable_Check(found)) {
+    throw std::runtime_error("an operator uses value " + std::to_string(value) + ", which is not in memory");
+  }
+  return THPVariable_Unpack(found);
+}
+
+} // namespace
+
+OperatorCall::OperatorCall(
+    const std::string& name,
+    const std::string& overload,
+    const py::dict& arguments,
+    const std::vector<std::tuple<std::string, int64_t, int64_t>>& places,
+    std::vector<int64_t> writes,
+    int64_t category)
+    : operator_(c10::Dispatcher::singleton().findSchemaOrThrow(name.c_str(), overload.c_str())),
+      arguments_(converted(operator_.schema(), arguments)),
+      writes_(std::move(writes)),
+      category_(category) {
+  for (const auto& [argument, element, value] : places) {
+    places_.push_back({position_of(operator_.schema(), argument), element, value});
+  }
+  for (size_t i = 0; i < arguments_.size(); ++i) {
+    if (arguments_[i].isTensor() && arguments_[i].toTensor().unsafeGetTensorImpl()->is_wrapped_number()) {
+      numbers_.emplace_back(i, arguments_[i].toTensor().item());
+    }
+  }
+  const std::vector<c10::Argument>& returns = operator_.schema().returns();
+  TORCH_CHECK_VALUE(returns.size() == writes_.size(), name, " has another number of results");
+  for (const c10::Argument& result : returns) {
+    TORCH_CHECK_VALUE(result.type()->kind() == c10::TypeKind::TensorType, name, " has a result that is no tensor");
+  }
+}
+
+void OperatorCall::operator()(PyObject* table) const {
+  torch::jit::Stack stack = arguments_;
+  fill(stack, table);
+  {
+    const py::gil_scoped_release released;
+    operator_.callBoxed(stack);
+  }
+  for (size_t i = 0; i < writes_.size(); ++i) {
+    if (writes_[i] < 0) {
+      continue;
+    }
+    const at::Tensor& result = stack[i].toTensor();
+    if (category_ >= 0 && result.defined()) {
+      memory::tag(reinterpret_cast<uintptr_t>(result.storage().data()), static_cast<int>(category_));
+    }
+    PyObject* const wrapped = THPVariable_Wrap(result);
+    if (wrapped == nullptr) {
+      throw py::error_already_set();
+    }
+    PyList_SetItem(table, writes_[i], wrapped);
+  }
+}
+
+void OperatorCall::fill(torch::jit::Stack& stack, PyObject* table) const {
+  for (const auto& [argument, number] : numbers_) {
+    at::Tensor tensor = at::scalar_to_tensor(number);
+    tensor.unsafeGetTensorImpl()->set_wrapped_number(true);
+    stack[argument] = std::move(tensor);
+  }
+  int64_t list = -1; // the argument whose copy is being filled: that of all calls is not to be written to
+  for (const Place& place : places_) {
+    const at::Tensor& tensor = tensor_in(table, place.value);
+    if (place.element < 0) {
+      stack[place.argument] = tensor;
+      continue;
+    }
+    if (place.argument != list) {
+      stack[place.argument] = stack[place.argument].toList().copy();
+      list = place.argument;
+    }
+    stack[place.argument].toList().set(place.element, tensor);
+  }
+}
+
+} // namespace torch_odt::execute

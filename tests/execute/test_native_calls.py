@@ -1,0 +1,150 @@
+"""Operators that compiled code calls on a table: they do what Python's calls do; and what is left to Python."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from torch_odt import _extensions
+from torch_odt.capture.graph import Op, Ref, refs
+from torch_odt.execute.native_calls import native_call
+
+pytestmark = pytest.mark.skipif(_extensions.memory_module is None, reason="torch_odt._memory is not built")
+ATEN = torch.ops.aten
+
+
+def op_of(args: tuple[Any, ...], writes: list[int | None], **kwargs: Any) -> Op:
+    return Op(0, "", args, kwargs, tuple(dict.fromkeys(refs(args))), (), tuple(writes))
+
+
+def called(function: Callable[..., Any], op: Op, *values: Tensor | None, results: int = 1) -> list[Tensor | None]:
+    """What a compiled call puts behind the values of a table."""
+    call = native_call(op, function, {})
+    assert call is not None
+    table = [*values, *[None] * results]
+    call(table)
+    assert all(after is before for after, before in zip(table, values, strict=False))
+    return table[len(values) :]
+
+
+def test_arguments_and_defaults_are_those_of_python() -> None:
+    x, w, b = torch.randn(2, 3, 5, 5), torch.randn(4, 3, 3, 3), torch.randn(4)
+    op = op_of((Ref(0), Ref(1), Ref(2), [1, 1], [1, 1], [1, 1], False, [0, 0], 1), [3])
+    (found,) = called(ATEN.convolution.default, op, x, w, b)
+    assert torch.equal(found, torch.conv2d(x, w, b, 1, 1))
+    (found,) = called(ATEN.sum.dim_IntList, op_of((Ref(0), [0, 2]), [1], keepdim=True, dtype=torch.float64), x)
+    assert torch.equal(found, x.sum([0, 2], keepdim=True, dtype=torch.float64))
+    (found,) = called(ATEN.clone.default, op_of((Ref(0),), [1], memory_format=torch.channels_last), x)
+    assert found is not None and found.is_contiguous(memory_format=torch.channels_last)
+
+
+@pytest.mark.parametrize("number", [2, 0.5, True])
+def test_a_number_in_the_place_of_a_tensor_promotes_as_a_number(number: Any) -> None:
+    x = torch.arange(4, dtype=torch.int32)
+    for _ in range(2):
+        (found,) = called(ATEN.mul.Tensor, op_of((Ref(0), number), [1]), x)
+        assert found.dtype == (x * number).dtype and torch.equal(found, x * number)
+
+
+def test_several_results_of_which_some_are_dropped_or_absent() -> None:
+    x, w, g = torch.randn(1, 2, 4, 4), torch.randn(3, 2, 3, 3), torch.randn(1, 3, 4, 4)
+    rest = ([3], [1, 1], [1, 1], [1, 1], False, [0, 0], 1)
+    op = op_of((Ref(0), Ref(1), Ref(2), *rest, [False, True, True]), [3, None, 4])
+    table: list[Tensor | None] = [g, x, w, g, None]
+    call = native_call(op, ATEN.convolution_backward.default, {})
+    assert call is not None
+    call(table)
+    expected = ATEN.convolution_backward(g, x, w, *rest, [False, True, True])
+    assert table[3] is None and torch.equal(table[4], expected[2])
+
+
+def test_tensors_in_lists_with_and_without_gaps() -> None:
+    x, y = torch.randn(2, 3), torch.randn(2, 3)
+    op = op_of(([Ref(1), Ref(0), Ref(1)], 1), [2])
+    call = native_call(op, ATEN.cat.default, {})
+    assert call is not None
+    for first, second in ((x, y), (y, x)):
+        table: list[Tensor | None] = [first, second, None]
+        call(table)
+        assert torch.equal(table[2], torch.cat([second, first, second], 1))
+    rows = torch.tensor([2, 0])
+    (found,) = called(ATEN.index.Tensor, op_of((Ref(0), [None, Ref(1)]), [2]), x, rows)
+    assert torch.equal(found, x[:, rows])
+
+
+def test_what_stands_for_a_shape_is_no_value() -> None:
+    op = op_of((Ref(0),), [1])
+    call = native_call(op, ATEN.zeros_like.default, {0: torch.empty(2, 5)})
+    table: list[Tensor | None] = [None, None]
+    call(table)
+    assert torch.equal(table[1], torch.zeros(2, 5))
+
+
+def test_an_operator_in_place_returns_the_tensor_itself() -> None:
+    x = torch.ones(3)
+    (found,) = called(ATEN.relu_.default, op_of((Ref(0),), [1]), x)
+    assert found is x
+
+
+def test_errors_are_those_of_python() -> None:
+    x = torch.ones(2, 3)
+    cases: list[tuple[Any, tuple[Any, ...], tuple[Any, ...]]] = [
+        (ATEN.mm.default, (Ref(0), Ref(0)), (x, x)),
+        (ATEN.select.int, (Ref(0), 0, 9), (x, 0, 9)),
+        (ATEN.to_sparse_csr.default, (Ref(0), 7), (x, 7)),
+    ]
+    for function, args, given in cases:
+        with pytest.raises(Exception) as expected:
+            function(*given)
+        call = native_call(op_of(args, [1]), function, {})
+        assert call is not None
+        with pytest.raises(expected.type) as found:
+            call([x, None])
+        assert str(found.value).splitlines()[0] == str(expected.value).splitlines()[0]
+    with pytest.raises(RuntimeError, match="uses value 0, which is not in memory"):
+        called(ATEN.relu.default, op_of((Ref(0),), [1]), None)
+
+
+def test_what_is_left_to_python() -> None:
+    def own(x: Tensor) -> Tensor:
+        return x
+
+    assert native_call(op_of((Ref(0),), [1]), own, {}) is None
+    # Its results are a list.
+    assert native_call(op_of((Ref(0), 2), [1, 2]), ATEN.split.Tensor, {}) is None
+    # An argument that the operator does not take.
+    assert native_call(op_of((Ref(0), "no"), [1]), ATEN.sum.dim_IntList, {}) is None
+    assert native_call(op_of((Ref(0),), [1], out=Ref(1)), ATEN.relu.default, {}) is None
+
+
+class Interrupted(Exception):
+    pass
+
+
+def test_signals_are_heard_between_compiled_calls() -> None:
+    def stop(*_: Any) -> None:
+        raise Interrupted
+
+    module: Any = _extensions.memory_module
+    call = native_call(op_of((Ref(0), Ref(0)), [1]), ATEN.mm.default, {})
+    # For minutes, if nothing ended it.
+    instructions = module.Instructions([(call, -1, None)] * 1_000_000)
+    before = signal.signal(signal.SIGALRM, stop)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.05)
+        with pytest.raises(Interrupted):
+            instructions.run([torch.ones(128, 128), None], None, 0, 1_000_000, None)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def test_a_value_that_is_not_there_cannot_be_delivered() -> None:
+    module: Any = _extensions.memory_module
+    with pytest.raises(RuntimeError, match="delivers a value that is not in memory"):
+        module.Instructions([(None, 0, "output")]).run([None], None, 0, 1, None)

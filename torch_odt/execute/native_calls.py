@@ -1,0 +1,72 @@
+"""Ops of a graph as compiled calls, where `torch_odt._memory` is built.
+
+What an operator takes and where its results go is found out once, when a schedule is made ready. A call copies pointers
+then, where Python takes longer to call a small operator than the operator takes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from torch_odt import _extensions
+from torch_odt.capture.graph import Op, Ref, refs
+from torch_odt.memory._tracking import is_tracking, number_of
+
+
+def native_call(op: Op, function: Callable[..., Any], shape_only: Mapping[int, torch.Tensor]) -> Any | None:
+    """What calls an op's operator on the values of a table; None where that is for Python.
+
+    Args:
+        function: what the op calls. Anything but an operator of torch's dispatcher is for Python.
+        shape_only: what stands in the place of values that are not in memory.
+    """
+    module = _extensions.memory_module
+    if module is None or not isinstance(function, torch._ops.OpOverload):
+        return None
+    schema = function._schema
+    if not all(str(result.type) == "Tensor" for result in schema.returns):
+        return None
+    named = dict(zip((argument.name for argument in schema.arguments), op.args, strict=False)) | op.kwargs
+    placed = _Placed(shape_only)
+    try:
+        arguments = {name: placed.argument(name, value) for name, value in named.items()}
+        category = number_of("activation") if is_tracking() and not op.is_view else -1
+        writes = [-1 if value is None else value for value in op.writes]
+        return module.OperatorCall(schema.name, schema.overload_name, arguments, placed.places, writes, category)
+    except (_ForPython, RuntimeError, ValueError, TypeError):
+        return None
+
+
+class _ForPython(Exception):
+    """An argument has values where a compiled call has no place for them."""
+
+
+class _Placed:
+    """Arguments without the values that are in a table, and the places of those: argument, element and value.
+
+    Attributes:
+        places: the element is -1 where a value is the argument itself.
+    """
+
+    def __init__(self, shape_only: Mapping[int, torch.Tensor]) -> None:
+        self._shape_only = shape_only
+        self._anything = torch.empty(0)
+        self.places: list[tuple[str, int, int]] = []
+
+    def argument(self, name: str, value: Any) -> Any:
+        if isinstance(value, (list, tuple)):
+            return [self._member(name, element, member) for element, member in enumerate(value)]
+        return self._member(name, -1, value)
+
+    def _member(self, name: str, element: int, value: Any) -> Any:
+        if not isinstance(value, Ref):
+            if any(True for _ in refs(value)):
+                raise _ForPython
+            return value
+        if value.value in self._shape_only:
+            return self._shape_only[value.value]
+        self.places.append((name, element, value.value))
+        return self._anything
