@@ -92,9 +92,10 @@ void bind_execution(py::module_& module) {
                       const py::dict& arguments,
                       const std::vector<std::tuple<std::string, int64_t, int64_t>>& places,
                       std::vector<int64_t> writes,
+                      std::pair<int64_t, int64_t> takes,
                       int64_t category) {
             HANDLE_TH_ERRORS
-            return std::make_unique<OperatorCall>(name, overload, arguments, places, std::move(writes), category);
+            return std::make_unique<OperatorCall>(name, overload, arguments, places, std::move(writes), takes, category);
             END_HANDLE_TH_ERRORS_PYBIND
           }),
           py::arg("name"),
@@ -102,6 +103,7 @@ void bind_execution(py::module_& module) {
           py::arg("arguments"),
           py::arg("places"),
           py::arg("writes"),
+          py::arg("takes"),
           py::arg("category"))
       .def("__call__", [](const OperatorCall& call, const py::list& table) {
         HANDLE_TH_ERRORS

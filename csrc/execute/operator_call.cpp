@@ -59,10 +59,12 @@ OperatorCall::OperatorCall(
     const py::dict& arguments,
     const std::vector<std::tuple<std::string, int64_t, int64_t>>& places,
     std::vector<int64_t> writes,
+    std::pair<int64_t, int64_t> takes,
     int64_t category)
     : operator_(c10::Dispatcher::singleton().findSchemaOrThrow(name.c_str(), overload.c_str())),
       arguments_(converted(operator_.schema(), arguments)),
       writes_(std::move(writes)),
+      takes_(takes),
       category_(category) {
   for (const auto& [argument, element, value] : places) {
     places_.push_back({position_of(operator_.schema(), argument), element, value});
@@ -99,6 +101,11 @@ void OperatorCall::operator()(PyObject* table) const {
       throw py::error_already_set();
     }
     PyList_SetItem(table, writes_[i], wrapped);
+  }
+  if (takes_.first >= 0) {
+    PyObject* const taken = PyList_GET_ITEM(table, takes_.second);
+    Py_INCREF(taken);
+    PyList_SetItem(table, takes_.first, taken);
   }
 }
 

@@ -27,8 +27,9 @@ struct Place {
 
 class OperatorCall {
  public:
-  // `arguments` are all of the schema's, with anything at places. `writes` has the value of each result, -1 where it is
-  // dropped. Results are counted under a category; a negative one leaves them where they are counted.
+  // `arguments` are all of the schema's that are no defaults, with anything at places. `writes` has the value of each
+  // result, -1 where it is dropped; `takes` a value that becomes what another one is after the call, an argument that
+  // the operator writes into, or -1. Results are counted under a category; a negative one leaves them as they are.
   // Throws where an argument is none for the operator, or a result is no tensor.
   OperatorCall(
       const std::string& name,
@@ -36,6 +37,7 @@ class OperatorCall {
       const py::dict& arguments,
       const std::vector<std::tuple<std::string, int64_t, int64_t>>& places,
       std::vector<int64_t> writes,
+      std::pair<int64_t, int64_t> takes,
       int64_t category);
 
   void operator()(PyObject* table) const;
@@ -50,6 +52,7 @@ class OperatorCall {
   std::vector<std::pair<int64_t, c10::Scalar>> numbers_;
   std::vector<Place> places_;
   std::vector<int64_t> writes_;
+  std::pair<int64_t, int64_t> takes_;
   int64_t category_;
 };
 

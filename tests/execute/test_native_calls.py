@@ -12,6 +12,9 @@ from torch import Tensor
 
 from torch_odt import _extensions
 from torch_odt.capture.graph import Op, Ref, refs
+from torch_odt.capture.operators import resolve
+from torch_odt.capture.overwrite import function_of
+from torch_odt.execute import executor
 from torch_odt.execute.native_calls import native_call
 
 pytestmark = pytest.mark.skipif(_extensions.memory_module is None, reason="torch_odt._memory is not built")
@@ -89,6 +92,34 @@ def test_an_operator_in_place_returns_the_tensor_itself() -> None:
     x = torch.ones(3)
     (found,) = called(ATEN.relu_.default, op_of((Ref(0),), [1]), x)
     assert found is x
+
+
+@pytest.mark.parametrize(
+    ("target", "args", "overwrites", "results"),
+    [
+        ("aten.relu.default", (Ref(0),), 0, 1),
+        ("aten.add.Tensor", (Ref(0), Ref(1)), 0, 1),
+        ("aten.mul.Tensor", (Ref(0), Ref(1)), 1, 1),
+        ("aten.addcmul.default", (Ref(2), Ref(0), Ref(1)), 0, 1),
+        ("aten.tanh_backward.default", (Ref(0), Ref(1)), 0, 1),
+        ("torch_odt.clamp_with_mask.default", (Ref(0), 0.0, 0.5, False), 0, 2),
+    ],
+)
+def test_what_overwrites_an_argument_puts_its_result_there(
+    target: str, args: tuple[Any, ...], overwrites: int, results: int
+) -> None:
+    values = [torch.randn(4, 5) for _ in range(3)]
+    expected = resolve(target)(*[values[arg.value] if isinstance(arg, Ref) else arg for arg in args])
+    writes = tuple(range(3, 3 + results))
+    op = Op(0, target, args, {}, tuple(dict.fromkeys(refs(args))), (), writes, overwrites=overwrites)
+    for call in (native_call(op, function_of(op), {}), executor._python_call(op, function_of(op), {})):
+        table: list[Any] = [*(value.clone() for value in values), *[None] * results]
+        overwritten = table[overwrites]
+        assert call is not None
+        call(table)
+        assert table[3] is overwritten
+        for found, wanted in zip(table[3:], [expected] if results == 1 else expected, strict=True):
+            assert torch.equal(found, wanted)
 
 
 def test_errors_are_those_of_python() -> None:

@@ -15,8 +15,6 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
-
 from torch_odt.capture.graph import Op, Ref, TrainingGraph, Value, refs
 from torch_odt.capture.operators import resolve
 
@@ -26,88 +24,84 @@ class InPlace:
     """How an operator is told to write into one of its arguments.
 
     Attributes:
-        result: which of its results takes over the memory.
-        arguments: the arguments that it may overwrite, the best first.
-        call: `call(function, arguments, position)` runs the operator so that the result lies in argument `position`.
+        target: the operator that does, of whose results the one that takes over the memory is none, or ignored.
+        result: which of the results takes it over.
+        arguments: the arguments that it may overwrite, the best first. Where there are two, either may come first.
+        out: the name of an argument for the memory; None where the operator writes into its first argument.
     """
 
+    target: str
     result: int
     arguments: tuple[int, ...]
-    call: Callable[[Callable[..., Any], Sequence[Any], int], Any]
+    out: str | None = None
 
 
-def _into_first(_function: Callable[..., Any], arguments: Sequence[Any], position: int) -> Tensor:
-    """A sum is the same whichever of its parts it is added to."""
-    into: Tensor = arguments[position]
-    return into.add_(arguments[1 - position])
+@dataclass(frozen=True)
+class Overwriting:
+    """Calls an operator so that a result lies in the memory of an argument.
+
+    Attributes:
+        operator: what is called.
+        way: how it is told to.
+        position: of the argument.
+        results: so many the op has.
+    """
+
+    operator: Callable[..., Any]
+    way: InPlace
+    position: int
+    results: int
+
+    def given(self, arguments: Sequence[Any]) -> tuple[list[Any], dict[str, Any]]:
+        """The operator's arguments in place of the op's."""
+        given, overwritten = list(arguments), arguments[self.position]
+        if self.way.out is not None:
+            return given, {self.way.out: overwritten}
+        if self.position:
+            given.insert(0, given.pop(self.position))
+        return given, {}
+
+    def __call__(self, *arguments: Any) -> Any:
+        given, named = self.given(arguments)
+        own = self.operator(*given, **named)
+        if self.results == 1:
+            return arguments[self.position]
+        results = list(own) if isinstance(own, (tuple, list)) else [own]
+        results.insert(self.way.result, arguments[self.position])
+        return tuple(results)
 
 
-def _by_grad_input(function: Callable[..., Any], arguments: Sequence[Any], position: int) -> Tensor:
-    return function(*arguments, grad_input=arguments[position])
+def _first(target: str, result: int = 0) -> InPlace:
+    return InPlace(target, result, arguments=(0,))
 
 
-def _batch_norm(function: Callable[..., Any], arguments: Sequence[Any], position: int) -> tuple[Tensor, ...]:
-    parameter_gradients = function(*arguments)
-    return arguments[position], *parameter_gradients
+def _either(target: str) -> InPlace:
+    return InPlace(target, result=0, arguments=(0, 1))
 
 
-def _batch_norm_of_sum(function: Callable[..., Any], arguments: Sequence[Any], position: int) -> tuple[Tensor, ...]:
-    gradients = function(*arguments)
-    return *gradients, arguments[position]
+def _grad_input(target: str) -> InPlace:
+    return InPlace(target, result=0, arguments=(0,), out="grad_input")
 
 
-def _times(_function: Callable[..., Any], arguments: Sequence[Any], position: int) -> Tensor:
-    """A product is the same whichever of its factors it takes the place of."""
-    into: Tensor = arguments[position]
-    return into.mul_(arguments[1 - position])
-
-
-def _itself(function: Callable[..., Any], arguments: Sequence[Any], position: int) -> Any:
-    function(*arguments)
-    return arguments[position]
-
-
-def _by_out(function: Callable[..., Any], arguments: Sequence[Any], position: int) -> Any:
-    return function(*arguments, out=arguments[position])
-
-
-def _with_mask(function: Callable[..., Any], arguments: Sequence[Any], position: int) -> tuple[Tensor, Tensor]:
-    mask = function(*arguments)
-    return arguments[position], mask
-
-
-_GRAD_INPUT = InPlace(result=0, arguments=(0,), call=_by_grad_input)
-_FIRST = InPlace(result=0, arguments=(0,), call=_itself)
-
-# What takes its place is the overload that writes into a tensor of the caller's, where there is one.
-_IN_PLACE: dict[str, tuple[str, InPlace]] = {
-    "torch_odt.batch_norm_act_backward.default": (
-        "torch_odt.batch_norm_act_backward_.default",
-        InPlace(result=0, arguments=(0,), call=_batch_norm),
-    ),
-    "torch_odt.batch_norm_add_act_backward.default": (
-        "torch_odt.batch_norm_add_act_backward_.default",
-        InPlace(result=3, arguments=(0,), call=_batch_norm_of_sum),
-    ),
-    "torch_odt.clamp_with_mask.default": (
-        "torch_odt.clamp_with_mask_.default",
-        InPlace(result=0, arguments=(0,), call=_with_mask),
-    ),
-    "torch_odt.clamp_with_mask_backward.default": ("torch_odt.clamp_with_mask_backward_.default", _FIRST),
-    "aten.add.Tensor": ("aten.add.Tensor", InPlace(result=0, arguments=(0, 1), call=_into_first)),
-    "aten.mul.Tensor": ("aten.mul.Tensor", InPlace(result=0, arguments=(0, 1), call=_times)),
-    "aten.addcmul.default": ("aten.addcmul.out", InPlace(result=0, arguments=(1,), call=_by_out)),
-    "aten.relu.default": ("aten.relu_.default", _FIRST),
-    "aten.hardtanh.default": ("aten.hardtanh_.default", _FIRST),
-    "aten.hardswish.default": ("aten.hardswish_.default", _FIRST),
-    "aten.silu.default": ("aten.silu_.default", _FIRST),
-    "aten.gelu.default": ("aten.gelu_.default", _FIRST),
-    "aten.threshold_backward.default": ("aten.threshold_backward.grad_input", _GRAD_INPUT),
-    "aten.hardtanh_backward.default": ("aten.hardtanh_backward.grad_input", _GRAD_INPUT),
-    "aten.gelu_backward.default": ("aten.gelu_backward.grad_input", _GRAD_INPUT),
-    "aten.silu_backward.default": ("aten.silu_backward.grad_input", _GRAD_INPUT),
-    "aten.tanh_backward.default": ("aten.tanh_backward.grad_input", _GRAD_INPUT),
-    "aten.sigmoid_backward.default": ("aten.sigmoid_backward.grad_input", _GRAD_INPUT),
+_IN_PLACE: dict[str, InPlace] = {
+    "torch_odt.batch_norm_act_backward.default": _first("torch_odt.batch_norm_act_backward_.default"),
+    "torch_odt.batch_norm_add_act_backward.default": _first("torch_odt.batch_norm_add_act_backward_.default", result=3),
+    "torch_odt.clamp_with_mask.default": _first("torch_odt.clamp_with_mask_.default"),
+    "torch_odt.clamp_with_mask_backward.default": _first("torch_odt.clamp_with_mask_backward_.default"),
+    "aten.add.Tensor": _either("aten.add_.Tensor"),
+    "aten.mul.Tensor": _either("aten.mul_.Tensor"),
+    "aten.addcmul.default": InPlace("aten.addcmul.out", result=0, arguments=(1,), out="out"),
+    "aten.relu.default": _first("aten.relu_.default"),
+    "aten.hardtanh.default": _first("aten.hardtanh_.default"),
+    "aten.hardswish.default": _first("aten.hardswish_.default"),
+    "aten.silu.default": _first("aten.silu_.default"),
+    "aten.gelu.default": _first("aten.gelu_.default"),
+    "aten.threshold_backward.default": _grad_input("aten.threshold_backward.grad_input"),
+    "aten.hardtanh_backward.default": _grad_input("aten.hardtanh_backward.grad_input"),
+    "aten.gelu_backward.default": _grad_input("aten.gelu_backward.grad_input"),
+    "aten.silu_backward.default": _grad_input("aten.silu_backward.grad_input"),
+    "aten.tanh_backward.default": _grad_input("aten.tanh_backward.grad_input"),
+    "aten.sigmoid_backward.default": _grad_input("aten.sigmoid_backward.grad_input"),
 }
 
 # They compute too much to be run again for little.
@@ -137,7 +131,7 @@ def overwrite_activations(graph: TrainingGraph) -> str | None:
     for op in graph.ops:
         if op.phase != "forward" or op.target not in _IN_PLACE:
             continue
-        way = _IN_PLACE[op.target][1]
+        way = _IN_PLACE[op.target]
         result = op.writes[way.result]
         if result is None or graph.values[result].base in kept:
             continue
@@ -198,7 +192,7 @@ def overwrite_gradients(graph: TrainingGraph) -> str | None:
     for op in graph.ops:
         if op.phase == "forward" or op.target not in _IN_PLACE or op.index in sums or op.kwargs:
             continue
-        way = _IN_PLACE[op.target][1]
+        way = _IN_PLACE[op.target]
         result = op.writes[way.result]
         if result is None or graph.values[result].base in leaving:
             continue
@@ -263,11 +257,6 @@ def function_of(op: Op) -> Callable[..., Any]:
     """What to call for an op; where it overwrites an argument, the result lies there."""
     if op.overwrites is None:
         return resolve(op.target)
-    target, way = _IN_PLACE[op.target]
-    function = resolve(target)
+    way = _IN_PLACE[op.target]
     position = next(i for i in way.arguments if op.args[i] == Ref(op.overwrites))
-
-    def call(*arguments: Any) -> Any:
-        return way.call(function, arguments, position)
-
-    return call
+    return Overwriting(resolve(way.target), way, position, len(op.writes))

@@ -13,6 +13,7 @@ import torch
 
 from torch_odt import _extensions
 from torch_odt.capture.graph import Op, Ref, refs
+from torch_odt.capture.overwrite import Overwriting
 from torch_odt.memory._tracking import is_tracking, number_of
 
 
@@ -20,22 +21,33 @@ def native_call(op: Op, function: Callable[..., Any], shape_only: Mapping[int, t
     """What calls an op's operator on the values of a table; None where that is for Python.
 
     Args:
-        function: what the op calls. Anything but an operator of torch's dispatcher is for Python.
+        function: what the op calls. Anything but an operator of torch's dispatcher, by itself or `Overwriting` an
+            argument, is for Python.
         shape_only: what stands in the place of values that are not in memory.
     """
     module = _extensions.memory_module
+    args, kwargs = list(op.args), op.kwargs
+    writes = [-1 if value is None else value for value in op.writes]
+    takes = (-1, -1)
+    if isinstance(function, Overwriting):
+        takes = (writes.pop(function.way.result), args[function.position].value)
+        args, into = function.given(args)
+        kwargs = kwargs | into
+        function = function.operator
     if module is None or not isinstance(function, torch._ops.OpOverload):
         return None
     schema = function._schema
     if not all(str(result.type) == "Tensor" for result in schema.returns):
         return None
-    named = dict(zip((argument.name for argument in schema.arguments), op.args, strict=False)) | op.kwargs
+    if takes != (-1, -1) and not writes:
+        # What the operator returns is what it wrote to.
+        writes = [-1] * len(schema.returns)
+    named = dict(zip((argument.name for argument in schema.arguments), args, strict=False)) | kwargs
     placed = _Placed(shape_only)
     try:
         arguments = {name: placed.argument(name, value) for name, value in named.items()}
         category = number_of("activation") if is_tracking() and not op.is_view else -1
-        writes = [-1 if value is None else value for value in op.writes]
-        return module.OperatorCall(schema.name, schema.overload_name, arguments, placed.places, writes, category)
+        return module.OperatorCall(schema.name, schema.overload_name, arguments, placed.places, writes, takes, category)
     except (_ForPython, RuntimeError, ValueError, TypeError):
         return None
 
