@@ -8,6 +8,7 @@
 #include <torch/csrc/Exceptions.h>
 
 #include "../memory/python_arena.h"
+#include "tensors.h"
 
 namespace torch_odt::execute {
 
@@ -129,6 +130,8 @@ void bind_execution(py::module_& module) {
           py::arg("start"),
           py::arg("stop"),
           py::arg("arena").none(true));
+  module.def("forms", &forms, py::arg("tensors"), py::arg("addresses"));
+  module.def("detached", &detached, py::arg("tensors"));
 }
 
 } // namespace torch_odt::execute

@@ -34,7 +34,7 @@ class __attribute__((visibility("hidden"))) Instructions {
   std::vector<Instruction> instructions_;
 };
 
-// What Python sees of both: `OperatorCall` and `Instructions`.
+// What Python sees of this folder.
 void bind_execution(py::module_& module);
 
 } // namespace torch_odt::execute

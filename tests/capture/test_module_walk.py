@@ -6,7 +6,7 @@ import pytest
 from models import case_named
 from torch import nn
 
-from torch_odt.capture.module_walk import modules_of, named_buffers_of, named_parameters_of, parameters_of
+from torch_odt.capture.module_walk import Walk, modules_of
 
 
 def shared() -> nn.Module:
@@ -23,9 +23,9 @@ def shared() -> nn.Module:
 def test_finds_what_the_generators_find(name: str) -> None:
     model = shared() if name == "shared" else case_named(name).model()
     assert modules_of(model) == list(model.modules())
-    assert list(map(id, parameters_of(model))) == list(map(id, model.parameters()))
+    assert list(map(id, Walk(model).parameters())) == list(map(id, model.parameters()))
     for walked, theirs in (
-        (named_parameters_of(model), model.named_parameters(remove_duplicate=False)),
-        (named_buffers_of(model), model.named_buffers(remove_duplicate=False)),
+        (Walk(model).named_parameters(), model.named_parameters(remove_duplicate=False)),
+        (Walk(model).named_buffers(), model.named_buffers(remove_duplicate=False)),
     ):
         assert [(name, id(tensor)) for name, tensor in walked.items()] == [(name, id(t)) for name, t in theirs]

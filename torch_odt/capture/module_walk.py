@@ -11,41 +11,44 @@ from torch import Tensor, nn
 Found = list[tuple[str, nn.Module]]
 
 
+class Walk:
+    """Through a module and all that it holds, each under each of its names, as they are now."""
+
+    def __init__(self, root: nn.Module) -> None:
+        self._found: Found = []
+        _walk(root, "", self._found)
+
+    def modules(self) -> list[nn.Module]:
+        """As `root.modules()`: each module once, in order."""
+        return list({id(module): module for _, module in self._found}.values())
+
+    def parameters(self) -> list[nn.Parameter]:
+        """As `root.parameters()`: each one once, in order."""
+        members = (p for module in self.modules() for p in module._parameters.values() if p is not None)
+        return list({id(parameter): parameter for parameter in members}.values())
+
+    def named_parameters(self) -> dict[str, nn.Parameter]:
+        """As `root.named_parameters(remove_duplicate=False)`: shared ones under each of their names."""
+        return {
+            f"{prefix}{name}": parameter
+            for prefix, module in self._found
+            for name, parameter in module._parameters.items()
+            if parameter is not None
+        }
+
+    def named_buffers(self) -> dict[str, Tensor]:
+        """As `root.named_buffers(remove_duplicate=False)`: shared ones under each of their names."""
+        return {
+            f"{prefix}{name}": buffer
+            for prefix, module in self._found
+            for name, buffer in module._buffers.items()
+            if buffer is not None
+        }
+
+
 def modules_of(root: nn.Module) -> list[nn.Module]:
-    """As `root.modules()`: each module once, in order."""
-    found: Found = []
-    _walk(root, "", found)
-    return list({id(module): module for _, module in found}.values())
-
-
-def parameters_of(root: nn.Module) -> list[nn.Parameter]:
-    """As `root.parameters()`: each one once, in order."""
-    members = (p for module in modules_of(root) for p in module._parameters.values() if p is not None)
-    return list({id(parameter): parameter for parameter in members}.values())
-
-
-def named_parameters_of(root: nn.Module) -> dict[str, nn.Parameter]:
-    """As `root.named_parameters(remove_duplicate=False)`: shared ones under each of their names."""
-    found: Found = []
-    _walk(root, "", found)
-    return {
-        f"{prefix}{name}": parameter
-        for prefix, module in found
-        for name, parameter in module._parameters.items()
-        if parameter is not None
-    }
-
-
-def named_buffers_of(root: nn.Module) -> dict[str, Tensor]:
-    """As `root.named_buffers(remove_duplicate=False)`: shared ones under each of their names."""
-    found: Found = []
-    _walk(root, "", found)
-    return {
-        f"{prefix}{name}": buffer
-        for prefix, module in found
-        for name, buffer in module._buffers.items()
-        if buffer is not None
-    }
+    """See `Walk.modules`."""
+    return Walk(root).modules()
 
 
 def _walk(module: nn.Module, prefix: str, found: Found) -> None:

@@ -22,6 +22,7 @@ from torch_odt.capture.power import Power, measure_power
 from torch_odt.capture.profile import Progress
 from torch_odt.capture.rewrite import switched_off
 from torch_odt.execute.loss import make_compute
+from torch_odt.execute.named_tensors import StepTensors
 from torch_odt.execute.optimizer_cost import optimizer_cost
 from torch_odt.execute.optimizer_updates import updates_of, why_all_gradients
 from torch_odt.execute.page_file import OpenPageFile, PageFile, open_page_file, page_file_on
@@ -209,7 +210,9 @@ def request_for(
         budget=Budget.of_value(budget),
         level_bytes=memory.process_bytes(),
         optimizer_cost=None if optimizer is None else optimizer_cost(optimizer),
-        updates=None if optimizer is None else updates_of(optimizer, model, loss_fn, disabled_rewrites, needs_all),
+        updates=None
+        if optimizer is None
+        else updates_of(optimizer, StepTensors(model, loss_fn), disabled_rewrites, needs_all),
         planner=planner,
         disabled_rewrites=disabled_rewrites,
         micro_batch=micro_batch,

@@ -21,7 +21,7 @@ from torch_odt.capture.graph import TrainingGraph
 from torch_odt.capture.parameter_updates import update
 from torch_odt.capture.update_in_backward import UpdateRule, counter_dtype, update_in_backward
 from torch_odt.execute.gradients import has_gradient_hooks
-from torch_odt.execute.named_tensors import named_buffers, named_parameters
+from torch_odt.execute.named_tensors import StepTensors, forms_of
 from torch_odt.execute.profiler_marks import UPDATE, marked
 
 _FLOATING = (torch.float32, torch.float64, torch.bfloat16)
@@ -34,6 +34,39 @@ class _Member:
     parameter: nn.Parameter
     group: int
     rule: UpdateRule
+
+
+@dataclass(frozen=True)
+class _FoundOf:
+    """What decides which parameters can be updated one by one.
+
+    Attributes:
+        names: of parameters.
+        identities: of parameters and buffers, and of the parameters of each of the optimizer's groups.
+        forms: of parameters and buffers, with addresses.
+        hooked: parameters with hooks.
+    """
+
+    names: tuple[str, ...]
+    identities: tuple[tuple[int, ...], ...]
+    forms: Hashable
+    hooked: tuple[str, ...]
+
+    @classmethod
+    def now(
+        cls,
+        optimizer: torch.optim.Optimizer,
+        parameters: Mapping[str, nn.Parameter],
+        buffers: Iterable[torch.Tensor],
+    ) -> _FoundOf:
+        tensors = [*parameters.values(), *buffers]
+        members = (group["params"] for group in optimizer.param_groups)
+        return cls(
+            names=tuple(parameters),
+            identities=tuple(tuple(map(id, each)) for each in (tensors, *members)),
+            forms=forms_of(tensors, addresses=True),
+            hooked=tuple(name for name, p in parameters.items() if p.requires_grad and has_gradient_hooks(p)),
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,6 +109,8 @@ class OptimizerUpdates:
             self._names.setdefault(id(parameter), []).append(name)
         self.waits_for = needs_all or _reason_to_wait(optimizer)
         self.kept: Counter[str] = Counter()
+        buffers = list(buffers)
+        self._found_of = _FoundOf.now(optimizer, parameters, buffers)
         if not self.waits_for:
             self._find_members(parameters, buffers)
 
@@ -107,6 +142,15 @@ class OptimizerUpdates:
             return True
         rules = [_rule_of(self._optimizer, group) for group in self._optimizer.param_groups]
         return rules == self._group_rules and not _reason_to_wait(self._optimizer)
+
+    def is_still(self, optimizer: torch.optim.Optimizer, tensors: StepTensors, needs_all: str) -> bool:
+        """Whether these updates would be found again."""
+        return (
+            optimizer is self._optimizer
+            and self.waits_for == (needs_all or _reason_to_wait(optimizer))
+            and self._found_of == _FoundOf.now(optimizer, tensors.parameters, tensors.buffers.values())
+            and (bool(self.waits_for) or self.is_current)
+        )
 
     def rule_of(self, name: str) -> UpdateRule | None:
         """How to update a parameter; None if its gradient is to be delivered."""
@@ -175,18 +219,24 @@ def why_all_gradients(accumulation_steps: int, clip_grad_norm: float | None, *, 
 
 
 def updates_of(
-    optimizer: torch.optim.Optimizer, model: nn.Module, loss_fn: Any, disabled: Container[str], needs_all: str = ""
+    optimizer: torch.optim.Optimizer,
+    tensors: StepTensors,
+    disabled: Container[str],
+    needs_all: str = "",
+    before: OptimizerUpdates | None = None,
 ) -> OptimizerUpdates | None:
     """What an optimizer can do in the backward pass; None where that is switched off.
 
     Args:
         disabled: names of rewrites that are not to be made.
         needs_all: why all gradients have to exist before it makes its step; empty if they need not.
+        before: what it was in an earlier call; it is returned where nothing has changed since.
     """
     if update_in_backward.__name__ in disabled:
         return None
-    parameters, buffers = named_parameters(model, loss_fn), named_buffers(model, loss_fn)
-    return OptimizerUpdates(optimizer, parameters, buffers.values(), needs_all)
+    if before is not None and before.is_still(optimizer, tensors, needs_all):
+        return before
+    return OptimizerUpdates(optimizer, tensors.parameters, tensors.buffers.values(), needs_all)
 
 
 def require_own_parameters(optimizer: torch.optim.Optimizer, parameters: Iterable[nn.Parameter]) -> None:

@@ -20,6 +20,7 @@ from torch_odt.execute.accounting import Allowance
 from torch_odt.execute.candidate import Candidate, PlannedPart
 from torch_odt.execute.executor import Executor
 from torch_odt.execute.gradients import StepReceiver
+from torch_odt.execute.named_tensors import detached
 from torch_odt.execute.operator_guards import guards_of
 from torch_odt.execute.optimizer_updates import OptimizerUpdates
 from torch_odt.execute.program import Part, StepProgram
@@ -110,7 +111,7 @@ class Prepared:
         assert self.program is not None
         receiver = StepReceiver(parameters, buffers, self.shared, check_loss)
         leaves = pytree.tree_leaves((args, kwargs))
-        tensors = {name: p.detach() for name, p in parameters.items()} | dict(buffers)
+        tensors = detached(parameters) | dict(buffers)
         if self.updates is not None:
             tensors |= self.updates.state(self.program.parts[self.program.sizes[0]].graph)
         began = time.perf_counter()

@@ -12,6 +12,7 @@ import torch
 
 from torch_odt import memory
 from torch_odt.errors import OdtWarning
+from torch_odt.execute.named_tensors import StepTensors
 from torch_odt.execute.optimizer_cost import optimizer_cost
 from torch_odt.execute.optimizer_updates import OptimizerUpdates, updates_of
 from torch_odt.execute.planned import GivenPlan
@@ -67,6 +68,9 @@ class PreparedSteps:
         self._refused: dict[Hashable, Hashable] = {}
         self._last_values: Hashable = None
         self._plain_modules: PlainModules | None = None
+        # Of the last call, which the next one is like.
+        self._last: tuple[_Key, Prepared] | None = None
+        self._last_updates: OptimizerUpdates | None = None
 
     def __len__(self) -> int:
         return len(self._prepared)
@@ -95,6 +99,7 @@ class PreparedSteps:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         optimizer: torch.optim.Optimizer,
+        tensors: StepTensors,
         *,
         want_results: bool,
         needs_all: str = "",
@@ -104,26 +109,30 @@ class PreparedSteps:
 
         Args:
             optimizer: what makes the step's updates.
+            tensors: of the step, as they are now.
             needs_all: why all gradients have to exist before the optimizer makes its step; empty if they need not.
             lowered: what an attempt is to do with; None for the ordinary budget.
         """
         if self._given is not None:
-            return self._find_given(self._given, args, kwargs, optimizer, want_results, needs_all)
+            return self._find_given(self._given, args, kwargs, optimizer, tensors, want_results, needs_all)
         # What traces, measures and plans; a start from a plan does without.
         from torch_odt.execute.plain_modules import PlainModules
         from torch_odt.execute.prepare import prepare
         from torch_odt.execute.session import Captured
         from torch_odt.execute.signature import step_outline, step_values
 
-        model, loss_fn = self._request.model, self._request.loss_fn
-        updates = self._updates(optimizer, needs_all)
+        updates = self._updates(optimizer, tensors, needs_all)
         signature = None if updates is None else updates.signature
-        outline = (want_results, signature, step_outline(model, loss_fn, args, kwargs))
+        outline = (want_results, signature, step_outline(tensors, args, kwargs))
         self._plain_modules = self._plain_modules or PlainModules()
-        values = step_values(model, loss_fn, self._plain_modules)
+        values = step_values(tensors, self._request.loss_fn, self._plain_modules)
         budget = self._request.budget
         captured: Hashable = (outline, values)
         key, refused = _Key(captured, budget), _Key(outline, budget)
+        if lowered is None and self._last is not None and self._last[0] == key:
+            # To look a key up takes several times as long.
+            self._last[1].enter(self._request, None)
+            return self._last[1]
         if key not in self._prepared and refused in self._prepared and not self._is_worth_a_try(outline, values):
             key = refused
         ordinary = self._prepared.get(key)
@@ -155,6 +164,7 @@ class PreparedSteps:
                 self._refused[outline] = values
             self._prepared[key] = prepared
         self._prepared.move_to_end(key)
+        self._last = key, prepared
         prepared.enter(self._request, lowered)
         return prepared
 
@@ -164,13 +174,14 @@ class PreparedSteps:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         optimizer: torch.optim.Optimizer,
+        tensors: StepTensors,
         want_results: bool,
         needs_all: str,
     ) -> Prepared:
         """As the given plan says: whatever it is not for is refused."""
         model, loss_fn = self._request.model, self._request.loss_fn
         given.require(model, loss_fn, args, kwargs)
-        updates = self._updates(optimizer, needs_all) if given.program.makes_updates else None
+        updates = self._updates(optimizer, tensors, needs_all) if given.program.makes_updates else None
         key = _Key((want_results, None if updates is None else updates.signature), self._request.budget)
         if key not in self._prepared:
             self._make_room()
@@ -179,10 +190,13 @@ class PreparedSteps:
             _warn_if_scarce(self._prepared[key].plan)
         return self._prepared[key]
 
-    def _updates(self, optimizer: torch.optim.Optimizer, needs_all: str) -> OptimizerUpdates | None:
+    def _updates(
+        self, optimizer: torch.optim.Optimizer, tensors: StepTensors, needs_all: str
+    ) -> OptimizerUpdates | None:
         """What the optimizer can do before all gradients exist; None if it is not to."""
-        request = self._request
-        return updates_of(optimizer, request.model, request.loss_fn, request.disabled_rewrites, needs_all)
+        disabled = self._request.disabled_rewrites
+        self._last_updates = updates_of(optimizer, tensors, disabled, needs_all, self._last_updates)
+        return self._last_updates
 
     def _is_worth_a_try(self, outline: Hashable, values: Hashable) -> bool:
         """Whether a step that was not captured may be by now: what its first run has set up has settled."""
@@ -209,6 +223,7 @@ class PreparedSteps:
 
     def _forget_all_but(self, count: int) -> None:
         """The plans that ran last stay."""
+        self._last = None
         while len(self._prepared) > count:
             _, oldest = self._prepared.popitem(last=False)
             self._request.unload(oldest.tables)

@@ -23,10 +23,10 @@ from torch import nn
 
 from torch_odt.capture.describe_step import MODULE_STRUCTURE
 from torch_odt.capture.effects import hook_identities
-from torch_odt.capture.loss_modules import loss_module
 from torch_odt.capture.machine import settings_name
-from torch_odt.capture.module_walk import modules_of, parameters_of
+from torch_odt.capture.module_walk import Walk
 from torch_odt.capture.reads import Read, has_contents, is_own_class, reach_of_step
+from torch_odt.execute.named_tensors import StepTensors, forms_of
 from torch_odt.execute.plain_modules import PlainModules
 
 _PLAIN = (bool, int, float, str, bytes, type(None))
@@ -34,33 +34,30 @@ _DEEPEST = 4
 _LONGEST = 256
 
 
-def step_outline(model: nn.Module, loss_fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable:
+def step_outline(tensors: StepTensors, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable:
     """What tensors and modules a step is made of.
 
     Raises:
         TypeError: a tensor of the batch lies on another device or requires gradients.
     """
     leaves, spec = pytree.tree_flatten((args, kwargs))
-    own = loss_module(model, loss_fn)
     return (
         tuple(_leaf_signature(leaf) for leaf in leaves),
         str(spec),
-        _structure(model),
-        None if own is None or own is model else _structure(own),
+        tuple(map(_structure, tensors.walks)),
         torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu"),
         settings_name(),
         torch.get_default_dtype(),
     )
 
 
-def step_values(model: nn.Module, loss_fn: Any, remembered: PlainModules | None = None) -> Hashable:
+def step_values(tensors: StepTensors, loss_fn: Any, remembered: PlainModules | None = None) -> Hashable:
     """The plain Python values that a step's code can read: attributes, closures, what it names.
 
     Args:
         remembered: what earlier calls have read; None reads everything.
     """
-    own = loss_module(model, loss_fn)
-    modules = [*modules_of(model), *(modules_of(own) if own is not None else ())]
+    modules = tensors.modules
     plain = (PlainModules() if remembered is None else remembered).read(modules)
     reach = reach_of_step(modules, loss_fn, plain=plain)
     reader = _Reader(reach.attributes, frozenset(map(id, modules)))
@@ -73,16 +70,18 @@ def step_values(model: nn.Module, loss_fn: Any, remembered: PlainModules | None 
     )
 
 
-def _structure(root: nn.Module) -> Hashable:
-    found = modules_of(root)
+def _structure(walk: Walk) -> Hashable:
+    found = walk.modules()
     modules = tuple((type(m), m.training) for m in found)
-    parameters = tuple((p.requires_grad, p.dtype, p.shape, p.stride()) for p in parameters_of(root))
-    buffers = tuple(
-        (name, None if buffer is None else (buffer.dtype, buffer.shape, buffer.stride()))
-        for module in found
-        for name, buffer in module._buffers.items()
+    buffers = [(name, buffer) for module in found for name, buffer in module._buffers.items()]
+    names = tuple(name for name, _ in buffers)
+    return (
+        modules,
+        forms_of(walk.parameters()),
+        names,
+        forms_of(buffer for _, buffer in buffers),
+        hook_identities(found),
     )
-    return modules, parameters, buffers, hook_identities(found)
 
 
 def _class_values(modules: Iterable[nn.Module]) -> Iterable[Any]:

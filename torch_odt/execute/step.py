@@ -23,7 +23,7 @@ from torch_odt.execute.allotted import PLAN_FOR_ONE_BUDGET, controller_of, first
 from torch_odt.execute.beside import Beside
 from torch_odt.execute.gradients import require_gradients_stay, run_gradient_hooks, set_aside_hooked
 from torch_odt.execute.loss import make_compute
-from torch_odt.execute.named_tensors import named_buffers, named_parameters
+from torch_odt.execute.named_tensors import StepTensors, named_buffers, named_parameters
 from torch_odt.execute.optimizer_cost import optimizer_cost
 from torch_odt.execute.optimizer_updates import why_all_gradients
 from torch_odt.execute.page_file import PageFile, open_page_file
@@ -312,13 +312,13 @@ class TrainStep:
             return self._step_or_nothing(args, kwargs, want_results)
         if self._group.calls == 0:
             self.optimizer.zero_grad(set_to_none=True)
-        prepared = self._prepare(args, kwargs, want_results)
+        prepared, tensors = self._prepare(args, kwargs, want_results)
         self._make_room(prepared, prepared.steps)
         prepared.steps += 1
         try:
             with self._undone_on_failure(prepared):
-                share = self._enter_group(prepared.samples)
-                loss, results = self._differentiate(prepared, args, kwargs, share)
+                share = self._enter_group(prepared.samples, tensors)
+                loss, results = self._differentiate(prepared, args, kwargs, share, tensors)
             self._tell_of_fallback(prepared.plan)
             self._check_finite(loss)
         except BaseException:
@@ -358,14 +358,14 @@ class TrainStep:
             gate.open()
             if self._group.calls == 0:
                 self.optimizer.zero_grad(set_to_none=True)
-            prepared = self._prepare(args, kwargs, want_results, retries.lowered)
+            prepared, tensors = self._prepare(args, kwargs, want_results, retries.lowered)
             retries.describe_in(prepared.plan)
             self._make_room(prepared, prepared.steps)
             prepared.steps += 1
             transaction.save_modules(all_modules(self.model, self.loss_fn), self._changed_buffers(prepared))
-            shares = self._group.enter(prepared.samples, named_parameters(self.model, self.loss_fn).values())
+            shares = self._group.enter(prepared.samples, tensors.parameters.values())
             transaction.set_gradients_aside()
-            loss, results = self._differentiate(prepared, args, kwargs, shares.new)
+            loss, results = self._differentiate(prepared, args, kwargs, shares.new, tensors)
             self._tell_of_fallback(prepared.plan)
             self._check_finite(loss)
             gate.close()
@@ -396,19 +396,21 @@ class TrainStep:
 
     def _prepare(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], want_results: bool, lowered: Lowered | None = None
-    ) -> Prepared:
-        """What runs for a batch like this one, in as many bytes as there are now."""
+    ) -> tuple[Prepared, StepTensors]:
+        """What runs for a batch like this one, in as many bytes as there are now; and the step's tensors."""
+        before, tensors = self._current, StepTensors(self.model, self.loss_fn)
         needs_all = why_all_gradients(self.accumulation_steps, self.clip_grad_norm, transactional=self.transactional)
         if needs_all:
             adds = self.accumulation_steps > 1 or self.clip_grad_norm is not None
-            require_gradients_stay(named_parameters(self.model, self.loss_fn), needs_all, adds=adds)
+            require_gradients_stay(tensors.parameters, needs_all, adds=adds)
         find = partial(
-            self._prepared.find, args, kwargs, self.optimizer, want_results=want_results, needs_all=needs_all
+            self._prepared.find, args, kwargs, self.optimizer, tensors, want_results=want_results, needs_all=needs_all
         )
         self._current = prepare_now(
             self._controller, self._request, self._current, find, self._forget_plans, lowered=lowered
         )
-        return self._current
+        # To make a plan, the model's code is run.
+        return self._current, tensors if self._current is before else StepTensors(self.model, self.loss_fn)
 
     def _forget_plans(self) -> None:
         """Give back what plans take beside the arena, but not what has been captured for them."""
@@ -432,19 +434,18 @@ class TrainStep:
         return [tensor for name, tensor in named_buffers(self.model, self.loss_fn).items() if name in changed]
 
     def _differentiate(
-        self, prepared: Prepared, args: tuple[Any, ...], kwargs: dict[str, Any], share: float
+        self, prepared: Prepared, args: tuple[Any, ...], kwargs: dict[str, Any], share: float, tensors: StepTensors
     ) -> tuple[torch.Tensor, Any]:
         """Forward and backward; gradients are in `.grad` afterwards, scaled by their share, hooks called."""
-        parameters = named_parameters(self.model, self.loss_fn)
+        parameters = tensors.parameters
         earlier = set_aside_hooked(parameters.values())
         exist = any(p.grad is not None for p in parameters.values())
-        buffers = named_buffers(self.model, self.loss_fn)
         try:
             loss, results = prepared.run(
                 args,
                 kwargs,
                 parameters,
-                buffers,
+                tensors.buffers,
                 gradients_exist=exist,
                 gradient_scale=share,
                 check_loss=refuse_nonfinite if self._nonfinite == "raise" else None,
@@ -457,9 +458,9 @@ class TrainStep:
         self._request.report_misses(prepared.plan)
         return loss, results
 
-    def _enter_group(self, samples: int) -> float:
-        """Make `.grad` the mean over all samples of the accumulation so far; returns the share of the new ones."""
-        shares = self._group.enter(samples, named_parameters(self.model, self.loss_fn).values())
+    def _enter_group(self, samples: int, tensors: StepTensors) -> float:
+        """Make `.grad` the mean over all samples of the accumulation so far; returns the new ones' share."""
+        shares = self._group.enter(samples, tensors.parameters.values())
         for parameter in self._group.members:
             if parameter.grad is not None and shares.earlier != 1.0:
                 parameter.grad.mul_(shares.earlier)
