@@ -5,6 +5,7 @@
 #include <tuple>
 
 #include <ATen/ScalarOps.h>
+#include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/Tensor.h>
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/jit/python/pybind_utils.h>
@@ -86,6 +87,8 @@ void OperatorCall::operator()(PyObject* table) const {
   fill(stack, table);
   {
     const py::gil_scoped_release released;
+    // The graph holds both passes: nothing is left for autograd to note, whose kernels may be Python's.
+    const at::AutoDispatchBelowAutograd below;
     operator_.callBoxed(stack);
   }
   for (size_t i = 0; i < writes_.size(); ++i) {

@@ -92,10 +92,15 @@ class ResultsOnly:
 
 
 def _obeys_layout(tensor: torch.Tensor, parameter: torch.Tensor) -> bool:
-    """Autograd's contract: a gradient has the strides of its parameter and nothing else in its storage."""
-    return tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size() and all(
-        size <= 1 or ours == theirs
-        for size, ours, theirs in zip(tensor.shape, tensor.stride(), parameter.stride(), strict=True)
+    """Autograd's contract: a gradient has the strides of its parameter and nothing else in its storage; it is contiguous
+    where elements of the parameter share memory."""
+    if tensor.untyped_storage().nbytes() != tensor.numel() * tensor.element_size():
+        return False
+    expected = parameter.stride()
+    if 0 in expected and parameter.numel() > 1:
+        return tensor.is_contiguous()
+    return all(
+        size <= 1 or ours == theirs for size, ours, theirs in zip(tensor.shape, tensor.stride(), expected, strict=True)
     )
 
 

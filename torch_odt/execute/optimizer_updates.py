@@ -199,6 +199,10 @@ class OptimizerUpdates:
         """Make a parameter's part of the optimizer's step."""
         member = self._members[name]
         options = self._optimizer.param_groups[member.group]
+        if not state:
+            with marked(UPDATE):
+                update(rule, options, parameter, gradient)
+            return ()
         targets = {key: f"{name}/{key}" for key in member.rule.state}
         is_first = not self._fresh.keys().isdisjoint(targets.values())
         with marked(UPDATE):
