@@ -92,8 +92,9 @@ class ResultsOnly:
 
 
 def _obeys_layout(tensor: torch.Tensor, parameter: torch.Tensor) -> bool:
-    """Autograd's contract: a gradient has the strides of its parameter and nothing else in its storage; it is contiguous
-    where elements of the parameter share memory."""
+    """Autograd's contract: a gradient has the strides of its parameter, and nothing else lies in its storage. Where
+    elements of the parameter share memory, it is contiguous.
+    """
     if tensor.untyped_storage().nbytes() != tensor.numel() * tensor.element_size():
         return False
     expected = parameter.stride()
