@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -96,6 +97,96 @@ def test_wrap_has_the_bits_of_a_plain_loop() -> None:
 def call(step: odt.TrainStep, number: int) -> torch.Tensor:
     torch.manual_seed(number)
     return step(images(8, number), labels(8, number))
+
+
+def updated_in_schedule(step: odt.TrainStep) -> set[str]:
+    """The parameters whose updates stand in the step's graph."""
+    assert step._current is not None and step._current.program is not None
+    (part,) = step._current.program.parts.values()
+    return {str(part.graph.values[op.reads[0]].target) for op in part.graph.ops if op.target == "odt.update"}
+
+
+@pytest.mark.parametrize("in_backward", [False, True])
+@pytest.mark.parametrize("budget", ["roomy", "smallest"])
+def test_int8_weights_are_updated_inside_of_the_schedule(in_backward: bool, budget: str) -> None:
+    plain, model = (converted("residual") for _ in range(2))
+    loop = torch.optim.SGD(plain.parameters(), lr=0.05, weight_decay=0.01)
+    odt.quant.train_int8_(plain, loop)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, weight_decay=0.01)
+    odt.quant.train_int8_(model, optimizer, in_backward=in_backward)
+    step = odt.TrainStep(model, F.cross_entropy, optimizer, budget=ROOMY)
+    if budget == "smallest":
+        with pytest.raises(odt.InfeasibleBudget) as refused:
+            odt.TrainStep(model, F.cross_entropy, optimizer, budget=odt.Budget(1, of="training"))(
+                images(8, 0), labels(8, 0)
+            )
+        step = odt.TrainStep(
+            model,
+            F.cross_entropy,
+            optimizer,
+            budget=odt.Budget(refused.value.smallest_feasible_bytes + (1 << 20), of="training"),
+        )
+    torch.manual_seed(7)
+    found = [float(step(images(8, each), labels(8, each))) for each in range(3)]
+    assert found == plain_losses(plain, loop)
+    assert_same_state(model, plain)
+    slots = {name for name, _ in model.named_parameters() if name.endswith("weight_slot")}
+    assert slots and slots <= updated_in_schedule(step)
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_what_the_schedule_cannot_update_is_left_to_the_optimizer() -> None:
+    plain, model = (converted("residual") for _ in range(2))
+    loop, optimizer = (torch.optim.SGD(each.parameters(), lr=0.05) for each in (plain, model))
+    odt.quant.train_int8_(plain, loop)
+    odt.quant.train_int8_(model, optimizer)
+    step = odt.TrainStep(model, F.cross_entropy, optimizer, budget=ROOMY)
+    slot = next(parameter for name, parameter in model.named_parameters() if name.endswith("weight_slot"))
+    name = next(name for name, parameter in model.named_parameters() if parameter is slot)
+    seen: list[torch.Tensor] = []
+
+    def look(gradient: torch.Tensor) -> None:
+        seen.append(gradient.clone())
+
+    changes: list[Callable[[], object]] = [
+        lambda: None,
+        lambda: slot.register_hook(look),
+        lambda: (optimizer.param_groups[0].update(momentum=0.9), loop.param_groups[0].update(momentum=0.9)),
+    ]
+    updated = []
+    for number, change in enumerate(changes):
+        change()
+        assert float(call(step, number)) == plain_step(plain, loop, number)
+        updated.append({each for each in updated_in_schedule(step) if each.endswith("weight_slot")})
+        assert_same_state(model, plain)
+    assert name in updated[0] and updated[1] == updated[0] - {name} and not updated[2]
+    assert len(seen) == 2
+
+
+def plain_step(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> float:
+    torch.manual_seed(number)
+    optimizer.zero_grad()
+    loss = F.cross_entropy(model(images(8, number)), labels(8, number))
+    loss.backward()
+    optimizer.step()
+    return loss.item()
+
+
+def test_a_plan_that_updates_int8_weights_travels_in_a_file(tmp_path: Path) -> None:
+    plain, model = (converted("residual") for _ in range(2))
+    steps = []
+    for each in (plain, model):
+        optimizer = torch.optim.SGD(each.parameters(), lr=0.05)
+        odt.quant.train_int8_(each, optimizer)
+        options: Any = {"plan": tmp_path / "plan.json"} if steps else {"budget": ROOMY}
+        steps.append(odt.TrainStep(each, F.cross_entropy, optimizer, **options))
+        losses = [float(call(steps[-1], number)) for number in range(2)]
+        if len(steps) == 1:
+            steps[0].plan.save(tmp_path / "plan.json", carry_graph=False)
+            expected = losses
+    assert losses == expected
+    assert_same_state(model, plain)
+    assert updated_in_schedule(steps[1]) == updated_in_schedule(steps[0])
 
 
 def refuse(*_: Any) -> None:

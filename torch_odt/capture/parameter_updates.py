@@ -18,10 +18,14 @@ from torch.optim.adam import adam
 from torch.optim.sgd import sgd
 
 from torch_odt.capture.operators import register_operator
+from torch_odt.ops import int8_descend_
 
 _PIECE_ELEMENTS = 1 << 18
 # In others, torch's vectors round where the scalars at their ends do not, so that a bit depends on where a piece ends.
 _IN_PIECES = (torch.float32, torch.float64)
+# The rule of int8 weights, which are no parameters: SGD without momentum, rounded stochastically.
+INT8 = "int8"
+_SPARE = (torch.tensor([0, 0]), torch.tensor(0))
 _MORE_THAN_DESCENT = ("momentum", "weight_decay", "maximize")
 
 
@@ -37,10 +41,11 @@ def update(
         state: the tensors that the rule keeps, in its order, of the parameter's shape; "step" is a number.
         is_first: the state is 0, because the optimizer has none yet.
     """
-    if not _lie_alike((parameter, gradient)):
+    kind = rule.partition(" ")[0]
+    if kind != INT8 and not _lie_alike((parameter, gradient)):
         # As autograd lays it out: where an element lies may decide how it is rounded.
         gradient = torch.empty_like(parameter).copy_(gradient)
-    _UPDATES[rule.partition(" ")[0]](options, parameter, gradient, state, is_first)
+    _UPDATES[kind](options, parameter, gradient, state, is_first)
 
 
 def _sgd(
@@ -73,7 +78,16 @@ def _adam(
         adam([piece], [its_gradient], *moments_of_piece, foreach=False, fused=False, beta1=beta1, beta2=beta2, **used)
 
 
-_UPDATES: dict[str, Callable[..., None]] = {"sgd": _sgd, "adam": _adam}
+def _int8_descent(
+    options: Mapping[str, Any], parameter: Tensor, gradient: Tensor, state: tuple[Tensor, ...], is_first: bool
+) -> None:
+    """What an int8 weight's update takes; whose it is keeps the draws, and counts what saturates."""
+    (weight,) = state
+    gradient = gradient.permute(0, 3, 1, 2) if gradient.dim() == 4 else gradient
+    int8_descend_(weight, gradient, *_SPARE, rate=options["lr"], weight_decay=options["weight_decay"])
+
+
+_UPDATES: dict[str, Callable[..., None]] = {"sgd": _sgd, "adam": _adam, INT8: _int8_descent}
 
 
 def _pieces(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
@@ -118,7 +132,8 @@ def _harmless_update(rule: str, parameter: Tensor, gradient: Tensor, *state: Ten
         "amsgrad": "amsgrad" in used,
         "decoupled_weight_decay": "decoupled" in used,
     }
-    for tensor in state:
-        tensor.abs_()
+    if used[0] != INT8:
+        for tensor in state:
+            tensor.abs_()
     update(rule, options, parameter, gradient, *state)
     return ()

@@ -25,10 +25,12 @@ class UpdateRule:
     Attributes:
         text: the optimizer's name, and what of it is in use: all that decides which tensors exist meanwhile.
         state: what the optimizer keeps for it, by name: "step" a number, everything else as large as the parameter.
+        into: the name of the buffer that changes, where the parameter does no more than take its gradient.
     """
 
     text: str
     state: tuple[str, ...]
+    into: str = ""
 
 
 def update_in_backward(graph: TrainingGraph, rules: Mapping[str, UpdateRule]) -> str | None:
@@ -42,16 +44,21 @@ def update_in_backward(graph: TrainingGraph, rules: Mapping[str, UpdateRule]) ->
     if not taken:
         return None
     parameters = {str(v.target): v for v in graph.values if v.kind == "parameter"}
-    updated = frozenset(parameters[str(output.target)].index for output in taken)
+    buffers = _buffers(graph)
+    changed = {
+        name: [parameters[name], *([buffers[rules[name].into]] if rules[name].into else ())]
+        for name in (str(output.target) for output in taken)
+    }
+    updated = frozenset(value.index for values in changed.values() for value in values)
     _run_once(graph, updated, frozenset(graph.values[output.value].base for output in taken))
     last_reads = _last_reads(graph)
     after: dict[int, list[Op]] = {}
     for number, output in enumerate(taken):
-        parameter = parameters[str(output.target)]
+        name = str(output.target)
         complete = graph.values[output.value].producer
         assert complete is not None
-        op = _update_op(graph, len(graph.ops) + number, parameter, output.value, rules[str(output.target)])
-        after.setdefault(max(last_reads[parameter.index], complete), []).append(op)
+        op = _update_op(graph, len(graph.ops) + number, changed[name], output.value, rules[name])
+        after.setdefault(max(complete, *(last_reads[value.index] for value in changed[name])), []).append(op)
     graph.ops = [new for position, op in enumerate(graph.ops) for new in (op, *after.get(position, ()))]
     graph.outputs = [output for output in graph.outputs if output not in taken]
     return f"{len(taken)} parameters are updated as soon as their gradients are complete; these are gone then"
@@ -59,7 +66,14 @@ def update_in_backward(graph: TrainingGraph, rules: Mapping[str, UpdateRule]) ->
 
 def _can_update(graph: TrainingGraph, output: Output, rules: Mapping[str, UpdateRule]) -> bool:
     producer = graph.values[output.value].producer
-    return str(output.target) in rules and producer is not None and graph.ops[producer].phase == "backward"
+    rule = rules.get(str(output.target))
+    if rule is None or producer is None or graph.ops[producer].phase != "backward":
+        return False
+    return not rule.into or rule.into in _buffers(graph)
+
+
+def _buffers(graph: TrainingGraph) -> dict[str, Value]:
+    return {str(value.target): value for value in graph.values if value.kind == "buffer"}
 
 
 def _run_once(graph: TrainingGraph, updated: frozenset[int], gradients: frozenset[int]) -> None:
@@ -94,9 +108,10 @@ def _last_reads(graph: TrainingGraph) -> list[int]:
     return last
 
 
-def _update_op(graph: TrainingGraph, index: int, parameter: Value, gradient: int, rule: UpdateRule) -> Op:
+def _update_op(graph: TrainingGraph, index: int, changed: list[Value], gradient: int, rule: UpdateRule) -> Op:
+    parameter, *buffers = changed
     state = [_state_value(graph, parameter, name) for name in rule.state]
-    reads = (parameter.index, gradient, *state)
+    reads = (parameter.index, gradient, *state, *(buffer.index for buffer in buffers))
     return Op(
         index=index,
         target=UPDATE,

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Container, Hashable, Iterable, Mapping
+from collections.abc import Callable, Container, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -20,11 +20,23 @@ from torch_odt import memory
 from torch_odt.capture.graph import TrainingGraph
 from torch_odt.capture.parameter_updates import update
 from torch_odt.capture.update_in_backward import UpdateRule, counter_dtype, update_in_backward
-from torch_odt.execute.gradients import has_gradient_hooks
+from torch_odt.execute.gradients import USED_UP, has_gradient_hooks
 from torch_odt.execute.named_tensors import StepTensors, forms_of
 from torch_odt.execute.profiler_marks import UPDATE, marked
 
+# The attribute of optimizers that change memory elsewhere than in their parameters: `InStep` by a parameter's identity.
+IN_STEP = "_torch_odt_in_step"
 _FLOATING = (torch.float32, torch.float64, torch.bfloat16)
+
+
+class InStep(Protocol):
+    """What becomes of a parameter's gradient, where it does not change the parameter."""
+
+    def rule(self, parameter: str) -> UpdateRule | None:
+        """How the gradient is used up, as of now; None where the optimizer's step is to do it."""
+
+    def update(self, gradient: torch.Tensor) -> None:
+        """Use it up."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +46,7 @@ class _Member:
     parameter: nn.Parameter
     group: int
     rule: UpdateRule
+    in_step: InStep | None = None
 
 
 @dataclass(frozen=True)
@@ -45,12 +58,14 @@ class _FoundOf:
         identities: of parameters and buffers, and of the parameters of each of the optimizer's groups.
         forms: of parameters and buffers, with addresses.
         hooked: parameters with hooks.
+        in_step: what becomes of gradients that do not change their parameters.
     """
 
     names: tuple[str, ...]
     identities: tuple[tuple[int, ...], ...]
     forms: Hashable
     hooked: tuple[str, ...]
+    in_step: tuple[UpdateRule | None, ...]
 
     @classmethod
     def now(
@@ -65,7 +80,8 @@ class _FoundOf:
             names=tuple(parameters),
             identities=tuple(tuple(map(id, each)) for each in (tensors, *members)),
             forms=forms_of(tensors, addresses=True),
-            hooked=tuple(name for name, p in parameters.items() if p.requires_grad and has_gradient_hooks(p)),
+            hooked=tuple(name for name, p in parameters.items() if p.requires_grad and _is_seen_by_hooks(p)),
+            in_step=tuple(each.rule("") for each in vars(optimizer).get(IN_STEP, {}).values()),
         )
 
 
@@ -122,12 +138,26 @@ class OptimizerUpdates:
         for number, (group, rule) in enumerate(zip(groups, self._group_rules, strict=True)):
             for parameter in group["params"]:
                 names = self._names.get(id(parameter), ()) if parameter.requires_grad else ()
+                in_step = _in_step(self._optimizer, parameter)
+                if in_step is not None:
+                    self._find_in_step(in_step, parameter, number, names)
+                    continue
                 reason = _reason_to_keep(parameter, owners) if names else ""
                 if reason:
                     self.kept[reason] += 1
                     continue
                 for name in names:
                     self._members[name] = _Member(parameters[name], number, rule)
+
+    def _find_in_step(self, in_step: InStep, parameter: nn.Parameter, group: int, names: Sequence[str]) -> None:
+        for name in names:
+            rule = in_step.rule(name)
+            if rule is None:
+                self.kept["the optimizer's step does more with it than descend"] += 1
+            elif _is_seen_by_hooks(parameter):
+                self.kept["a hook looks at it"] += 1
+            else:
+                self._members[name] = _Member(parameter, group, rule, in_step)
 
     @property
     def signature(self) -> Hashable:
@@ -199,6 +229,10 @@ class OptimizerUpdates:
         """Make a parameter's part of the optimizer's step."""
         member = self._members[name]
         options = self._optimizer.param_groups[member.group]
+        if member.in_step is not None:
+            with marked(UPDATE):
+                member.in_step.update(gradient)
+            return ()
         if not state:
             with marked(UPDATE):
                 update(rule, options, parameter, gradient)
@@ -306,4 +340,15 @@ def _reason_to_keep(parameter: nn.Parameter, owners: Mapping[int, int]) -> str:
         return "other tensors lie in the parameter's memory"
     if parameter.dtype not in _FLOATING:
         return "the parameter is of another type"
-    return "a hook looks at it" if has_gradient_hooks(parameter) else ""
+    return "a hook looks at it" if _is_seen_by_hooks(parameter) else ""
+
+
+def _in_step(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> InStep | None:
+    found: InStep | None = vars(optimizer).get(IN_STEP, {}).get(id(parameter))
+    return found
+
+
+def _is_seen_by_hooks(parameter: nn.Parameter) -> bool:
+    """Whether a hook looks at a parameter's gradient that does not use it up."""
+    uses_up = getattr(parameter, USED_UP, None)
+    return has_gradient_hooks(parameter) if uses_up is None else bool(uses_up.is_seen_by_hooks())

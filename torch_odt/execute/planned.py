@@ -248,6 +248,7 @@ def _is_update(graph: TrainingGraph, op: Op, rule: UpdateRule) -> bool:
     name = str(graph.values[parameter].target)
     taken = [(graph.values[v].kind, graph.values[v].target) for v in (parameter, *state)]
     expected = [("parameter", name), *(("state", f"{name}/{key}") for key in rule.state)]
+    expected += [("buffer", rule.into)] if rule.into else []
     return op.args == (rule.text, *map(Ref, op.reads)) and taken == expected and not op.writes
 
 

@@ -149,7 +149,7 @@ class _Simulator:
         self._check_may_run(op, again)
         self.ran.add(index)
         if op.target == UPDATE:
-            self.updated.add(op.reads[0])
+            self.updated.update(v for v in op.reads if v == op.reads[0] or self.graph.values[v].kind == "buffer")
         if is_alias(self.graph, op):
             self._alias(op)
             return

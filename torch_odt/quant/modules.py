@@ -131,14 +131,13 @@ class Int8Layer(nn.Module):
             x, tensors, self.windows, output_grid, low=self.low, high=self.high, scales_gradients=self.scales_gradients
         )
 
-    def descend_(self, rate: float, weight_decay: float) -> None:
-        """Take `rate` times the gradient in `weight_slot` off the weight, as SGD does, rounded as `pack_` rounds.
+    def descend_(self, gradient: Tensor, rate: float, weight_decay: float) -> None:
+        """Take `rate` times a gradient of `weight_slot` off the weight, as SGD does, rounded as `pack_` rounds.
 
         Raises:
             RuntimeError: a number is not finite; what becomes of the weight is not told.
         """
-        assert self.weight_slot.grad is not None
-        gradient = weight_of(self.weight_slot.grad)
+        gradient = weight_of(gradient)
         int8_descend_(self.weight, gradient, self.rounding, self.saturated, rate=rate, weight_decay=weight_decay)
 
     def unpack_(self) -> None:

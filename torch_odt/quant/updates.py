@@ -18,6 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torch_odt.capture.parameter_updates import INT8
+from torch_odt.capture.update_in_backward import UpdateRule
+from torch_odt.execute.optimizer_updates import IN_STEP, StepNotice
 from torch_odt.quant.in_backward import InBackward
 from torch_odt.quant.layer import Descent
 from torch_odt.quant.modules import Int8Layer
@@ -57,10 +60,13 @@ class Int8Updates:
         self._gradients: list[tuple[Tensor, Tensor]] = []
         self._known_groups: list[tuple[dict[str, Any], int]] = []
         self._group_of: dict[int, dict[str, Any]] = {}
+        # They look at gradients of int8 weights alone, which `TrainStep` may have used up by then.
         self._handles = [
-            optimizer.register_step_pre_hook(self._before),
-            optimizer.register_step_post_hook(self._after),
+            optimizer.register_step_pre_hook(StepNotice(self._before)),
+            optimizer.register_step_post_hook(StepNotice(self._after)),
         ]
+        in_step = vars(optimizer).setdefault(IN_STEP, {})
+        in_step.update({id(layer.weight_slot): _InStep(layer, self._descent_of) for layer in layers})
         # Where what an optimizer changes is looked for: a step that fails is undone by what it finds there.
         self._buffers = [layer._buffers for layer in layers]
         vars(optimizer).setdefault(_CHANGED, []).append(self._buffers)
@@ -73,6 +79,10 @@ class Int8Updates:
 
     def stop(self) -> None:
         """The optimizer is as before."""
+        for layer in self._layers:
+            vars(self._optimizer)[IN_STEP].pop(id(layer.weight_slot), None)
+        if not vars(self._optimizer)[IN_STEP]:
+            del vars(self._optimizer)[IN_STEP]
         changed = vars(self._optimizer).pop(_CHANGED, [])
         if others := [buffers for buffers in changed if buffers is not self._buffers]:
             vars(self._optimizer)[_CHANGED] = others
@@ -89,7 +99,7 @@ class Int8Updates:
 
         return update
 
-    def _before(self, *_: Any) -> None:
+    def _before(self) -> None:
         due = [layer for layer in self._layers if layer.weight_slot.grad is not None]
         if not self._in_parts:
             for layer in due:
@@ -102,7 +112,7 @@ class Int8Updates:
             self._gradients.append((layer.weight_slot, gradient))
             layer.weight_slot.grad = None
 
-    def _after(self, *_: Any) -> None:
+    def _after(self) -> None:
         if not self._in_parts:
             for layer in self._layers:
                 if layer.weight_slot.grad is not None:
@@ -119,7 +129,8 @@ class Int8Updates:
             if descent is None:
                 others.append(layer)
             else:
-                layer.descend_(descent.rate, descent.weight_decay)
+                gradient: Tensor = layer.weight_slot.grad  # type: ignore[assignment]
+                layer.descend_(gradient, descent.rate, descent.weight_decay)
         for part in _parts_of(others):
             with _only(self._optimizer, {id(layer.weight_slot) for layer in part}) as step:
                 try:
@@ -157,6 +168,22 @@ class Int8Updates:
             self._known_groups = [(group, len(group["params"])) for group in groups]
             self._group_of = {id(parameter): group for group in groups for parameter in group["params"]}
         return self._group_of
+
+
+class _InStep:
+    """An int8 weight's update inside of a planned step, where it is plain descent."""
+
+    def __init__(self, layer: Int8Layer, descent_of: Callable[[Int8Layer], Descent | None]) -> None:
+        self._layer, self._descent_of = layer, descent_of
+
+    def rule(self, parameter: str) -> UpdateRule | None:
+        prefix = parameter.rpartition("weight_slot")[0]
+        return None if self._descent_of(self._layer) is None else UpdateRule(INT8, (), into=f"{prefix}weight")
+
+    def update(self, gradient: Tensor) -> None:
+        descent = self._descent_of(self._layer)
+        assert descent is not None
+        self._layer.descend_(gradient, descent.rate, descent.weight_decay)
 
 
 def _parts_of(layers: list[Int8Layer]) -> Iterator[list[Int8Layer]]:
