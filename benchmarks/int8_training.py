@@ -13,6 +13,7 @@ Each way trains the same network with its own kind of SGD, without momentum:
 | bf16 | `eager` in channels_last under autocast; with AMX |
 | qas | `convert_` with QAS, and `train_int8_`, each layer updated in the backward pass |
 | niti | `niti_` with folded BatchNorms, and `NitiSGD`, each layer updated in the backward pass |
+| qas planned, niti planned | the same by `TrainStep`, with more memory than it needs |
 
 A cell is a network at a batch on a set, to which torch is kept as well. In it each way has a process of its own, so
 that none works with the free memory that another one left. Bytes: its highest resident size of some steps above the

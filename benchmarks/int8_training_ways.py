@@ -13,7 +13,8 @@ from torch.fx.experimental.optimization import fuse
 MODELS = ("mobilenet_v2", "resnet18", "vgg11")
 # What int8 is compared with, and int8.
 EAGER = ("eager contiguous", "eager channels_last")
-INT8 = ("qas", "niti")
+PLANNED = (" planned", "8GiB")  # behind a way's name, and within what budget
+INT8 = ("qas", "niti", "qas planned", "niti planned")
 CLASSES = 10
 # Batches that are trained in turn: one alone is soon learnt by heart, and its gradients vanish.
 BATCHES = 8
@@ -58,6 +59,8 @@ def batches_of(batch: int, pixels: int) -> list[Batch]:
 def make_step(way: str, model: nn.Module, batches: list[Batch]) -> Step:
     """A training step, of the batches in turn; the model is used up."""
     loss_fn: Callable[..., Tensor] = F.cross_entropy
+    is_planned = way.endswith(PLANNED[0])
+    way = way.removesuffix(PLANNED[0])
     if way != "eager contiguous":
         batches = [(images.contiguous(memory_format=torch.channels_last), labels) for images, labels in batches]
     if way in ("eager channels_last", "bf16"):
@@ -80,6 +83,15 @@ def make_step(way: str, model: nn.Module, batches: list[Batch]) -> Step:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.001)
 
     in_turn = cycle(batches)
+    if is_planned:
+        import torch_odt as odt
+
+        planned = odt.TrainStep(model, loss_fn, optimizer, budget=PLANNED[1], cache=False)
+
+        def planned_step() -> None:
+            planned(*next(in_turn))
+
+        return planned_step
 
     def step() -> None:
         images, labels = next(in_turn)

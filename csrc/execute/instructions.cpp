@@ -35,6 +35,7 @@ class InArena {
 };
 
 void deliver(PyObject* table, int64_t value, const py::object& output, const py::object& receiver) {
+  require_values(table, value);
   const py::object tensor = py::reinterpret_borrow<py::object>(PyList_GET_ITEM(table, value));
   if (tensor.is_none()) {
     throw std::runtime_error("the schedule delivers a value that is not in memory");
@@ -42,7 +43,33 @@ void deliver(PyObject* table, int64_t value, const py::object& output, const py:
   receiver.attr("deliver")(output, tensor);
 }
 
+// Null while it is being made.
+Instructions* instructions_in(PyObject* self) {
+  const py::detail::value_and_holder held = reinterpret_cast<py::detail::instance*>(self)->get_value_and_holder();
+  return held.holder_constructed() ? held.value_ptr<Instructions>() : nullptr;
+}
+
+int traverse(PyObject* self, visitproc visit, void* arg) {
+  Py_VISIT(Py_TYPE(self));
+  const Instructions* const found = instructions_in(self);
+  return found == nullptr ? 0 : found->traverse(visit, arg);
+}
+
+int clear(PyObject* self) {
+  if (Instructions* const found = instructions_in(self)) {
+    found->clear();
+  }
+  return 0;
+}
+
+void let_collector_follow(PyHeapTypeObject* type) {
+  type->ht_type.tp_flags |= Py_TPFLAGS_HAVE_GC;
+  type->ht_type.tp_traverse = traverse;
+  type->ht_type.tp_clear = clear;
+}
+
 void drop(PyObject* table, int64_t value) {
+  require_values(table, value);
   Py_INCREF(Py_None);
   PyList_SetItem(table, value, Py_None);
 }
@@ -85,6 +112,20 @@ void Instructions::run(
   }
 }
 
+int Instructions::traverse(visitproc visit, void* arg) const {
+  for (const Instruction& each : instructions_) {
+    Py_VISIT(each.call.ptr());
+    Py_VISIT(each.output.ptr());
+  }
+  return 0;
+}
+
+void Instructions::clear() {
+  // What ends with them may look at this object once more.
+  const std::vector<Instruction> ended = std::move(instructions_);
+  instructions_.clear();
+}
+
 void bind_execution(py::module_& module) {
   py::class_<OperatorCall>(module, "OperatorCall")
       .def(
@@ -111,7 +152,7 @@ void bind_execution(py::module_& module) {
         call(table.ptr());
         END_HANDLE_TH_ERRORS_PYBIND
       });
-  py::class_<Instructions>(module, "Instructions")
+  py::class_<Instructions>(module, "Instructions", py::custom_type_setup(let_collector_follow))
       .def(py::init<const py::list&>(), py::arg("code"))
       .def(
           "run",

@@ -2,7 +2,6 @@
 #pragma once
 
 #include <cstdint>
-#include <optional>
 #include <vector>
 
 #include <pybind11/pybind11.h>
@@ -19,9 +18,14 @@ class __attribute__((visibility("hidden"))) Instructions {
   explicit Instructions(const py::list& code);
 
   // Those from `start` up to `stop`. With an arena, an instruction's allocations go where its selected table says.
-  // Signals are looked for in between, as Python does between its own.
+  // Signals are looked for in between, as Python does between its own. What kernels warn of becomes Python's warnings
+  // when the run ends.
   void run(const py::list& table, const py::object& receiver, int64_t start, int64_t stop, memory::ArenaCore* arena)
       const;
+
+  // Of Python's collector: calls may lead back to who owns this.
+  int traverse(visitproc visit, void* argument) const;
+  void clear();
 
  private:
   struct Instruction {

@@ -1,5 +1,6 @@
 #include "operator_call.h"
 
+#include <algorithm>
 #include <optional>
 #include <stdexcept>
 #include <tuple>
@@ -52,7 +53,19 @@ const at::Tensor& tensor_in(PyObject* table, int64_t value) {
   return THPVariable_Unpack(found);
 }
 
+// Those of torch and of this package leave nothing to autograd in a graph that holds both passes, where autograd's part
+// of an operator may be Python's. Kernels of others may use autograd themselves.
+bool needs_no_autograd(const std::string& name) {
+  return name.starts_with("aten::") || name.starts_with("torch_odt::");
+}
+
 } // namespace
+
+void require_values(PyObject* table, int64_t largest) {
+  if (largest >= PyList_GET_SIZE(table)) {
+    throw py::index_error("the table has no value " + std::to_string(largest));
+  }
+}
 
 OperatorCall::OperatorCall(
     const std::string& name,
@@ -66,10 +79,16 @@ OperatorCall::OperatorCall(
       arguments_(converted(operator_.schema(), arguments)),
       writes_(std::move(writes)),
       takes_(takes),
-      category_(category) {
+      category_(category),
+      is_below_autograd_(needs_no_autograd(name)) {
   for (const auto& [argument, element, value] : places) {
     places_.push_back({position_of(operator_.schema(), argument), element, value});
+    largest_value_ = std::max(largest_value_, value);
   }
+  for (const int64_t value : writes_) {
+    largest_value_ = std::max(largest_value_, value);
+  }
+  largest_value_ = std::max({largest_value_, takes_.first, takes_.second});
   for (size_t i = 0; i < arguments_.size(); ++i) {
     if (arguments_[i].isTensor() && arguments_[i].toTensor().unsafeGetTensorImpl()->is_wrapped_number()) {
       numbers_.emplace_back(i, arguments_[i].toTensor().item());
@@ -83,12 +102,15 @@ OperatorCall::OperatorCall(
 }
 
 void OperatorCall::operator()(PyObject* table) const {
+  require_values(table, largest_value_);
   torch::jit::Stack stack = arguments_;
   fill(stack, table);
   {
     const py::gil_scoped_release released;
-    // The graph holds both passes: nothing is left for autograd to note, whose kernels may be Python's.
-    const at::AutoDispatchBelowAutograd below;
+    std::optional<at::AutoDispatchBelowAutograd> below;
+    if (is_below_autograd_) {
+      below.emplace();
+    }
     operator_.callBoxed(stack);
   }
   for (size_t i = 0; i < writes_.size(); ++i) {

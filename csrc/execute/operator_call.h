@@ -25,6 +25,9 @@ struct Place {
   int64_t value;
 };
 
+// Throws where a table has no such value.
+void require_values(PyObject* table, int64_t largest);
+
 class OperatorCall {
  public:
   // `arguments` are all of the schema's that are no defaults, with anything at places. `writes` has the value of each
@@ -54,6 +57,8 @@ class OperatorCall {
   std::vector<int64_t> writes_;
   std::pair<int64_t, int64_t> takes_;
   int64_t category_;
+  int64_t largest_value_ = -1;
+  bool is_below_autograd_;
 };
 
 } // namespace torch_odt::execute

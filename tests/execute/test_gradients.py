@@ -22,8 +22,9 @@ SHAPE = (2, 3, 4, 5)
         lambda: torch.zeros(SHAPE).contiguous(memory_format=LAST),
         lambda: torch.zeros(1).expand(SHAPE),
         lambda: torch.zeros(2, 1, 1, 1).expand(SHAPE),
+        lambda: torch.zeros(2, 3, 4, 10)[..., ::2],
     ],
-    ids=["contiguous", "channels_last", "one element", "some elements"],
+    ids=["contiguous", "channels_last", "one element", "some elements", "with gaps"],
 )
 @pytest.mark.parametrize(
     "gradient",

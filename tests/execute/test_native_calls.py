@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import gc
 import signal
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+import torch_odt as odt
 from torch_odt import _extensions
 from torch_odt.capture.graph import Op, Ref, refs
 from torch_odt.capture.operators import resolve
@@ -151,6 +154,63 @@ def test_what_is_left_to_python() -> None:
     # An argument that the operator does not take.
     assert native_call(op_of((Ref(0), "no"), [1]), ATEN.sum.dim_IntList, {}) is None
     assert native_call(op_of((Ref(0),), [1], out=Ref(1)), ATEN.relu.default, {}) is None
+
+
+LIBRARY = torch.library.Library("torch_odt_tests", "DEF")
+LIBRARY.define("cube(Tensor x) -> Tensor")
+LIBRARY.define("cube_backward(Tensor gradient, Tensor x) -> Tensor")
+
+
+def cube_backward(gradient: Tensor, x: Tensor) -> Tensor:
+    with torch.enable_grad():
+        again = x.detach().requires_grad_()
+        made = again**3
+    return torch.autograd.grad(made, again, gradient)[0]
+
+
+LIBRARY.impl("cube", lambda x: x * x * x, "CPU")
+LIBRARY.impl("cube_backward", cube_backward, "CPU")
+
+
+def test_a_kernel_of_others_may_use_autograd_itself() -> None:
+    x, gradient = torch.randn(3), torch.randn(3)
+    function = torch.ops.torch_odt_tests.cube_backward.default
+    with torch.no_grad():
+        (found,) = called(function, op_of((Ref(0), Ref(1)), [2]), gradient, x)
+    assert found is not None
+    torch.testing.assert_close(found, gradient * 3 * x**2)
+
+
+def test_arguments_that_a_call_from_python_would_refuse_are_left_to_it() -> None:
+    assert native_call(op_of((Ref(0), 1, 2), [1]), ATEN.relu.default, {}) is None
+    assert native_call(op_of((Ref(0), [0]), [1], dim=[0]), ATEN.sum.dim_IntList, {}) is None
+
+
+def test_a_table_that_is_too_small_is_refused() -> None:
+    module: Any = _extensions.memory_module
+    call = native_call(op_of((Ref(0),), [1]), ATEN.relu.default, {})
+    assert call is not None
+    with pytest.raises(IndexError, match="no value 1"):
+        call([torch.ones(2)])
+    for code in ((None, 3, None), (None, 3, "output")):
+        with pytest.raises(IndexError, match="no value 3"):
+            module.Instructions([code]).run([None], None, 0, 1, None)
+
+
+@pytest.mark.parametrize("link", ["attribute", "hook"])
+def test_a_step_that_its_optimizer_leads_back_to_is_collected(link: str) -> None:
+    model = nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = odt.TrainStep(model, nn.functional.mse_loss, optimizer, budget="1GiB", cache=False)
+    step(torch.ones(3, 4), torch.ones(3, 2))
+    if link == "attribute":
+        optimizer.owner = step  # type: ignore[attr-defined]
+    else:
+        optimizer.register_state_dict_pre_hook(lambda _, owner=step: owner)
+    ended = weakref.ref(step), weakref.ref(model)
+    del model, optimizer, step
+    gc.collect()
+    assert [each() for each in ended] == [None, None]
 
 
 class Interrupted(Exception):

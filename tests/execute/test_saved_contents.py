@@ -54,12 +54,16 @@ def test_only_what_is_asked_for_is_copied() -> None:
 
 
 def test_an_expanded_tensor_takes_as_little_memory_as_before() -> None:
-    tensor, other = torch.zeros(1).expand(2, 3), torch.ones(2, 1).expand(2, 3)
-    saved = SavedContents([tensor, other], lambda _: True)
+    tensor, other, base = torch.zeros(1).expand(2, 3), torch.ones(2, 1).expand(2, 3), torch.zeros(1)
+    view = base.expand(4)
+    saved = SavedContents([tensor, other, view], lambda _: True)
     tensor.data = torch.ones(2, 3)
     other.data = torch.zeros(2, 3)
+    base.fill_(3)
     saved.restore()
     assert torch.equal(tensor, torch.zeros(2, 3)) and torch.equal(other, torch.ones(2, 3))
+    # Where it lies where it lay, it still does.
+    assert base.item() == 0 and view.data_ptr() == base.data_ptr()
     assert tensor.untyped_storage().nbytes() == 4 and other.untyped_storage().nbytes() == 8
 
 

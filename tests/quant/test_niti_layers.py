@@ -211,7 +211,7 @@ def test_functions_of_mantissas_against_float32() -> None:
         assert float((back - wanted).abs().max()) <= 2.0 ** float(tensor.exponent.grad)
 
 
-@pytest.mark.parametrize(("part_elements", "seed"), [(1, 0), (1 << 18, 1), (3 * 5 * 9 * 2, 2)])
+@pytest.mark.parametrize(("part_elements", "seed"), [(1, 0), (1 << 18, 1), (3 * 9 * 9 * 2, 2)])
 def test_gradients_of_windows_that_overlap_have_the_bits_of_their_exact_sums(
     monkeypatch: pytest.MonkeyPatch, part_elements: int, seed: int
 ) -> None:

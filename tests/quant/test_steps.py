@@ -17,6 +17,7 @@ from torch import nn
 import torch_odt as odt
 from torch_odt.adapt.step_bytes import step_graph
 from torch_odt.capture.batch_state import NotSeparable
+from torch_odt.execute.saved_contents import SavedContents
 
 ROOMY = odt.Budget("2GiB", of="training")
 
@@ -226,6 +227,43 @@ def test_a_step_that_fails_puts_int8_weights_back(make: Callable[[Any], torch.op
         assert slots and all(slot.untyped_storage().nbytes() == 4 for slot in slots)
     assert torch.equal(call(ours, 1), call(theirs, 1))
     assert_same_state(*models)
+
+
+def test_only_what_changes_is_copied_before_a_step_and_failures_keep_nothing() -> None:
+    model = converted("residual")
+    frozen, *trained = odt.quant.qas.int8_layers(model).values()
+    frozen.weight_slot.requires_grad_(False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    training = odt.quant.train_int8_(model, optimizer)
+    step = odt.TrainStep(model, F.cross_entropy, optimizer, budget=ROOMY, transactional=True)
+    call(step, 0)
+    copied: list[int] = []
+    look = SavedContents.__init__
+
+    def counting(self: SavedContents, *arguments: Any) -> None:
+        look(self, *arguments)
+        copied.extend(id(tensor) for tensor, _ in self._tensors)
+
+    handle = optimizer.register_step_post_hook(refuse)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(SavedContents, "__init__", counting)
+        for number in range(3):
+            with pytest.raises(RuntimeError, match="not now"):
+                call(step, number)
+            assert not training._updates._gradients
+    assert id(frozen.weight) not in copied and {id(layer.weight) for layer in trained} <= set(copied)
+    handle.remove()
+    call(step, 1)
+
+
+def test_frozen_weights_need_no_gradients() -> None:
+    model = converted("residual")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    odt.quant.train_int8_(model, optimizer, in_backward=True)
+    for layer in odt.quant.qas.int8_layers(model).values():
+        layer.weight_slot.requires_grad_(False)
+    step = odt.TrainStep(model, F.cross_entropy, optimizer, budget=ROOMY, accumulation_steps=2)
+    call(step, 0)
 
 
 @pytest.mark.parametrize(

@@ -42,7 +42,7 @@ def update(
         is_first: the state is 0, because the optimizer has none yet.
     """
     kind = rule.partition(" ")[0]
-    if kind != INT8 and not _lie_alike((parameter, gradient)):
+    if kind != INT8 and not lie_alike((parameter, gradient)):
         # As autograd lays it out: where an element lies may decide how it is rounded.
         gradient = torch.empty_like(parameter).copy_(gradient)
     _UPDATES[kind](options, parameter, gradient, state, is_first)
@@ -93,7 +93,7 @@ _UPDATES: dict[str, Callable[..., None]] = {"sgd": _sgd, "adam": _adam, INT8: _i
 def _pieces(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
     """The same elements of all tensors, some at a time; all at once where they do not lie in the same order."""
     first = tensors[0]
-    if first.numel() <= _PIECE_ELEMENTS or first.dtype not in _IN_PIECES or not _lie_alike(tensors):
+    if first.numel() <= _PIECE_ELEMENTS or first.dtype not in _IN_PIECES or not lie_alike(tensors):
         yield tensors
         return
     flat = [tensor.as_strided((first.numel(),), (1,)) for tensor in tensors]
@@ -101,7 +101,7 @@ def _pieces(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
         yield tuple(tensor[start : start + _PIECE_ELEMENTS] for tensor in flat)
 
 
-def _lie_alike(tensors: tuple[Tensor, ...]) -> bool:
+def lie_alike(tensors: tuple[Tensor, ...]) -> bool:
     """Whether all have the same strides, and nothing lies between their elements."""
     first = tensors[0]
     if all(tensor.is_contiguous() for tensor in tensors):

@@ -39,3 +39,9 @@ class Accumulation:
         if not before:
             self.members = frozenset(p for p in parameters if p.grad is None)
         return Shares(earlier=before / self.samples if before else 1.0, new=samples / self.samples if samples else 1.0)
+
+    def scale_earlier(self, shares: Shares) -> None:
+        """Make `.grad` the earlier calls' part of the mean."""
+        for parameter in self.members:
+            if parameter.grad is not None and shares.earlier != 1.0:
+                parameter.grad.mul_(shares.earlier)

@@ -3,7 +3,7 @@
 The executor owns every value of a step in a table of its own. An instruction either calls an operator on values of
 the table, drops a value, or delivers an output. Where an arena is given, the allocations of an operator (its
 temporaries included) land at the addresses that the plan gave them. Where `torch_odt._memory` is built, it is that
-which goes from one instruction to the next.
+which goes from one instruction to the next; there are arenas only there.
 """
 
 from __future__ import annotations
@@ -34,11 +34,9 @@ class Receiver(Protocol):
 
 
 class ArenaTable(Protocol):
-    """The part of an arena that the executor needs: where allocations of one instruction go."""
+    """The part of an arena that the executor needs: by which table allocations go."""
 
     def select(self, table: int) -> None: ...
-    def begin(self, instruction: int) -> None: ...
-    def end(self) -> None: ...
 
 
 class Executor:
@@ -136,7 +134,7 @@ class Executor:
                 if self._arena is not None:
                     self._arena.select(self._arena_table)
                 self._instructions.run(table, receiver, start, stop, self._arena)
-            elif self._arena is None:
+            else:
                 for call, value, output in self._code[start:stop]:
                     if call is not None:
                         call(table)
@@ -144,24 +142,6 @@ class Executor:
                         table[value] = None
                     else:
                         receiver.deliver(output, _present(table[value]))
-            else:
-                self._run_in_arena(self._arena, table, receiver, start, stop)
-
-    def _run_in_arena(self, arena: ArenaTable, table: Table, receiver: Receiver, start: int, stop: int) -> None:
-        arena.select(self._arena_table)
-        begin, end = arena.begin, arena.end
-        for index in range(start, stop):
-            call, value, output = self._code[index]
-            if call is not None:
-                begin(index)
-                try:
-                    call(table)
-                finally:
-                    end()
-            elif output is None:
-                table[value] = None
-            else:
-                receiver.deliver(output, _present(table[value]))
 
 
 class _PlainDispatch:

@@ -9,6 +9,7 @@ from torch import nn
 
 from torch_odt import memory
 from torch_odt.capture.graph import Output
+from torch_odt.capture.parameter_updates import lie_alike
 
 # The attribute of parameters whose gradients are used up, and dropped, in the backward pass.
 USED_UP = "_torch_odt_in_backward"
@@ -93,16 +94,16 @@ class ResultsOnly:
 
 def _obeys_layout(tensor: torch.Tensor, parameter: torch.Tensor) -> bool:
     """Autograd's contract: a gradient has the strides of its parameter, and nothing else lies in its storage. Where
-    elements of the parameter share memory, it is contiguous.
+    elements of the parameter share memory, or something lies between them, it is contiguous.
     """
     if tensor.untyped_storage().nbytes() != tensor.numel() * tensor.element_size():
         return False
-    expected = parameter.stride()
-    if 0 in expected and parameter.numel() > 1:
-        return tensor.is_contiguous()
-    return all(
-        size <= 1 or ours == theirs for size, ours, theirs in zip(tensor.shape, tensor.stride(), expected, strict=True)
-    )
+    if all(
+        size <= 1 or ours == theirs
+        for size, ours, theirs in zip(tensor.shape, tensor.stride(), parameter.stride(), strict=True)
+    ):
+        return True
+    return tensor.is_contiguous() and not lie_alike((parameter,))
 
 
 def run_gradient_hooks(parameters: Mapping[str, nn.Parameter]) -> None:
@@ -129,7 +130,7 @@ def require_gradients_stay(parameters: Mapping[str, nn.Parameter], why: str, *, 
     Raises:
         ValueError: a gradient would be used up in the backward pass, or is made of eight bits and cannot be added up.
     """
-    used_up = [name for name, parameter in parameters.items() if hasattr(parameter, USED_UP)]
+    used_up = [name for name, p in parameters.items() if p.requires_grad and hasattr(p, USED_UP)]
     if used_up:
         raise ValueError(
             f"{_some_of(used_up)} would be updated in the backward pass, but {why}: leave that to optimizer.step(), "

@@ -42,7 +42,10 @@ def native_call(op: Op, function: Callable[..., Any], shape_only: Mapping[int, t
     if takes != (-1, -1) and not writes:
         # What the operator returns is what it wrote to.
         writes = [-1] * len(schema.returns)
-    named = dict(zip((argument.name for argument in schema.arguments), args, strict=False)) | kwargs
+    names = [argument.name for argument in schema.arguments]
+    if len(args) > len(names) or not kwargs.keys().isdisjoint(names[: len(args)]):
+        return None
+    named = dict(zip(names, args, strict=False)) | kwargs
     placed = _Placed(shape_only)
     try:
         arguments = {name: placed.argument(name, value) for name, value in named.items()}

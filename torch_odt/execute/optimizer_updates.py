@@ -30,7 +30,16 @@ _FLOATING = (torch.float32, torch.float64, torch.bfloat16)
 
 
 class InStep(Protocol):
-    """What becomes of a parameter's gradient, where it does not change the parameter."""
+    """What becomes of a parameter's gradient, where it does not change the parameter.
+
+    Attributes:
+        parameter: that takes the gradient.
+    """
+
+    parameter: torch.Tensor
+
+    def changed(self) -> list[torch.Tensor]:
+        """What changes in its place."""
 
     def rule(self, parameter: str) -> UpdateRule | None:
         """How the gradient is used up, as of now; None where the optimizer's step is to do it."""
@@ -125,9 +134,10 @@ class OptimizerUpdates:
             self._names.setdefault(id(parameter), []).append(name)
         self.waits_for = needs_all or _reason_to_wait(optimizer)
         self.kept: Counter[str] = Counter()
-        buffers = list(buffers)
-        self._found_of = _FoundOf.now(optimizer, parameters, buffers)
+        self._found_of: _FoundOf | None = None
         if not self.waits_for:
+            buffers = list(buffers)
+            self._found_of = _FoundOf.now(optimizer, parameters, buffers)
             self._find_members(parameters, buffers)
 
     def _find_members(self, parameters: Mapping[str, nn.Parameter], buffers: Iterable[torch.Tensor]) -> None:
@@ -175,11 +185,12 @@ class OptimizerUpdates:
 
     def is_still(self, optimizer: torch.optim.Optimizer, tensors: StepTensors, needs_all: str) -> bool:
         """Whether these updates would be found again."""
-        return (
-            optimizer is self._optimizer
-            and self.waits_for == (needs_all or _reason_to_wait(optimizer))
-            and self._found_of == _FoundOf.now(optimizer, tensors.parameters, tensors.buffers.values())
-            and (bool(self.waits_for) or self.is_current)
+        if optimizer is not self._optimizer or self.waits_for != (needs_all or _reason_to_wait(optimizer)):
+            return False
+        if self.waits_for:
+            return True
+        return self.is_current and self._found_of == _FoundOf.now(
+            optimizer, tensors.parameters, tensors.buffers.values()
         )
 
     def rule_of(self, name: str) -> UpdateRule | None:

@@ -38,10 +38,13 @@ class SavedContents:
         """Everything holds what it held; it takes no memory."""
         with torch.no_grad():
             for tensor, content in self._tensors:
-                if _is_expanded(content):
-                    tensor.data = content
-                else:
+                if not _is_expanded(content):
                     tensor.copy_(content)
+                elif _is_expanded(tensor):
+                    _own(tensor).copy_(_own(content))
+                else:
+                    # Who changed it gave it other memory.
+                    tensor.data = content
         for container, content in self._containers:
             if _items(container) != _items(content):
                 container.clear()
@@ -65,18 +68,22 @@ class SavedContents:
 
 
 def _is_expanded(tensor: torch.Tensor) -> bool:
-    """Whether elements share memory: nothing can be copied into them, and who changes them binds other memory."""
+    """Whether elements share memory, because a dimension was expanded."""
     return any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+def _own(tensor: torch.Tensor) -> torch.Tensor:
+    """The elements of an expanded tensor that share no memory."""
+    own = tensor.detach()
+    for dim, stride in enumerate(tensor.stride()):
+        own = own.narrow(dim, 0, 1) if stride == 0 and own.shape[dim] > 1 else own
+    return own
 
 
 def _copy_of(tensor: torch.Tensor) -> torch.Tensor:
     """A copy that takes no more memory than the tensor."""
-    if not _is_expanded(tensor):
-        return tensor.detach().clone()
-    own = tensor.detach()
-    for dim, stride in enumerate(tensor.stride()):
-        own = own.narrow(dim, 0, 1) if stride == 0 and own.shape[dim] > 1 else own
-    return own.clone().expand(tensor.shape)
+    own = _own(tensor)
+    return own.clone().expand(tensor.shape) if _is_expanded(tensor) else own.clone()
 
 
 def _items(container: Any) -> list[Any]:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -16,7 +16,7 @@ from torch import nn
 from torch_odt import memory
 from torch_odt.cache import Cache, CacheOption
 from torch_odt.capture.loss_modules import all_modules
-from torch_odt.errors import NonFiniteLossWarning, OdtWarning
+from torch_odt.errors import OdtWarning
 from torch_odt.execute.accounting import held_by_process, make_room
 from torch_odt.execute.accumulation import Accumulation, Shares
 from torch_odt.execute.allotted import PLAN_FOR_ONE_BUDGET, controller_of, first_budget, heed, prepare_now
@@ -32,12 +32,13 @@ from torch_odt.execute.prepared import Prepared
 from torch_odt.execute.prepared_steps import PreparedSteps
 from torch_odt.execute.request import StepRequest
 from torch_odt.execute.step_checks import (
+    NonFinite,
     check_batch,
     check_choices,
+    check_finite,
     check_roles,
     check_trainable,
     disabled_rewrites_of,
-    nonfinite_text,
     refuse_nonfinite,
 )
 from torch_odt.planning.plan import Plan
@@ -48,8 +49,6 @@ if TYPE_CHECKING:
     from torch_odt.execute.transaction import Transaction
     from torch_odt.runtime.background import Background, BackgroundRun
     from torch_odt.runtime.controller import BudgetValue, Controller
-
-NonFinite = Literal["warn", "raise", "ignore"]
 
 
 class TrainStep:
@@ -310,17 +309,19 @@ class TrainStep:
         check_batch(self.model, self.loss_fn, args, kwargs)
         if self.transactional:
             return self._step_or_nothing(args, kwargs, want_results)
+        looked = self._look()
         if self._group.calls == 0:
             self.optimizer.zero_grad(set_to_none=True)
-        prepared, tensors = self._prepare(args, kwargs, want_results)
+        prepared, tensors = self._prepare(args, kwargs, want_results, *looked)
         self._make_room(prepared, prepared.steps)
         prepared.steps += 1
         try:
             with self._undone_on_failure(prepared):
-                share = self._enter_group(prepared.samples, tensors)
-                loss, results = self._differentiate(prepared, args, kwargs, share, tensors)
+                shares = self._group.enter(prepared.samples, tensors.parameters.values())
+                self._group.scale_earlier(shares)
+                loss, results = self._differentiate(prepared, args, kwargs, shares.new, tensors)
             self._tell_of_fallback(prepared.plan)
-            self._check_finite(loss)
+            check_finite(loss, self._nonfinite)
         except BaseException:
             # The gradients are no longer the mean over the group: the next call begins another one.
             self._group = Accumulation()
@@ -356,9 +357,10 @@ class TrainStep:
         gate, transaction = SignalGate(), self._transaction()
         with gate, transaction, transaction:
             gate.open()
+            looked = self._look()
             if self._group.calls == 0:
                 self.optimizer.zero_grad(set_to_none=True)
-            prepared, tensors = self._prepare(args, kwargs, want_results, retries.lowered)
+            prepared, tensors = self._prepare(args, kwargs, want_results, *looked, retries.lowered)
             retries.describe_in(prepared.plan)
             self._make_room(prepared, prepared.steps)
             prepared.steps += 1
@@ -367,7 +369,7 @@ class TrainStep:
             transaction.set_gradients_aside()
             loss, results = self._differentiate(prepared, args, kwargs, shares.new, tensors)
             self._tell_of_fallback(prepared.plan)
-            self._check_finite(loss)
+            check_finite(loss, self._nonfinite)
             gate.close()
             transaction.add_gradients(self._group.members, shares)
             self._group.calls += 1
@@ -394,22 +396,32 @@ class TrainStep:
         if (plan := prepared.plan).budget is not None:
             make_room(self._request.arena, plan.arena_bytes, plan.budget.total_bytes, step)
 
-    def _prepare(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], want_results: bool, lowered: Lowered | None = None
-    ) -> tuple[Prepared, StepTensors]:
-        """What runs for a batch like this one, in as many bytes as there are now; and the step's tensors."""
-        before, tensors = self._current, StepTensors(self.model, self.loss_fn)
-        needs_all = why_all_gradients(self.accumulation_steps, self.clip_grad_norm, transactional=self.transactional)
-        if needs_all:
+    def _look(self) -> tuple[StepTensors, str]:
+        """The step's tensors as they are now, and why all gradients must be there behind the backward pass, if so."""
+        tensors = StepTensors(self.model, self.loss_fn)
+        why = why_all_gradients(self.accumulation_steps, self.clip_grad_norm, transactional=self.transactional)
+        if why:
             adds = self.accumulation_steps > 1 or self.clip_grad_norm is not None
-            require_gradients_stay(tensors.parameters, needs_all, adds=adds)
+            require_gradients_stay(tensors.parameters, why, adds=adds)
+        return tensors, why
+
+    def _prepare(
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        want_results: bool,
+        tensors: StepTensors,
+        needs_all: str,
+        lowered: Lowered | None = None,
+    ) -> tuple[Prepared, StepTensors]:
+        """What runs for a batch like this one, in as many bytes as there are now; and the tensors, if planning left others."""
+        before = self._current
         find = partial(
             self._prepared.find, args, kwargs, self.optimizer, tensors, want_results=want_results, needs_all=needs_all
         )
         self._current = prepare_now(
             self._controller, self._request, self._current, find, self._forget_plans, lowered=lowered
         )
-        # To make a plan, the model's code is run.
         return self._current, tensors if self._current is before else StepTensors(self.model, self.loss_fn)
 
     def _forget_plans(self) -> None:
@@ -437,7 +449,7 @@ class TrainStep:
         self, prepared: Prepared, args: tuple[Any, ...], kwargs: dict[str, Any], share: float, tensors: StepTensors
     ) -> tuple[torch.Tensor, Any]:
         """Forward and backward; gradients are in `.grad` afterwards, scaled by their share, hooks called."""
-        parameters = tensors.parameters
+        parameters, buffers = tensors.parameters, tensors.buffers
         earlier = set_aside_hooked(parameters.values())
         exist = any(p.grad is not None for p in parameters.values())
         try:
@@ -445,7 +457,7 @@ class TrainStep:
                 args,
                 kwargs,
                 parameters,
-                tensors.buffers,
+                buffers,
                 gradients_exist=exist,
                 gradient_scale=share,
                 check_loss=refuse_nonfinite if self._nonfinite == "raise" else None,
@@ -457,14 +469,6 @@ class TrainStep:
                 parameter.grad = gradient if parameter.grad is None else gradient.add_(parameter.grad)
         self._request.report_misses(prepared.plan)
         return loss, results
-
-    def _enter_group(self, samples: int, tensors: StepTensors) -> float:
-        """Make `.grad` the mean over all samples of the accumulation so far; returns the new ones' share."""
-        shares = self._group.enter(samples, tensors.parameters.values())
-        for parameter in self._group.members:
-            if parameter.grad is not None and shares.earlier != 1.0:
-                parameter.grad.mul_(shares.earlier)
-        return shares.new
 
     def _update(self) -> None:
         self._group = Accumulation()
@@ -494,9 +498,3 @@ class TrainStep:
         if not self._has_told_of_retries:
             self._has_told_of_retries = True
             warnings.warn(f"{retry}: {retry.error}", OdtWarning, stacklevel=6)
-
-    def _check_finite(self, loss: torch.Tensor) -> None:
-        if self._nonfinite == "raise":
-            refuse_nonfinite(loss)
-        elif self._nonfinite == "warn" and not bool(torch.isfinite(loss)):
-            warnings.warn(nonfinite_text(loss), NonFiniteLossWarning, stacklevel=4)

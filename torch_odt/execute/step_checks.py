@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import inspect
 import math
+import warnings
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
 
+from torch_odt.errors import NonFiniteLossWarning
 from torch_odt.execute.compiled import refuse_compiled
 from torch_odt.execute.named_tensors import named_parameters
 from torch_odt.execute.optimizer_updates import require_own_parameters
+
+NonFinite = Literal["warn", "raise", "ignore"]
 
 
 def check_trainable(model: nn.Module) -> None:
@@ -92,3 +96,11 @@ def disabled_rewrites_of(planner: str, names: Iterable[str]) -> frozenset[str]:
 
     get_planner(planner)
     return switched_off(names, planner)
+
+
+def check_finite(loss: torch.Tensor, nonfinite: NonFinite) -> None:
+    """Refuse or tell of a loss that is no number, as was asked for; called by a method of a step's `__call__`."""
+    if nonfinite == "raise":
+        refuse_nonfinite(loss)
+    elif nonfinite == "warn" and not bool(torch.isfinite(loss)):
+        warnings.warn(nonfinite_text(loss), NonFiniteLossWarning, stacklevel=4)

@@ -9,6 +9,7 @@ from torch import nn
 
 from torch_odt import memory
 from torch_odt.execute.accumulation import Shares
+from torch_odt.execute.optimizer_updates import IN_STEP
 from torch_odt.execute.randomness import RandomState
 from torch_odt.execute.request import StepRequest
 from torch_odt.execute.saved_contents import SavedContents, SavedModules
@@ -81,7 +82,9 @@ class Transaction:
     def save_update(self) -> None:
         """Before the optimizer's step: copies of the parameters that it will change, and of all that it keeps."""
         with self._request.copies(), memory.category("optimizer"):
-            self._update = SavedContents(vars(self._optimizer), _changes)
+            in_step = vars(self._optimizer).get(IN_STEP, {}).values()
+            elsewhere = [each.changed() for each in in_step if each.parameter.grad is not None]
+            self._update = SavedContents([vars(self._optimizer), elsewhere], _changes)
 
     def complete(self) -> None:
         """From now on nothing is put back."""

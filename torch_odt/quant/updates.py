@@ -39,7 +39,7 @@ PARTWISE: tuple[type[torch.optim.Optimizer], ...] = (
     torch.optim.ASGD,
     torch.optim.Rprop,
 )
-_CHANGED = "_torch_odt_changed"
+_TAKEN = "_torch_odt_taken"
 PART_WEIGHTS = 1 << 20  # four megabytes in float32
 
 
@@ -67,9 +67,8 @@ class Int8Updates:
         ]
         in_step = vars(optimizer).setdefault(IN_STEP, {})
         in_step.update({id(layer.weight_slot): _InStep(layer, self._descent_of) for layer in layers})
-        # Where what an optimizer changes is looked for: a step that fails is undone by what it finds there.
-        self._buffers = [layer._buffers for layer in layers]
-        vars(optimizer).setdefault(_CHANGED, []).append(self._buffers)
+        # Where a step that fails is undone: what is left of it is not to be kept.
+        vars(optimizer).setdefault(_TAKEN, []).append(self._gradients)
         self._in_backward: list[InBackward[Descent]] = []
         for layer in layers if in_backward else ():
             slot = layer.weight_slot
@@ -79,13 +78,11 @@ class Int8Updates:
 
     def stop(self) -> None:
         """The optimizer is as before."""
-        for layer in self._layers:
-            vars(self._optimizer)[IN_STEP].pop(id(layer.weight_slot), None)
-        if not vars(self._optimizer)[IN_STEP]:
-            del vars(self._optimizer)[IN_STEP]
-        changed = vars(self._optimizer).pop(_CHANGED, [])
-        if others := [buffers for buffers in changed if buffers is not self._buffers]:
-            vars(self._optimizer)[_CHANGED] = others
+        of_optimizer = vars(self._optimizer)
+        slots = {id(layer.weight_slot) for layer in self._layers}
+        in_step = {slot: each for slot, each in of_optimizer.pop(IN_STEP, {}).items() if slot not in slots}
+        taken = [gradients for gradients in of_optimizer.pop(_TAKEN, []) if gradients is not self._gradients]
+        of_optimizer.update(({IN_STEP: in_step} if in_step else {}) | ({_TAKEN: taken} if taken else {}))
         while self._handles:
             self._handles.pop().remove()
         while self._in_backward:
@@ -100,6 +97,8 @@ class Int8Updates:
         return update
 
     def _before(self) -> None:
+        # Of a step that has failed.
+        self._gradients.clear()
         due = [layer for layer in self._layers if layer.weight_slot.grad is not None]
         if not self._in_parts:
             for layer in due:
@@ -175,6 +174,10 @@ class _InStep:
 
     def __init__(self, layer: Int8Layer, descent_of: Callable[[Int8Layer], Descent | None]) -> None:
         self._layer, self._descent_of = layer, descent_of
+        self.parameter = layer.weight_slot
+
+    def changed(self) -> list[Tensor]:
+        return [self._layer.weight, self._layer.rounding, self._layer.saturated]
 
     def rule(self, parameter: str) -> UpdateRule | None:
         prefix = parameter.rpartition("weight_slot")[0]
