@@ -414,7 +414,7 @@ class TrainStep:
         needs_all: str,
         lowered: Lowered | None = None,
     ) -> tuple[Prepared, StepTensors]:
-        """What runs for a batch like this one, in as many bytes as there are now; and the tensors, if planning left others."""
+        """What runs for a batch like this one, in as many bytes as there are now; and the tensors by then."""
         before = self._current
         find = partial(
             self._prepared.find, args, kwargs, self.optimizer, tensors, want_results=want_results, needs_all=needs_all
