@@ -236,4 +236,19 @@ struct RoundedGradient {
 RoundedGradient int8_quantize_gradient(
     const Tensor& gradient, const std::optional<Tensor>& mask, const std::optional<Tensor>& weight_scale, bool for_weight);
 
+// Memory for the runs of an operator, which has the same for all of them: what it allocates does not depend on how many
+// there are.
+class Workspace {
+ public:
+  void* of(int64_t bytes, const Tensor& like) {
+    if (!held_ || held_->numel() < bytes) {
+      held_ = empty_flat(bytes, ScalarType::Byte, like);
+    }
+    return held_->mutable_data_ptr();
+  }
+
+ private:
+  std::optional<Tensor> held_;
+};
+
 } // namespace torch_odt

@@ -43,20 +43,23 @@ struct GradInputArguments {
   }
 
   float run(const Conv2d& conv, const Finish& finish) const {
+    Workspace workspace;
+    return run(conv, finish, workspace);
+  }
+
+  float run(const Conv2d& conv, const Finish& finish, Workspace& workspace) const {
     const Threads threads = threads_for(conv);
     const Tensor gradient = channels_last(grad_output);
     if (!packed.has_value() && kernels::int8::packs_on_the_way(conv, Pass::grad_input)) {
       const Tensor dense = channels_last(weight);
-      Tensor room = empty_flat(
-          kernels::int8::packing_workspace_bytes(conv, Pass::grad_input) * threads.count, ScalarType::Byte, grad_output);
+      const int64_t bytes = kernels::int8::packing_workspace_bytes(conv, Pass::grad_input) * threads.count;
       return kernels::int8::grad_input_packing(
-          conv, bytes_of(gradient), bytes_of(dense), finish, threads, room.mutable_data_ptr());
+          conv, bytes_of(gradient), bytes_of(dense), finish, threads, workspace.of(bytes, grad_output));
     }
     const Tensor weights = packed_for(conv, Pass::grad_input, weight, packed, threads);
-    const int64_t thread_bytes = kernels::int8::workspace_bytes(conv, Pass::grad_input);
-    Tensor workspace = empty_flat(thread_bytes * threads.count, ScalarType::Byte, grad_output);
+    const int64_t bytes = kernels::int8::workspace_bytes(conv, Pass::grad_input) * threads.count;
     return kernels::int8::grad_input(
-        conv, bytes_of(gradient), data_of_packed(weights), finish, threads, workspace.mutable_data_ptr());
+        conv, bytes_of(gradient), data_of_packed(weights), finish, threads, workspace.of(bytes, grad_output));
   }
 
   Tensor scaled(const Conv2d& conv, Rescaling made) const {
@@ -130,11 +133,15 @@ struct GradWeightArguments {
 
   // Writes the sums of the output's gradient over all pixels to `sums`.
   float run(const Conv2d& conv, const Finish& finish, int64_t* sums) const {
+    Workspace workspace;
+    return run(conv, finish, sums, workspace);
+  }
+
+  float run(const Conv2d& conv, const Finish& finish, int64_t* sums, Workspace& workspace) const {
     const Threads threads = threads_for(conv);
     const Tensor gradient = channels_last(grad_output);
     const Tensor image = channels_last(input);
-    Tensor workspace =
-        empty_flat(kernels::int8::grad_weight_workspace_bytes(conv, threads) * threads.count, ScalarType::Byte, input);
+    const int64_t bytes = kernels::int8::grad_weight_workspace_bytes(conv, threads) * threads.count;
     return kernels::int8::grad_weight(
         conv,
         bytes_of(gradient),
@@ -143,7 +150,7 @@ struct GradWeightArguments {
         sums,
         finish,
         threads,
-        workspace.mutable_data_ptr());
+        workspace.of(bytes, input));
   }
 
   Tensor scaled(const Conv2d& conv, Rescaling made, int64_t* sums) const {

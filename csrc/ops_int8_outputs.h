@@ -30,14 +30,18 @@ struct ForwardArguments {
   }
 
   float run(const Conv2d& conv, const int32_t* bias, const Finish& finish) const {
+    Workspace workspace;
+    return run(conv, bias, finish, workspace);
+  }
+
+  float run(const Conv2d& conv, const int32_t* bias, const Finish& finish, Workspace& workspace) const {
     const Threads threads = threads_for(conv);
     const Tensor image = channels_last(input);
     // Threads do not share a byte of a mask, but whole weights' packing.
     const bool shares = threads.count == 1 || finish.mask == nullptr || conv.out_depth() % 8 == 0;
     if (!packed && shares && kernels::int8::packs_on_the_way(conv, Pass::forward)) {
       const Tensor dense = channels_last(weight);
-      Tensor room = empty_flat(
-          kernels::int8::packing_workspace_bytes(conv, Pass::forward) * threads.count, ScalarType::Byte, input);
+      const int64_t bytes = kernels::int8::packing_workspace_bytes(conv, Pass::forward) * threads.count;
       return kernels::int8::forward_packing(
           conv,
           bytes_of(image),
@@ -46,11 +50,10 @@ struct ForwardArguments {
           bias,
           finish,
           threads,
-          room.mutable_data_ptr());
+          workspace.of(bytes, input));
     }
     const Tensor weights = packed_for(conv, Pass::forward, weight, packed, threads);
-    Tensor workspace = empty_flat(
-        kernels::int8::workspace_bytes(conv, Pass::forward) * threads.count, ScalarType::Byte, input);
+    const int64_t bytes = kernels::int8::workspace_bytes(conv, Pass::forward) * threads.count;
     return kernels::int8::forward(
         conv,
         bytes_of(image),
@@ -59,7 +62,7 @@ struct ForwardArguments {
         bias,
         finish,
         threads,
-        workspace.mutable_data_ptr());
+        workspace.of(bytes, input));
   }
 
   Tensor scaled(const Conv2d& conv, const int32_t* bias, Rescaling made) const {

@@ -71,7 +71,12 @@ struct Layer {
   }
 
   // Writes what `made` makes of the sums, and returns the largest magnitude before rounding.
-  float run_input(const std::optional<Tensor>& weights, Rescaling& made, Tensor& result, int64_t element_bytes) const {
+  float run_input(
+      const std::optional<Tensor>& weights,
+      Rescaling& made,
+      Tensor& result,
+      int64_t element_bytes,
+      Workspace& workspace) const {
     const Pair size{image.size(2), image.size(3)};
     const int64_t sample_bytes = image.size(1) * size[0] * size[1] * element_bytes;
     auto* const to = static_cast<char*>(result.mutable_data_ptr());
@@ -80,7 +85,7 @@ struct Layer {
       const Tensor samples = mantissas_of(steps, part.begin, part.count());
       const GradInputArguments arguments{samples, weight, weights, size, geometry};
       made.finish.output = to + part.begin * sample_bytes;
-      largest = std::max(largest, arguments.run(arguments.conv(), made.finish));
+      largest = std::max(largest, arguments.run(arguments.conv(), made.finish, workspace));
     }
     return largest;
   }
@@ -93,18 +98,21 @@ struct Layer {
     Tensor result = empty_input(ScalarType::Float);
     const Numbers unit{std::ldexp(1.0F, static_cast<int>(sums_exponent))};
     Rescaling made = rescaling(kNiti, Result::floats, unit, false);
-    run_input(panels(), made, result, 4);
+    Workspace workspace;
+    run_input(panels(), made, result, 4, workspace);
     return result;
   }
 
   Scaled input_gradient(HeldScale& scale, int64_t sums_exponent) const {
     Tensor result = empty_input(kCarrier);
     const std::optional<Tensor> weights = panels();
+    Workspace workspace;
     const int64_t exponent = settle(scale, sums_exponent, training, [&](int64_t shift) {
       Rescaling made = rescaling(kNiti, Result::int8, dropping(shift), false);
       set_rounding(kNiti, rounding, 0, made);
       made.finish.low = -kMostMantissa;
-      return std::ldexp(static_cast<double>(run_input(weights, made, result, 1)), static_cast<int>(shift));
+      const auto largest = static_cast<double>(run_input(weights, made, result, 1, workspace));
+      return std::ldexp(largest, static_cast<int>(shift));
     });
     return {result, exponent};
   }
@@ -114,21 +122,27 @@ struct Layer {
   std::pair<Tensor, std::vector<int64_t>> weight_gradient(HeldScale& scale, int64_t sums_exponent, int64_t bits) const {
     const bool in_pieces = pieces().size() > 1;
     const WholeSums sums = in_pieces ? whole_sums() : WholeSums{};
-    const auto rounded = [&](int64_t shift) { return in_pieces ? shifted(sums, shift) : rounded_gradient(shift); };
+    Tensor gradient = empty_weight(kCarrier);
+    auto* const to = static_cast<int8_t*>(gradient.mutable_data_ptr());
+    Workspace workspace;
+    std::vector<int64_t> bias = sums.bias;
+    // Writes what is left of the sums, and returns their largest magnitude.
+    const auto round = [&](int64_t shift) {
+      return in_pieces ? round_sums(sums, shift, to) : round_gradient(shift, to, bias, workspace);
+    };
     const int64_t present = scale.shift(sums_exponent);
-    RoundedGradient found = rounded(present);
+    const double largest = round(present);
     if (scale.is_due()) {
-      const int64_t fitting = scale.fitting_shift(found.largest, bits, sums_exponent);
+      const int64_t fitting = scale.fitting_shift(largest, bits, sums_exponent);
       if (fitting != present) {
-        found = rounded(fitting);
+        round(fitting);
       }
-      scale.note_check(sums_exponent + fitting, found.largest == 0);
+      scale.note_check(sums_exponent + fitting, largest == 0);
     } else {
       const int64_t most = int64_t{1} << std::max<int64_t>(bits, 0);
-      auto* const to = static_cast<int8_t*>(found.gradient.mutable_data_ptr());
-      scale.note_batch(kernels::int8::clip(to, found.gradient.numel(), most) > most);
+      scale.note_batch(kernels::int8::clip(to, gradient.numel(), most) > most);
     }
-    return {found.gradient, std::move(found.bias)};
+    return {gradient, std::move(bias)};
   }
 
   // Takes what weight_gradient() would return off the weight; returns the sums for the bias. Where the scale is looked at,
@@ -143,11 +157,12 @@ struct Layer {
     const int64_t present = scale.shift(sums_exponent);
     const bool is_due = scale.is_due();
     std::vector<int64_t> bias;
+    Workspace workspace;
     const SampleRange all{0, steps.size(0)};
     int64_t shift = present;
     if (is_due) {
       Rescaling looked_at = rescaling(kNiti, Result::nothing, dropping(present), true);
-      const auto seen = static_cast<double>(run(all, looked_at.finish, bias));
+      const auto seen = static_cast<double>(run(all, looked_at.finish, bias, workspace));
       const double largest = std::ldexp(seen, static_cast<int>(present));
       shift = scale.fitting_shift(largest, bits, sums_exponent);
       scale.note_check(sums_exponent + shift, largest == 0);
@@ -157,7 +172,7 @@ struct Layer {
     made.finish.most_step = is_due ? kMostMantissa : int64_t{1} << std::max<int64_t>(bits, 0);
     made.finish.noted = &noted;
     made.finish.output = own;
-    run(all, made.finish, bias);
+    run(all, made.finish, bias, workspace);
     if (!is_due) {
       scale.note_batch(noted.clipped > 0);
     }
@@ -165,12 +180,6 @@ struct Layer {
   }
 
  private:
-  struct RoundedGradient {
-    Tensor gradient;
-    std::vector<int64_t> bias;
-    double largest; // magnitude of the sums
-  };
-
   // Of more pixels than int32 holds the sums of.
   struct WholeSums {
     std::vector<int64_t> weight;
@@ -191,13 +200,14 @@ struct Layer {
   }
 
   // Writes the sums of the output's gradient to `bias`.
-  float run(const SampleRange& samples, const Finish& finish, std::vector<int64_t>& bias) const {
+  float run(
+      const SampleRange& samples, const Finish& finish, std::vector<int64_t>& bias, Workspace& workspace) const {
     const Tensor gradient = mantissas_of(steps, samples.begin, samples.count());
     const Tensor input = mantissas_of(image, samples.begin, samples.count());
     const GradWeightArguments arguments{gradient, input, 0, geometry};
     const Conv2d conv = arguments.conv(kernel_size());
     bias.resize(static_cast<size_t>(conv.out_channels));
-    return arguments.run(conv, finish, bias.data());
+    return arguments.run(conv, finish, bias.data(), workspace);
   }
 
   Tensor empty_weight(ScalarType dtype) const {
@@ -214,8 +224,9 @@ struct Layer {
     found.weight.resize(static_cast<size_t>(weight.numel()));
     found.bias.resize(static_cast<size_t>(steps.size(1)));
     std::vector<int64_t> bias;
+    Workspace workspace;
     for (const SampleRange& piece : pieces()) {
-      check_fits(run(piece, finish, bias), kNiti);
+      check_fits(run(piece, finish, bias, workspace), kNiti);
       for (size_t i = 0; i < bias.size(); ++i) {
         found.bias[i] += bias[i];
       }
@@ -226,13 +237,10 @@ struct Layer {
     return found;
   }
 
-  RoundedGradient shifted(const WholeSums& sums, int64_t shift) const {
-    Tensor gradient = empty_weight(kCarrier);
-    kernels::int8::shift_to_int8(
-        sums.weight.data(), weight.numel(), shift, static_cast<Rounding>(rounding),
-        static_cast<int8_t*>(gradient.mutable_data_ptr()));
+  double round_sums(const WholeSums& sums, int64_t shift, int8_t* to) const {
     const auto count = static_cast<int64_t>(sums.weight.size());
-    return {gradient, sums.bias, static_cast<double>(kernels::int8::largest_magnitude(sums.weight.data(), count))};
+    kernels::int8::shift_to_int8(sums.weight.data(), count, shift, static_cast<Rounding>(rounding), to);
+    return static_cast<double>(kernels::int8::largest_magnitude(sums.weight.data(), count));
   }
 
   Rescaling rescaled_weight(Result result, int64_t shift) const {
@@ -242,13 +250,11 @@ struct Layer {
     return made;
   }
 
-  RoundedGradient rounded_gradient(int64_t shift) const {
-    Tensor gradient = empty_weight(kCarrier);
+  double round_gradient(int64_t shift, int8_t* to, std::vector<int64_t>& bias, Workspace& workspace) const {
     Rescaling made = rescaled_weight(Result::int8, shift);
-    made.finish.output = gradient.mutable_data_ptr();
-    std::vector<int64_t> bias;
-    const float largest = run({0, steps.size(0)}, made.finish, bias);
-    return {gradient, std::move(bias), std::ldexp(static_cast<double>(largest), static_cast<int>(shift))};
+    made.finish.output = to;
+    const float largest = run({0, steps.size(0)}, made.finish, bias, workspace);
+    return std::ldexp(static_cast<double>(largest), static_cast<int>(shift));
   }
 };
 

@@ -44,13 +44,13 @@ struct ForwardLayer {
   const int32_t* bias;
 
   // Writes what `made` makes of the sums, and returns the largest magnitude before rounding.
-  float run(Rescaling& made, char* to, int64_t sample_output_bytes) const {
+  float run(Rescaling& made, char* to, int64_t sample_output_bytes, Workspace& workspace) const {
     float largest = 0;
     for (const SampleRange& part : parts) {
       const Tensor samples = mantissas_of(image, part.begin, part.count());
       const ForwardArguments arguments{samples, weight, packed, 0, geometry};
       made.finish.output = to + part.begin * sample_output_bytes;
-      largest = std::max(largest, arguments.run(arguments.conv(), bias, made.finish));
+      largest = std::max(largest, arguments.run(arguments.conv(), bias, made.finish, workspace));
     }
     return largest;
   }
@@ -101,11 +101,12 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> layer(
   const int64_t sample_output_bytes = conv.out_channels * conv.rows.output * conv.columns.output * element_bytes;
 
   HeldScale scale(rows_of(state, 1));
+  Workspace workspace;
   int64_t found = 0;
   if (to_float) {
     const Numbers unit{std::ldexp(1.0F, static_cast<int>(sums_exponent))};
     Rescaling made = rescaling(kNiti, Result::floats, unit, false);
-    passes.run(made, to, sample_output_bytes);
+    passes.run(made, to, sample_output_bytes, workspace);
   } else {
     found = settle(scale, sums_exponent, training, [&](int64_t shift) {
       Rescaling made = rescaling(kNiti, Result::int8, dropping(shift), false);
@@ -113,7 +114,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> layer(
       const int64_t most = relu ? std::min(kMostMantissa, bound_of(ceiling, sums_exponent + shift)) : kMostMantissa;
       set_range(kNiti, 0, relu ? 0 : -kMostMantissa, most, made.finish);
       return std::ldexp(
-          static_cast<double>(passes.run(made, to, sample_output_bytes)), static_cast<int>(shift));
+          static_cast<double>(passes.run(made, to, sample_output_bytes, workspace)), static_cast<int>(shift));
     });
   }
   Tensor after = empty_flat(HeldScale::kWidth, ScalarType::Double, state);

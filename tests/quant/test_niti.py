@@ -113,8 +113,7 @@ def test_norms_stay_float32_or_are_folded() -> None:
     assert float((model(x).detach() - integers).norm() / integers.norm()) < 0.1
 
 
-# An operator that looks at a scale allocates otherwise than one that does not.
-@pytest.mark.filterwarnings("ignore:allocations departed from the plan:torch_odt.OdtWarning")
+# That an operator looks at a scale changes nothing of what it allocates: filterwarnings = error.
 def test_a_loop_and_a_step_train_the_same_bits() -> None:
     data = batches(12)
     for make in (small_net, Residual):
@@ -128,8 +127,6 @@ def test_a_loop_and_a_step_train_the_same_bits() -> None:
         assert bytes_of(ours) == bytes_of(loop)
 
 
-# An operator that looks at a scale allocates otherwise than one that does not.
-@pytest.mark.filterwarnings("ignore:allocations departed from the plan:torch_odt.OdtWarning")
 def test_updates_in_the_backward_pass_change_no_bit_and_keep_no_gradient() -> None:
     data = batches(12)
     loop, ours, planned = (small_net() for _ in range(3))

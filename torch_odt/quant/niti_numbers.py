@@ -226,7 +226,9 @@ def cross_entropy_gradient(logits: Tensor, exponent: int, target: Tensor) -> tup
         (tensor([[ 64, -64]], dtype=torch.int8), -7)
     """
     wide = logits.long()
-    weights = _small_exponentials(wide, exponent) if exponent <= SMALL_LOGITS else _exponentials(wide, exponent)
+    # Both are computed, so that plans have room for what is allocated whichever is taken.
+    small, others = _small_exponentials(wide, exponent), _exponentials(wide, exponent)
+    weights = small if exponent <= SMALL_LOGITS else others
     shares = (weights << PROBABILITY_BITS) // weights.sum(1, keepdim=True)
     at_target = target.unsqueeze(1)
     shares.scatter_add_(1, at_target, -shares.sum(1, keepdim=True))
@@ -238,13 +240,13 @@ def _exponentials(logits: Tensor, exponent: int) -> Tensor:
     """e**x, relative to the largest, in base 2: the fraction is taken linearly."""
     powers = logits * LOG2_E
     shift = 15 - FRACTION_BITS - exponent
-    powers = powers >> shift if shift >= 0 else powers << min(-shift, 24)
+    powers = powers >> min(shift, 63) if shift >= 0 else powers << min(-shift, 24)
     powers = (powers - powers.amax(1, keepdim=True) + (RANGE_BITS << FRACTION_BITS)).clamp_(min=0)
     one = 1 << FRACTION_BITS
     return ((one + powers % one) << (powers >> FRACTION_BITS)) - one
 
 
 def _small_exponentials(logits: Tensor, exponent: int) -> Tensor:
-    """e**x as 1 + x + x**2 / 2, times 2**(1 - 2 * exponent)."""
-    exponent = max(exponent, LEAST_EXPONENT)
+    """e**x as 1 + x + x**2 / 2, times 2**(1 - 2 * exponent), of small logits."""
+    exponent = min(max(exponent, LEAST_EXPONENT), SMALL_LOGITS)
     return (1 << (1 - 2 * exponent)) + (logits << (1 - exponent)) + logits * logits
