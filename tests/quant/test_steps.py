@@ -85,13 +85,17 @@ def test_int8_operators_are_nodes_of_the_graph() -> None:
     assert found == [[count, 4, count // 8] for count in elements]
 
 
-def test_wrap_has_the_bits_of_a_plain_loop() -> None:
+@pytest.mark.parametrize(("is_given", "in_backward"), [(False, False), (True, False), (True, True)])
+def test_wrap_has_the_bits_of_a_plain_loop(is_given: bool, in_backward: bool) -> None:
     model = converted("residual")
     plain = copy.deepcopy(model)
-    expected = plain_losses(plain, optimizer_of(plain))
-    optimizer = optimizer_of(model)
-    wrapped = odt.wrap(model, budget=ROOMY)
-    assert plain_losses(wrapped, optimizer) == expected
+    losses = []
+    for each in (plain, model):
+        optimizer = torch.optim.SGD(each.parameters(), lr=0.05)
+        odt.quant.train_int8_(each, optimizer, in_backward=in_backward and each is model)
+        options: Any = {"optimizer": optimizer} if is_given else {}
+        losses.append(plain_losses(each if each is plain else odt.wrap(each, budget=ROOMY, **options), optimizer))
+    assert losses[0] == losses[1]
     assert_same_state(model, plain)
 
 
