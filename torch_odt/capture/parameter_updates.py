@@ -25,6 +25,7 @@ _PIECE_ELEMENTS = 1 << 18
 _IN_PIECES = (torch.float32, torch.float64)
 # The rule of int8 weights, which are no parameters: SGD without momentum, rounded stochastically.
 INT8 = "int8"
+# Draws and a count that nobody reads, for its measurements: they must not allocate what updates themselves do not.
 _SPARE = (torch.tensor([0, 0]), torch.tensor(0))
 _MORE_THAN_DESCENT = ("momentum", "weight_decay", "maximize")
 

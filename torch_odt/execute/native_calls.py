@@ -26,6 +26,8 @@ def native_call(op: Op, function: Callable[..., Any], shape_only: Mapping[int, t
         shape_only: what stands in the place of values that are not in memory.
     """
     module = _extensions.memory_module
+    if module is None:
+        return None
     args, kwargs = list(op.args), op.kwargs
     writes = [-1 if value is None else value for value in op.writes]
     takes = (-1, -1)
@@ -34,7 +36,7 @@ def native_call(op: Op, function: Callable[..., Any], shape_only: Mapping[int, t
         args, into = function.given(args)
         kwargs = kwargs | into
         function = function.operator
-    if module is None or not isinstance(function, torch._ops.OpOverload):
+    if not isinstance(function, torch._ops.OpOverload):
         return None
     schema = function._schema
     if not all(str(result.type) == "Tensor" for result in schema.returns):
