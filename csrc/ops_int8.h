@@ -17,6 +17,10 @@
 // Hidden, as the types of the stable ABI are.
 namespace torch_odt [[gnu::visibility("hidden")]] {
 
+inline constexpr char kNotFinite[] =
+    "an update of int8 weights is not finite: the loss has diverged; lower the learning rate. Layers that were updated "
+    "before this one stay so";
+
 using kernels::WindowAxis;
 using kernels::int8::Conv2d;
 using kernels::int8::Finish;

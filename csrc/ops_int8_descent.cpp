@@ -36,7 +36,7 @@ void descend_(
         static_cast<float>(weight_decay),
         update_seed(seed_and_updates)};
     const Descended found = kernels::int8::descend(how, threads);
-    STD_TORCH_CHECK(found.is_finite, "an update of int8 weights is not finite: the loss has diverged");
+    STD_TORCH_CHECK(found.is_finite, kNotFinite);
     *clamped += found.clamped;
   }
   ++seed_and_updates[1];

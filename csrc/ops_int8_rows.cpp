@@ -226,7 +226,7 @@ void store_rounded_(Tensor weight, const Tensor& steps, Tensor rounding, Tensor 
   const Threads threads = threads_of(rows);
   STD_TORCH_CHECK(
       all_finite(scanned(rows, threads, steps).largest),
-      "an update of int8 weights is not finite: the loss has diverged");
+      kNotFinite);
   const uint64_t seed = update_seed(seed_and_updates);
   if (weight.numel() > 0) {
     *clamped += kernels::int8::round_rows(

@@ -117,12 +117,16 @@ struct Layer {
     return {result, exponent};
   }
 
-  // Mantissas of so many bits, and the sums of the output's gradient for the bias. Sums of one piece are never stored,
-  // also where their scale is looked at: that it holds is found out by rounding them.
-  std::pair<Tensor, std::vector<int64_t>> weight_gradient(HeldScale& scale, int64_t sums_exponent, int64_t bits) const {
+  Tensor empty_weight(ScalarType dtype = kCarrier) const {
+    return empty_image({weight.size(0), weight.size(1), weight.size(2), weight.size(3)}, dtype, steps);
+  }
+
+  // Writes mantissas of so many bits, and returns the sums of the output's gradient for the bias. Sums of one piece are
+  // never stored, also where their scale is looked at: that it holds is found out by rounding them.
+  std::vector<int64_t> weight_gradient(
+      HeldScale& scale, int64_t sums_exponent, int64_t bits, Tensor& gradient) const {
     const bool in_pieces = pieces().size() > 1;
     const WholeSums sums = in_pieces ? whole_sums() : WholeSums{};
-    Tensor gradient = empty_weight(kCarrier);
     auto* const to = static_cast<int8_t*>(gradient.mutable_data_ptr());
     Workspace workspace;
     std::vector<int64_t> bias = sums.bias;
@@ -142,17 +146,20 @@ struct Layer {
       const int64_t most = int64_t{1} << std::max<int64_t>(bits, 0);
       scale.note_batch(kernels::int8::clip(to, gradient.numel(), most) > most);
     }
-    return {gradient, std::move(bias)};
+    return bias;
   }
 
   // Takes what weight_gradient() would return off the weight; returns the sums for the bias. Where the scale is looked at,
   // a small gradient is stored in less time than it is computed twice.
   // `own` are the weight's numbers, in channels_last.
   TakenOff take_weight_gradient_off(HeldScale& scale, int64_t sums_exponent, int64_t bits, int8_t* own) const {
-    if (pieces().size() > 1 || (scale.is_due() && weight.numel() < kStoredElements)) {
-      auto [found, bias] = weight_gradient(scale, sums_exponent, bits);
-      const auto* const steps = static_cast<const int8_t*>(found.const_data_ptr());
-      return {std::move(bias), kernels::int8::take_off(own, steps, weight.numel())};
+    const bool is_small = pieces().size() > 1 || weight.numel() < kStoredElements;
+    // Whether or not it is looked at: what is allocated must not depend on it.
+    Tensor stored = is_small ? empty_weight() : nothing(kCarrier, steps);
+    if (pieces().size() > 1 || (scale.is_due() && is_small)) {
+      std::vector<int64_t> bias = weight_gradient(scale, sums_exponent, bits, stored);
+      const auto* const found = static_cast<const int8_t*>(stored.const_data_ptr());
+      return {std::move(bias), kernels::int8::take_off(own, found, weight.numel())};
     }
     const int64_t present = scale.shift(sums_exponent);
     const bool is_due = scale.is_due();
@@ -208,10 +215,6 @@ struct Layer {
     const Conv2d conv = arguments.conv(kernel_size());
     bias.resize(static_cast<size_t>(conv.out_channels));
     return arguments.run(conv, finish, bias.data(), workspace);
-  }
-
-  Tensor empty_weight(ScalarType dtype) const {
-    return empty_image({weight.size(0), weight.size(1), weight.size(2), weight.size(3)}, dtype, steps);
   }
 
   WholeSums whole_sums() const {
@@ -373,7 +376,8 @@ PassedBack pass_back(
       sums = std::move(taken_off.bias);
       has_changed = taken_off.has_changed;
     } else {
-      std::tie(weight_gradient, sums) = layer.weight_gradient(of_weight, exponent, bits);
+      weight_gradient = layer.empty_weight();
+      sums = layer.weight_gradient(of_weight, exponent, bits, weight_gradient);
     }
   } else if (for_bias) {
     sums = channel_sums(steps);

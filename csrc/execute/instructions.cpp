@@ -133,19 +133,24 @@ void bind_execution(py::module_& module) {
                       const std::string& overload,
                       const py::dict& arguments,
                       const std::vector<std::tuple<std::string, int64_t, int64_t>>& places,
+                      const std::vector<std::pair<std::string, at::Tensor>>& numbers,
                       std::vector<int64_t> writes,
                       std::pair<int64_t, int64_t> takes,
+                      std::pair<int64_t, int64_t> alike,
                       int64_t category) {
             HANDLE_TH_ERRORS
-            return std::make_unique<OperatorCall>(name, overload, arguments, places, std::move(writes), takes, category);
+            return std::make_unique<OperatorCall>(
+                name, overload, arguments, places, numbers, std::move(writes), takes, alike, category);
             END_HANDLE_TH_ERRORS_PYBIND
           }),
           py::arg("name"),
           py::arg("overload"),
           py::arg("arguments"),
           py::arg("places"),
+          py::arg("numbers"),
           py::arg("writes"),
           py::arg("takes"),
+          py::arg("alike"),
           py::arg("category"))
       .def("__call__", [](const OperatorCall& call, const py::list& table) {
         HANDLE_TH_ERRORS

@@ -5,6 +5,7 @@
 #include <stdexcept>
 #include <tuple>
 
+#include <ATen/Functions.h>
 #include <ATen/ScalarOps.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/Tensor.h>
@@ -59,6 +60,22 @@ bool needs_no_autograd(const std::string& name) {
   return name.starts_with("aten::") || name.starts_with("torch_odt::");
 }
 
+// Whether elements lie in the same order, with nothing between them.
+bool lie_alike(const at::Tensor& one, const at::Tensor& other) {
+  if (one.is_contiguous() && other.is_contiguous()) {
+    return true;
+  }
+  if (!one.is_non_overlapping_and_dense()) {
+    return false;
+  }
+  for (int64_t i = 0; i < one.dim(); ++i) {
+    if (one.size(i) > 1 && one.stride(i) != other.stride(i)) {
+      return false;
+    }
+  }
+  return true;
+}
+
 } // namespace
 
 void require_values(PyObject* table, int64_t largest) {
@@ -72,13 +89,16 @@ OperatorCall::OperatorCall(
     const std::string& overload,
     const py::dict& arguments,
     const std::vector<std::tuple<std::string, int64_t, int64_t>>& places,
+    const std::vector<std::pair<std::string, at::Tensor>>& numbers,
     std::vector<int64_t> writes,
     std::pair<int64_t, int64_t> takes,
+    std::pair<int64_t, int64_t> alike,
     int64_t category)
     : operator_(c10::Dispatcher::singleton().findSchemaOrThrow(name.c_str(), overload.c_str())),
       arguments_(converted(operator_.schema(), arguments)),
       writes_(std::move(writes)),
       takes_(takes),
+      alike_(alike),
       category_(category),
       is_below_autograd_(needs_no_autograd(name)) {
   for (const auto& [argument, element, value] : places) {
@@ -91,9 +111,16 @@ OperatorCall::OperatorCall(
   largest_value_ = std::max({largest_value_, takes_.first, takes_.second});
   for (size_t i = 0; i < arguments_.size(); ++i) {
     if (arguments_[i].isTensor() && arguments_[i].toTensor().unsafeGetTensorImpl()->is_wrapped_number()) {
-      numbers_.emplace_back(i, arguments_[i].toTensor().item());
+      tensors_of_numbers_.emplace_back(i, arguments_[i].toTensor().item());
     }
   }
+  for (const auto& [argument, cell] : numbers) {
+    TORCH_CHECK_VALUE(
+        cell.is_cpu() && cell.scalar_type() == at::kDouble && cell.numel() == 1, "a number is one float64");
+    numbers_.emplace_back(position_of(operator_.schema(), argument), cell);
+  }
+  const auto count = static_cast<int64_t>(arguments_.size());
+  TORCH_CHECK_VALUE(std::max(alike_.first, alike_.second) < count, name, " has fewer arguments");
   const std::vector<c10::Argument>& returns = operator_.schema().returns();
   TORCH_CHECK_VALUE(returns.size() == writes_.size(), name, " has another number of results");
   for (const c10::Argument& result : returns) {
@@ -135,7 +162,7 @@ void OperatorCall::operator()(PyObject* table) const {
 }
 
 void OperatorCall::fill(torch::jit::Stack& stack, PyObject* table) const {
-  for (const auto& [argument, number] : numbers_) {
+  for (const auto& [argument, number] : tensors_of_numbers_) {
     at::Tensor tensor = at::scalar_to_tensor(number);
     tensor.unsafeGetTensorImpl()->set_wrapped_number(true);
     stack[argument] = std::move(tensor);
@@ -152,6 +179,16 @@ void OperatorCall::fill(torch::jit::Stack& stack, PyObject* table) const {
       list = place.argument;
     }
     stack[place.argument].toList().set(place.element, tensor);
+  }
+  for (const auto& [argument, cell] : numbers_) {
+    stack[argument] = *cell.const_data_ptr<double>();
+  }
+  if (alike_.first >= 0) {
+    const at::Tensor& model = stack[alike_.first].toTensor();
+    const at::Tensor& tensor = stack[alike_.second].toTensor();
+    if (!lie_alike(model, tensor)) {
+      stack[alike_.second] = at::empty_like(model).copy_(tensor);
+    }
   }
 }
 

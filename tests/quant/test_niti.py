@@ -149,6 +149,33 @@ def test_updates_in_the_backward_pass_change_no_bit_and_keep_no_gradient() -> No
     assert bytes_of(planned) == bytes_of(loop)
 
 
+# What is kept packed is packed anew inside of a step, and stays.
+KEPT = pytest.mark.filterwarnings("ignore:allocations departed from the plan")
+
+
+@pytest.mark.parametrize("packs", [False, pytest.param(True, marks=KEPT)])
+def test_a_step_takes_gradients_off_inside_of_its_schedule(packs: bool) -> None:
+    data, models = batches(6), [small_net() for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    for model in models:
+        niti_(model, packs=PackedWeights() if packs else None)
+    loop, ours = models
+    optimizer = NitiSGD(ours)
+    step = odt.TrainStep(ours, niti_cross_entropy, optimizer, budget=odt.Budget("1GiB", of="training"))
+    assert [float(step(x, y)) for x, y in data] == train(loop, NitiSGD(loop), data)
+    assert bytes_of(ours) == bytes_of(loop)
+    layers = [module for module in ours.modules() if isinstance(module, NitiLayer)]
+    assert all(layer.weight.grad is None and layer.gradient_rescaling.grad is not None for layer in layers)
+    found = f"{len(layers)} parameters are updated as soon as their gradients are complete"
+    fused = "" if packs else f", {len(layers)} of them by the operators that compute these"
+    assert any(note.startswith(f"{found}{fused}; these are gone then") for note in step.plan.notes)
+    # A hook sees what is stored for it, and the plan is another one.
+    seen: list[Tensor] = []
+    layers[0].weight.register_hook(lambda gradient: seen.append(as_int8(gradient).clone()))
+    assert float(step(*data[0])) == train(loop, NitiSGD(loop), data[:1])[0]
+    assert bytes_of(ours) == bytes_of(loop) and len(seen) == 1 and bool(seen[0].any())
+
+
 class Broadcast(nn.Module):
     """A sum of an image and a tensor of one pixel."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch import nn
 import torch_odt as odt
 from torch_odt.adapt.step_bytes import step_graph
 from torch_odt.capture.batch_state import NotSeparable
+from torch_odt.capture.update_in_backward import FUSED_UPDATE, UPDATES
 from torch_odt.execute.saved_contents import SavedContents
 
 ROOMY = odt.Budget("2GiB", of="training")
@@ -104,11 +105,11 @@ def call(step: odt.TrainStep, number: int) -> torch.Tensor:
     return step(images(8, number), labels(8, number))
 
 
-def updated_in_schedule(step: odt.TrainStep) -> set[str]:
-    """The parameters whose updates stand in the step's graph."""
+def updated_in_schedule(step: odt.TrainStep, targets: Collection[str] = UPDATES) -> set[str]:
+    """The parameters whose updates stand in the step's graph, as ops of these targets."""
     assert step._current is not None and step._current.program is not None
     (part,) = step._current.program.parts.values()
-    return {str(part.graph.values[op.reads[0]].target) for op in part.graph.ops if op.target == "odt.update"}
+    return {str(part.graph.values[op.reads[0]].target) for op in part.graph.ops if op.target in targets}
 
 
 @pytest.mark.parametrize("in_backward", [False, True])
@@ -136,7 +137,7 @@ def test_int8_weights_are_updated_inside_of_the_schedule(in_backward: bool, budg
     assert found == plain_losses(plain, loop)
     assert_same_state(model, plain)
     slots = {name for name, _ in model.named_parameters() if name.endswith("weight_slot")}
-    assert slots and slots <= updated_in_schedule(step)
+    assert slots and slots == updated_in_schedule(step, {FUSED_UPDATE})
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
@@ -192,6 +193,81 @@ def test_a_plan_that_updates_int8_weights_travels_in_a_file(tmp_path: Path) -> N
     assert losses == expected
     assert_same_state(model, plain)
     assert updated_in_schedule(steps[1]) == updated_in_schedule(steps[0])
+
+
+@pytest.mark.parametrize("share", [lambda weight: weight, lambda weight: weight.view_as(weight)])
+def test_an_int8_weight_in_shared_memory_waits_for_the_optimizer(
+    share: Callable[[torch.Tensor], torch.Tensor],
+) -> None:
+    def make() -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(0)
+        layers = [nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.ReLU()]
+        model = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 10)).train()
+        odt.quant.convert_(model, calibration(), qas=True)
+        model[4].weight = share(model[2].weight)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        odt.quant.train_int8_(model, optimizer)
+        return model, optimizer
+
+    (plain, loop), (model, optimizer) = make(), make()
+    step = odt.TrainStep(model, F.cross_entropy, optimizer, budget=ROOMY)
+    for number in range(3):
+        assert float(call(step, number)) == plain_step(plain, loop, number)
+    assert_same_state(model, plain)
+    slots = {name for name in updated_in_schedule(step) if name.endswith("weight_slot")}
+    assert "0.weight_slot" in slots and slots.isdisjoint({"2.weight_slot", "4.weight_slot"})
+    assert any("2 gradients are kept for the optimizer's step: other tensors lie" in n for n in step.plan.notes)
+
+
+def test_rates_follow_schedulers_and_groups() -> None:
+    plain, model = (converted("residual") for _ in range(2))
+    pairs = []
+    for each in (plain, model):
+        slots = [p for name, p in each.named_parameters() if name.endswith("weight_slot")]
+        others = [p for name, p in each.named_parameters() if not name.endswith("weight_slot")]
+        groups = [{"params": slots[:1], "lr": 0.5}, {"params": slots[1:]}, {"params": others, "lr": 0.1}]
+        optimizer = torch.optim.SGD(groups, lr=0.0)
+        odt.quant.train_int8_(each, optimizer)
+        pairs.append((optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)))
+    (loop, loop_rates), (optimizer, rates) = pairs
+    step = odt.TrainStep(model, F.cross_entropy, optimizer, budget=ROOMY)
+
+    def swap(each: torch.optim.Optimizer) -> None:
+        first, second = each.param_groups[0]["params"], each.param_groups[1]["params"]
+        first[0], second[0] = second[0], first[0]
+
+    def decay(each: torch.optim.Optimizer) -> None:
+        each.param_groups[0]["weight_decay"] = 0.1
+
+    changes: list[Callable[[torch.optim.Optimizer], None]] = [lambda each: None, lambda each: None, swap, decay]
+    for number, change in enumerate(changes):
+        change(loop), change(optimizer)
+        before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        assert float(call(step, number)) == plain_step(plain, loop, number)
+        loop_rates.step(), rates.step()
+        assert_same_state(model, plain)
+        weights = [name for name in before if f"{name}_slot" in before]
+        moved = [name for name in weights if not torch.equal(before[name], model.state_dict()[name])]
+        # Of the others the rate is 0.
+        assert moved == weights[:1] if number < 2 else moved == weights[1:2]
+
+
+def test_changes_by_compiled_code_are_noted_at_the_tensors() -> None:
+    model = converted("residual")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    odt.quant.train_int8_(model, optimizer)
+    step = odt.TrainStep(model, F.cross_entropy, optimizer, budget=ROOMY)
+    call(step, 0)
+    tensors = dict(model.named_parameters()) | dict(model.named_buffers())
+    changed = {name for name in tensors if not name.endswith(("slot", "scale", "grid", "step"))}
+    versions = {name: tensors[name]._version for name in changed}
+    loss = F.cross_entropy(model(images(8, 1)), labels(8, 1))
+    contents = {name: tensors[name].clone() for name in changed}
+    call(step, 1)
+    moved = {name for name in changed if not torch.equal(contents[name], tensors[name])}
+    assert moved and all(tensors[name]._version > versions[name] for name in moved)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
 
 
 def refuse(*_: Any) -> None:

@@ -14,6 +14,7 @@ import torch
 from torch_odt.capture import operators
 from torch_odt.capture.accumulate import ACCUMULATING
 from torch_odt.capture.carried_operators import are_plain, may_be_carried
+from torch_odt.capture.fused_updates import FUSED_UPDATE
 from torch_odt.capture.graph import Op, OutputKind, Ref, TrainingGraph, ValueKind, refs
 from torch_odt.capture.overwrite import function_of
 from torch_odt.capture.pack_dropout_masks import PACKED
@@ -32,6 +33,7 @@ _OWN_ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "odt.accumulate_embedding": (Ref, Ref, Ref, int),
     "odt.first_of": (Ref, Ref),
 }
+_NOT_CARRIED = "is none of the operators that a plan file may carry; save the plan with carry_graph=False"
 _OTHER_FACTS = "is a view or draws random numbers, or does not, against what the graph says"
 
 
@@ -89,6 +91,8 @@ def _check_op(graph: TrainingGraph, op: Op) -> None:
         if op.index >= graph.program_length:
             raise _is_not(op, "may not stand behind the program")
         return
+    if op.target == FUSED_UPDATE:
+        raise _is_not(op, _NOT_CARRIED)
     try:
         function_of(op)
     except (KeyError, ValueError, StopIteration) as error:
@@ -163,7 +167,7 @@ def _check_overload(op: Op) -> None:
     overload = operators.of_torch(op.target)
     schema = overload._schema
     if not may_be_carried(overload):
-        raise _is_not(op, "is none of the operators that a plan file may carry; save the plan with carry_graph=False")
+        raise _is_not(op, _NOT_CARRIED)
     names = [argument.name for argument in schema.arguments]
     if len(op.args) > len(names) or not op.kwargs.keys() <= set(names[len(op.args) :]):
         raise _is_not(op, "has other arguments in this version of torch")

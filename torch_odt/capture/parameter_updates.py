@@ -18,15 +18,18 @@ from torch.optim.adam import adam
 from torch.optim.sgd import sgd
 
 from torch_odt.capture.operators import register_operator
-from torch_odt.ops import int8_descend_
+from torch_odt.ops import int8_descend_, int8_take_off_
 
 _PIECE_ELEMENTS = 1 << 18
 # In others, torch's vectors round where the scalars at their ends do not, so that a bit depends on where a piece ends.
 _IN_PIECES = (torch.float32, torch.float64)
 # The rule of int8 weights, which are no parameters: SGD without momentum, rounded stochastically.
 INT8 = "int8"
+# The rule of weights in NITI's arithmetic: integers are taken off integers.
+NITI = "niti"
+_INTEGERS = (INT8, NITI)
 # Draws and a count that nobody reads, for its measurements: they must not allocate what updates themselves do not.
-_SPARE = (torch.tensor([0, 0]), torch.tensor(0))
+SPARE = (torch.tensor([0, 0], device="cpu"), torch.tensor(0, device="cpu"))
 _MORE_THAN_DESCENT = ("momentum", "weight_decay", "maximize")
 
 
@@ -43,7 +46,7 @@ def update(
         is_first: the state is 0, because the optimizer has none yet.
     """
     kind = rule.partition(" ")[0]
-    if kind != INT8 and not lie_alike((parameter, gradient)):
+    if kind not in _INTEGERS and not lie_alike((parameter, gradient)):
         # As autograd lays it out: where an element lies may decide how it is rounded.
         gradient = torch.empty_like(parameter).copy_(gradient)
     _UPDATES[kind](options, parameter, gradient, state, is_first)
@@ -85,10 +88,16 @@ def _int8_descent(
     """What an int8 weight's update takes; whose it is keeps the draws, and counts what saturates."""
     (weight,) = state
     gradient = gradient.permute(0, 3, 1, 2) if gradient.dim() == 4 else gradient
-    int8_descend_(weight, gradient, *_SPARE, rate=options["lr"], weight_decay=options["weight_decay"])
+    int8_descend_(weight, gradient, *SPARE, rate=options["lr"], weight_decay=options["weight_decay"])
 
 
-_UPDATES: dict[str, Callable[..., None]] = {"sgd": _sgd, "adam": _adam, INT8: _int8_descent}
+def _take_off(
+    options: Mapping[str, Any], parameter: Tensor, gradient: Tensor, state: tuple[Tensor, ...], is_first: bool
+) -> None:
+    int8_take_off_(parameter.view(torch.int8), gradient.view(torch.int8))
+
+
+_UPDATES: dict[str, Callable[..., None]] = {"sgd": _sgd, "adam": _adam, INT8: _int8_descent, NITI: _take_off}
 
 
 def _pieces(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
@@ -133,7 +142,7 @@ def _harmless_update(rule: str, parameter: Tensor, gradient: Tensor, *state: Ten
         "amsgrad": "amsgrad" in used,
         "decoupled_weight_decay": "decoupled" in used,
     }
-    if used[0] != INT8:
+    if used[0] not in _INTEGERS:
         for tensor in state:
             tensor.abs_()
     update(rule, options, parameter, gradient, *state)

@@ -102,10 +102,10 @@ def _is_note_of(name: str, note: str) -> bool:
     return note.endswith(f"({name})")
 
 
-def with_updates(graph: TrainingGraph, rules: Mapping[str, UpdateRule]) -> TrainingGraph:
+def with_updates(graph: TrainingGraph, rules: Mapping[str, UpdateRule], *, may_fuse: bool = True) -> TrainingGraph:
     """A numbered graph whose parameters are updated inside of it, as `update_in_backward` says; not changed itself."""
     updated, disabled = reopen(graph)
-    _apply(updated, update_in_backward.__name__, lambda graph: update_in_backward(graph, rules))
+    _apply(updated, update_in_backward.__name__, lambda graph: update_in_backward(graph, rules, may_fuse=may_fuse))
     return number_anew(updated, disabled)
 
 

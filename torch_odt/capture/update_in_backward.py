@@ -13,9 +13,15 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from torch_odt.capture.batch_norm_match import BATCH_NORM
+from torch_odt.capture.fuse_batch_norm import FUSED
+from torch_odt.capture.fused_updates import FUSED_UPDATE, fuse
 from torch_odt.capture.graph import Op, Output, Ref, TrainingGraph, Value
 
 UPDATE = "odt.update"
+UPDATES = frozenset({UPDATE, FUSED_UPDATE})
+# What these return is computed again by other ops, which read their parameters, although they run once themselves.
+_REMATERIALIZED = frozenset({BATCH_NORM, FUSED})
 
 
 @dataclass(frozen=True)
@@ -33,12 +39,13 @@ class UpdateRule:
     into: str = ""
 
 
-def update_in_backward(graph: TrainingGraph, rules: Mapping[str, UpdateRule]) -> str | None:
+def update_in_backward(graph: TrainingGraph, rules: Mapping[str, UpdateRule], *, may_fuse: bool = True) -> str | None:
     """Put updates into the graph in the place of the gradients that are delivered.
 
     Args:
         graph: without rematerializers. Its ops and values are to be numbered anew afterwards.
         rules: by the parameters' names; what is not among them delivers its gradient as before.
+        may_fuse: operators that can use a gradient up as they compute it do so; it can be delivered no more then.
     """
     taken = [output for output in graph.outputs_of("gradient") if _can_update(graph, output, rules)]
     if not taken:
@@ -53,15 +60,29 @@ def update_in_backward(graph: TrainingGraph, rules: Mapping[str, UpdateRule]) ->
     _run_once(graph, updated, frozenset(graph.values[output.value].base for output in taken))
     last_reads = _last_reads(graph)
     after: dict[int, list[Op]] = {}
+    fused, removed = 0, set()
     for number, output in enumerate(taken):
         name = str(output.target)
+        values = [value.index for value in changed[name]]
+        last_read = max(last_reads[value] for value in values)
+        views = fuse(graph, output.value, rules[name].text, values, last_read) if may_fuse else None
+        if views is not None:
+            fused += 1
+            removed.update(views)
+            continue
         complete = graph.values[output.value].producer
         assert complete is not None
         op = _update_op(graph, len(graph.ops) + number, changed[name], output.value, rules[name])
-        after.setdefault(max(complete, *(last_reads[value.index] for value in changed[name])), []).append(op)
-    graph.ops = [new for position, op in enumerate(graph.ops) for new in (op, *after.get(position, ()))]
+        after.setdefault(max(complete, last_read), []).append(op)
+    graph.ops = [
+        new
+        for position, op in enumerate(graph.ops)
+        if position not in removed
+        for new in (op, *after.get(position, ()))
+    ]
     graph.outputs = [output for output in graph.outputs if output not in taken]
-    return f"{len(taken)} parameters are updated as soon as their gradients are complete; these are gone then"
+    of_these = f", {fused} of them by the operators that compute these" if fused else ""
+    return f"{len(taken)} parameters are updated as soon as their gradients are complete{of_these}; these are gone then"
 
 
 def _can_update(graph: TrainingGraph, output: Output, rules: Mapping[str, UpdateRule]) -> bool:
@@ -101,7 +122,7 @@ def _last_reads(graph: TrainingGraph) -> list[int]:
         in_backward = op.phase == "backward"
         bases = [graph.values[value].base for value in op.reads]
         until = position if in_backward else -1
-        if not (in_backward and op.is_pinned):
+        if op.may_rerun or op.target in _REMATERIALIZED:
             until = max([until, *(last[graph.values[value].base] for value in op.results)])
         for base in bases:
             last[base] = max(last[base], until)
@@ -123,6 +144,15 @@ def _update_op(graph: TrainingGraph, index: int, changed: list[Value], gradient:
         is_pinned=True,
         phase="backward",
     )
+
+
+def changed_by(graph: TrainingGraph, op: Op) -> frozenset[int]:
+    """The storages that an update changes, of those that belong to the caller; none of any other op."""
+    if op.target == FUSED_UPDATE:
+        return frozenset(graph.values[value].base for value in op.reads[:2])
+    if op.target != UPDATE:
+        return frozenset()
+    return frozenset(value for value in op.reads if value == op.reads[0] or graph.values[value].kind == "buffer")
 
 
 def counter_dtype() -> torch.dtype:

@@ -212,7 +212,8 @@ def _with_updates(graph: TrainingGraph, rules: Rules) -> TrainingGraph:
     named = [
         replace(v, kind="parameter") if v.kind == "input" and str(v.target) in targets else v for v in graph.values
     ]
-    updated = with_updates(replace(graph, values=named), targets)
+    # Whether a gradient may be used up is only known when the backward pass runs.
+    updated = with_updates(replace(graph, values=named), targets, may_fuse=False)
     assert [value.name for value in updated.values[: len(graph.values)]] == [value.name for value in graph.values]
     return updated
 

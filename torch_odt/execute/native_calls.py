@@ -14,6 +14,7 @@ import torch
 from torch_odt import _extensions
 from torch_odt.capture.graph import Op, Ref, refs
 from torch_odt.capture.overwrite import Overwriting
+from torch_odt.execute.one_operator import Number, OneOperator
 from torch_odt.memory._tracking import is_tracking, number_of
 
 
@@ -21,8 +22,8 @@ def native_call(op: Op, function: Callable[..., Any], shape_only: Mapping[int, t
     """What calls an op's operator on the values of a table; None where that is for Python.
 
     Args:
-        function: what the op calls. Anything but an operator of torch's dispatcher, by itself or `Overwriting` an
-            argument, is for Python.
+        function: what the op calls. Anything but an operator of torch's dispatcher, by itself, `Overwriting` an
+            argument or as `OneOperator`, is for Python.
         shape_only: what stands in the place of values that are not in memory.
     """
     module = _extensions.memory_module
@@ -30,8 +31,13 @@ def native_call(op: Op, function: Callable[..., Any], shape_only: Mapping[int, t
         return None
     args, kwargs = list(op.args), op.kwargs
     writes = [-1 if value is None else value for value in op.writes]
-    takes = (-1, -1)
-    if isinstance(function, Overwriting):
+    takes = alike = (-1, -1)
+    if isinstance(function, OneOperator):
+        use = function.use
+        args, kwargs, alike = list(use.arguments), {}, use.alike or alike
+        writes = [-1 if value is None else value for value in use.results]
+        function = use.operator
+    elif isinstance(function, Overwriting):
         takes = (writes.pop(function.way.result), args[function.position].value)
         args, into = function.given(args)
         kwargs = kwargs | into
@@ -52,7 +58,9 @@ def native_call(op: Op, function: Callable[..., Any], shape_only: Mapping[int, t
     try:
         arguments = {name: placed.argument(name, value) for name, value in named.items()}
         category = number_of("activation") if is_tracking() and not op.is_view else -1
-        return module.OperatorCall(schema.name, schema.overload_name, arguments, placed.places, writes, takes, category)
+        return module.OperatorCall(
+            schema.name, schema.overload_name, arguments, placed.places, placed.numbers, writes, takes, alike, category
+        )
     except (_ForPython, RuntimeError, ValueError, TypeError):
         return None
 
@@ -66,16 +74,21 @@ class _Placed:
 
     Attributes:
         places: the element is -1 where a value is the argument itself.
+        numbers: arguments that are read when the operator is called, and from where.
     """
 
     def __init__(self, shape_only: Mapping[int, torch.Tensor]) -> None:
         self._shape_only = shape_only
         self._anything = torch.empty(0)
         self.places: list[tuple[str, int, int]] = []
+        self.numbers: list[tuple[str, torch.Tensor]] = []
 
     def argument(self, name: str, value: Any) -> Any:
         if isinstance(value, (list, tuple)):
             return [self._member(name, element, member) for element, member in enumerate(value)]
+        if isinstance(value, Number):
+            self.numbers.append((name, value.cell))
+            return 0.0
         return self._member(name, -1, value)
 
     def _member(self, name: str, element: int, value: Any) -> Any:

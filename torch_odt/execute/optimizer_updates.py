@@ -17,15 +17,20 @@ from torch import nn
 from torch.optim import optimizer as torch_optimizer
 
 from torch_odt import memory
-from torch_odt.capture.graph import TrainingGraph
+from torch_odt.capture.fused_updates import FUSED_UPDATE, chosen
+from torch_odt.capture.graph import Op, TrainingGraph
 from torch_odt.capture.parameter_updates import update
 from torch_odt.capture.update_in_backward import UpdateRule, counter_dtype, update_in_backward
 from torch_odt.execute.gradients import USED_UP, has_gradient_hooks
 from torch_odt.execute.named_tensors import StepTensors, forms_of
+from torch_odt.execute.one_operator import Number, OneOperator, OperatorUse
 from torch_odt.execute.profiler_marks import UPDATE, marked
 
 # The attribute of optimizers that change memory elsewhere than in their parameters: `InStep` by a parameter's identity.
 IN_STEP = "_torch_odt_in_step"
+# Whose updates are made one by one.
+_KNOWN = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
+_SHARED = "other tensors lie in the parameter's memory"
 _FLOATING = (torch.float32, torch.float64, torch.bfloat16)
 
 
@@ -47,6 +52,19 @@ class InStep(Protocol):
     def update(self, gradient: torch.Tensor) -> None:
         """Use it up."""
 
+    def fused(self, *arguments: Any) -> Sequence[torch.Tensor | None]:
+        """Use it up as it is computed, see `FusedUpdate`: an operator's results, with None for the gradient."""
+
+    def fused_operator(
+        self, arguments: tuple[Any, ...], number: Callable[[str], Number]
+    ) -> tuple[torch._ops.OpOverload, tuple[Any, ...], tuple[int | None, ...]]:
+        """The same as an operator of torch's dispatcher, its arguments, and which of the results each of its own is.
+
+        Args:
+            arguments: of a graph, see `OperatorUse`.
+            number: an option of the optimizer, by its name.
+        """
+
 
 @dataclass(frozen=True)
 class _Member:
@@ -67,14 +85,14 @@ class _FoundOf:
         identities: of parameters and buffers, and of the parameters of each of the optimizer's groups.
         forms: of parameters and buffers, with addresses.
         hooked: parameters with hooks.
-        in_step: what becomes of gradients that do not change their parameters.
+        in_step: parameters whose gradients the optimizer uses up in its own way.
     """
 
     names: tuple[str, ...]
     identities: tuple[tuple[int, ...], ...]
     forms: Hashable
     hooked: tuple[str, ...]
-    in_step: tuple[UpdateRule | None, ...]
+    in_step: tuple[int, ...]
 
     @classmethod
     def now(
@@ -90,7 +108,7 @@ class _FoundOf:
             identities=tuple(tuple(map(id, each)) for each in (tensors, *members)),
             forms=forms_of(tensors, addresses=True),
             hooked=tuple(name for name, p in parameters.items() if p.requires_grad and _is_seen_by_hooks(p)),
-            in_step=tuple(each.rule("") for each in vars(optimizer).get(IN_STEP, {}).values()),
+            in_step=tuple(vars(optimizer).get(IN_STEP, ())),
         )
 
 
@@ -129,7 +147,9 @@ class OptimizerUpdates:
         self._members: dict[str, _Member] = {}
         self._fresh: dict[str, torch.Tensor] = {}
         self._names: dict[int, list[str]] = {}
-        self._group_rules: list[UpdateRule] = []
+        self._numbers: dict[tuple[int, str], Number] = {}
+        self._changed: dict[str, list[torch.Tensor]] = {}
+        self._group_rules: list[UpdateRule | None] = []
         for name, parameter in parameters.items():
             self._names.setdefault(id(parameter), []).append(name)
         self.waits_for = needs_all or _reason_to_wait(optimizer)
@@ -143,36 +163,46 @@ class OptimizerUpdates:
     def _find_members(self, parameters: Mapping[str, nn.Parameter], buffers: Iterable[torch.Tensor]) -> None:
         groups = self._optimizer.param_groups
         self._group_rules = [_rule_of(self._optimizer, group) for group in groups]
-        tensors = {id(tensor): tensor for tensor in (*parameters.values(), *buffers)}
-        owners = Counter(tensor.untyped_storage().data_ptr() for tensor in tensors.values())
+        named = [*parameters.values(), *buffers]
+        owners = Counter(t.untyped_storage().data_ptr() for t in {id(t): t for t in named}.values())
+        uses = Counter(tensor.untyped_storage().data_ptr() for tensor in named)
         for number, (group, rule) in enumerate(zip(groups, self._group_rules, strict=True)):
             for parameter in group["params"]:
                 names = self._names.get(id(parameter), ()) if parameter.requires_grad else ()
                 in_step = _in_step(self._optimizer, parameter)
                 if in_step is not None:
-                    self._find_in_step(in_step, parameter, number, names)
+                    self._find_in_step(in_step, parameter, number, names, uses)
                     continue
                 reason = _reason_to_keep(parameter, owners) if names else ""
+                if names and rule is None:
+                    reason = f"{type(self._optimizer).__name__} makes its step as a whole"
                 if reason:
                     self.kept[reason] += 1
-                    continue
-                for name in names:
-                    self._members[name] = _Member(parameters[name], number, rule)
+                elif rule is not None:
+                    self._members |= {name: _Member(parameters[name], number, rule) for name in names}
 
-    def _find_in_step(self, in_step: InStep, parameter: nn.Parameter, group: int, names: Sequence[str]) -> None:
+    def _find_in_step(
+        self, in_step: InStep, parameter: nn.Parameter, group: int, names: Sequence[str], uses: Counter[int]
+    ) -> None:
+        is_shared = any(uses[tensor.untyped_storage().data_ptr()] > len(names) for tensor in in_step.changed())
         for name in names:
             rule = in_step.rule(name)
-            if rule is None:
+            if is_shared:
+                self.kept[_SHARED] += 1
+            elif rule is None:
                 self.kept["the optimizer's step does more with it than descend"] += 1
             elif _is_seen_by_hooks(parameter):
                 self.kept["a hook looks at it"] += 1
             else:
                 self._members[name] = _Member(parameter, group, rule, in_step)
 
-    @property
+    @functools.cached_property
     def signature(self) -> Hashable:
         """What the graph with these updates depends on."""
-        members = tuple((name, id(m.parameter), m.group, m.rule) for name, m in self._members.items())
+        members = tuple(
+            (name, id(m.parameter), m.group, m.rule, m.in_step and tuple(map(id, m.in_step.changed())))
+            for name, m in self._members.items()
+        )
         return self.waits_for, id(self._optimizer), members
 
     @property
@@ -230,9 +260,42 @@ class OptimizerUpdates:
             self._fresh[f"{name}/{key}"] = tensor
         return tensor
 
-    def bind(self, name: str) -> Callable[..., tuple[()]]:
-        """The operator that updates one parameter of a graph."""
-        return functools.partial(self.update, name)
+    def bind(self, op: Op, name: str) -> Callable[..., Any]:
+        """What updates one parameter of a graph, in the place of `UPDATE` or `FUSED_UPDATE`."""
+        python = functools.partial(self._fused_update if op.target == FUSED_UPDATE else self.update, name)
+        use = self._operator_of(op, self._members[name])
+        if use is None:
+            return python
+        member = self._members[name]
+        self._changed[name] = [member.parameter] if member.in_step is None else member.in_step.changed()
+        return OneOperator(use, python)
+
+    def _operator_of(self, op: Op, member: _Member) -> OperatorUse | None:
+        """The one operator that an update comes to; None where it is more than that."""
+        if op.target == FUSED_UPDATE:
+            assert member.in_step is not None
+            _, _, returned, _, *arguments = op.args
+            found = member.in_step.fused_operator(tuple(arguments), functools.partial(self._number, member.group))
+            values = dict(zip(returned, op.writes, strict=True))
+            return OperatorUse(*found[:2], tuple(None if i is None else values.get(i) for i in found[2]))
+        if member.in_step is not None or member.rule.text != "sgd":
+            return None
+        descent = (*op.args[1:], self._number(member.group, "-lr"))
+        return OperatorUse(torch.ops.aten.add_.Tensor, descent, (None,), alike=(0, 1))
+
+    def _number(self, group: int, option: str) -> Number:
+        """An option of a group, with its sign turned where a minus stands before its name."""
+        return self._numbers.setdefault((group, option), Number(torch.zeros(1, dtype=torch.float64)))
+
+    def read_options(self) -> None:
+        """Before a step: the optimizer's options are as they are now."""
+        for (group, option), number in self._numbers.items():
+            value = float(self._optimizer.param_groups[group][option.removeprefix("-")])
+            number.cell.fill_(-value if option.startswith("-") else value)
+
+    def note_changes(self) -> None:
+        """After a step: autograd, and whoever has packed a weight, know of changes that compiled code has made."""
+        torch.autograd.graph.increment_version([tensor for changed in self._changed.values() for tensor in changed])
 
     def update(
         self, name: str, rule: str, parameter: torch.Tensor, gradient: torch.Tensor, *state: torch.Tensor
@@ -256,6 +319,13 @@ class OptimizerUpdates:
             if target in self._fresh:
                 self._optimizer.state[member.parameter][key] = self._fresh.pop(target)
         return ()
+
+    def _fused_update(
+        self, name: str, rule: str, target: str, returned: Sequence[int], parameter: torch.Tensor, *arguments: Any
+    ) -> Any:
+        in_step = self._members[name].in_step
+        assert in_step is not None
+        return chosen(in_step.fused(*arguments), returned)
 
 
 def why_all_gradients(accumulation_steps: int, clip_grad_norm: float | None, *, transactional: bool = False) -> str:
@@ -300,12 +370,14 @@ def require_own_parameters(optimizer: torch.optim.Optimizer, parameters: Iterabl
 def _reason_to_wait(optimizer: torch.optim.Optimizer) -> str:
     """Why an optimizer cannot update one parameter after the other; empty if it can."""
     kind = type(optimizer)
-    if kind not in (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW):
+    if kind not in _KNOWN and not vars(optimizer).get(IN_STEP):
         return f"{kind.__name__} makes its step as a whole (SGD, Adam and AdamW of torch.optim are known)"
     if _has_hooks(optimizer):
         return "the optimizer has hooks, which see all gradients"
     if not _is_own_step(optimizer):
         return "the optimizer's step has been replaced"
+    if any(getattr(optimizer, name, None) is not None for name in ("grad_scale", "found_inf")):
+        return "a scaler has left its scale at the optimizer"
     for group in optimizer.param_groups:
         for option in ("foreach", "fused", "capturable", "differentiable"):
             if group.get(option):
@@ -334,7 +406,9 @@ def _has_hooks(optimizer: torch.optim.Optimizer) -> bool:
     return any(not isinstance(hook, StepNotice) for hooks in (*own, *everyones) for hook in hooks.values())
 
 
-def _rule_of(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> UpdateRule:
+def _rule_of(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> UpdateRule | None:
+    if type(optimizer) not in _KNOWN:
+        return None
     used = [name for name in ("weight_decay", "maximize", "nesterov", "amsgrad") if group.get(name)]
     if isinstance(optimizer, torch.optim.SGD):
         momentum = ("momentum",) if group["momentum"] else ()
@@ -348,7 +422,7 @@ def _reason_to_keep(parameter: nn.Parameter, owners: Mapping[int, int]) -> str:
     """Why a parameter's gradient must be there when the optimizer makes its step; empty if it need not."""
     storage = parameter.untyped_storage()
     if storage.nbytes() != parameter.nbytes or owners[storage.data_ptr()] > 1:
-        return "other tensors lie in the parameter's memory"
+        return _SHARED
     if parameter.dtype not in _FLOATING:
         return "the parameter is of another type"
     return "a hook looks at it" if _is_seen_by_hooks(parameter) else ""

@@ -21,7 +21,7 @@ from torch_odt.capture.machine import settings_name
 from torch_odt.capture.separation import Separation
 from torch_odt.capture.step_data import results_to_data
 from torch_odt.capture.trace import TracedStep
-from torch_odt.capture.update_in_backward import UPDATE
+from torch_odt.capture.update_in_backward import UPDATES
 from torch_odt.errors import PlanError
 from torch_odt.execute.candidate import Candidate, PlannedPart
 from torch_odt.execute.page_file import OpenPageFile
@@ -121,7 +121,7 @@ class StoredProgram:
     @property
     def makes_updates(self) -> bool:
         """Whether parameters are updated in the backward pass."""
-        return any(UPDATE in part.first.operators for part in self.parts.values())
+        return any(not UPDATES.isdisjoint(part.first.operators) for part in self.parts.values())
 
     @property
     def carries_graph(self) -> bool:

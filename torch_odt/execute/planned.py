@@ -18,12 +18,13 @@ from torch_odt import _extensions
 from torch_odt.capture import accumulate, pack_dropout_masks  # noqa: F401  (they register operators of graphs)
 from torch_odt.capture.accumulate import ACCUMULATING
 from torch_odt.capture.draws import Draw
+from torch_odt.capture.fused_updates import FUSED_UPDATE
 from torch_odt.capture.graph import Op, Ref, TrainingGraph
 from torch_odt.capture.machine import machine_name, settings_name
 from torch_odt.capture.separation import Separation, ancestors
 from torch_odt.capture.step_data import with_results
 from torch_odt.capture.trace import TracedStep
-from torch_odt.capture.update_in_backward import UPDATE, UpdateRule
+from torch_odt.capture.update_in_backward import UPDATES, UpdateRule
 from torch_odt.errors import InfeasibleBudget, PlanError
 from torch_odt.execute.accounting import Allowance, UndoCost, allow
 from torch_odt.execute.candidate import Candidate, LaterPart, PlannedPart
@@ -165,7 +166,7 @@ def _require_harmless_count(graph: TrainingGraph, separation: Separation | None)
     if separation is None or separation.count_value is None:
         return
     for op in ancestors(graph, separation.count_value, (*graph.inputs, *graph.constants)):
-        if needs_guard(op) or op.target in (UPDATE, *ACCUMULATING) or op.overwrites is not None:
+        if needs_guard(op) or op.target in (*UPDATES, *ACCUMULATING) or op.overwrites is not None:
             raise PlanError(
                 f"the plan counts targets by op {op.index} of the graph, {op.target}, which is not for that"
             )
@@ -231,7 +232,7 @@ def _require_known(graph: TrainingGraph, part: PlannedPart, requirements: Requir
 
 def _require_updates(graph: TrainingGraph, updates: OptimizerUpdates | None) -> None:
     """The optimizer must make the updates that stand in the graph."""
-    ops = [op for op in graph.program if op.target == UPDATE]
+    ops = [op for op in graph.program if op.target in UPDATES]
     if not ops:
         return
     reason = "nothing updates parameters here" if updates is None else updates.waits_for
@@ -244,6 +245,9 @@ def _require_updates(graph: TrainingGraph, updates: OptimizerUpdates | None) -> 
 
 
 def _is_update(graph: TrainingGraph, op: Op, rule: UpdateRule) -> bool:
+    if op.target == FUSED_UPDATE:
+        # Graphs of files hold none, and those of this process are the rewrite's.
+        return op.args[0] == rule.text
     parameter, _, *state = op.reads
     name = str(graph.values[parameter].target)
     taken = [(graph.values[v].kind, graph.values[v].target) for v in (parameter, *state)]

@@ -14,7 +14,7 @@ import torch.utils._pytree as pytree
 from torch import nn
 
 from torch_odt.capture.graph import TrainingGraph
-from torch_odt.capture.update_in_backward import UPDATE
+from torch_odt.capture.update_in_backward import UPDATES
 from torch_odt.errors import PlanError
 from torch_odt.execute.accounting import Allowance
 from torch_odt.execute.candidate import Candidate, PlannedPart
@@ -113,6 +113,7 @@ class Prepared:
         leaves = pytree.tree_leaves((args, kwargs))
         tensors = detached(parameters) | dict(buffers)
         if self.updates is not None:
+            self.updates.read_options()
             tensors |= self.updates.state(self.program.parts[self.program.sizes[0]].graph)
         began = time.perf_counter()
         try:
@@ -130,6 +131,9 @@ class Prepared:
             if not self.is_foreign:
                 raise
             raise PlanError(f"the plan contradicts itself: {error!r}") from error
+        finally:
+            if self.updates is not None:
+                self.updates.note_changes()
         self.last_seconds.append(time.perf_counter() - began)
         assert receiver.loss is not None
         results = [self._join(position, pieces) for position, pieces in sorted(receiver.results.items())]
@@ -200,8 +204,8 @@ def _updates_in(request: StepRequest, graph: TrainingGraph) -> dict[int, Callabl
     """The optimizer's own updates, in the place of those that were measured."""
     if request.updates is None:
         return {}
-    names = {op.index: str(graph.values[op.reads[0]].target) for op in graph.program if op.target == UPDATE}
-    return {index: request.updates.bind(name) for index, name in names.items()}
+    ops = [op for op in graph.program if op.target in UPDATES]
+    return {op.index: request.updates.bind(op, str(graph.values[op.reads[0]].target)) for op in ops}
 
 
 def _shared_gradients(graph: TrainingGraph) -> frozenset[str]:

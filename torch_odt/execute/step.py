@@ -65,8 +65,8 @@ class TrainStep:
     `torch.optim`'s SGD, Adam and AdamW update each parameter in the backward pass, as soon as its gradient is complete,
     with the bits of their own step; the gradient is gone then, and `.grad` is None after a call. What needs all
     gradients (`clip_grad_norm`, accumulation, micro-batches, hooks, other optimizers) makes the optimizer wait, and the
-    plan says so; `disable_rewrites=["update_in_backward"]` does, too. An exception that ends a backward pass (an
-    interrupt) leaves some parameters updated and others not, unless the step is `transactional`.
+    plan says so; `disable_rewrites=["update_in_backward"]` does, too. An exception in a backward pass (an interrupt, an
+    int8 update that is not finite) leaves some parameters updated and others not, unless the step is `transactional`.
 
     Args:
         model: any `nn.Module` on the CPU. It stays as it is: same parameters, same `state_dict()`.

@@ -14,6 +14,10 @@ from torch_odt.ops.registration import register
 MOST = 127.0
 ROWS_OF_SUM = 256
 SEED_FACTOR = 0x9E3779B97F4A7C15
+NOT_FINITE = (
+    "an update of int8 weights is not finite: the loss has diverged; lower the learning rate. Layers that were updated "
+    "before this one stay so"
+)
 _FLOAT32 = torch.finfo(torch.float32)
 
 
@@ -194,7 +198,7 @@ def store_plain(weight: Tensor, steps: Tensor, rounding: Tensor, saturated: Tens
     """`int8_store_rounded_` in plain torch."""
     require_update("int8_store_rounded_", weight, steps, "steps", rounding, saturated)
     if not bool(steps.isfinite().all()):
-        raise RuntimeError("an update of int8 weights is not finite: the loss has diverged")
+        raise RuntimeError(NOT_FINITE)
     ordered = plain.by_pixels(steps) if weight.dim() == 4 else steps
     width = weight[0].numel() if len(weight) else 0
     seed, updates = rounding.tolist()

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from torch_odt.capture.costs import Costs, OpCost, TransferCosts
 from torch_odt.capture.estimates import estimate
 from torch_odt.capture.graph import Op, TrainingGraph
-from torch_odt.capture.update_in_backward import UPDATE
+from torch_odt.capture.update_in_backward import changed_by
 from torch_odt.errors import ScheduleError
 from torch_odt.planning.problem import Gradients, is_alias, live_ops, peak_without, unmovable_storages
 from torch_odt.planning.schedule import Deliver, Free, Instruction, PageIn, PageOut, Run, Schedule
@@ -148,8 +148,7 @@ class _Simulator:
         again = index in self.ran or index >= self.graph.program_length
         self._check_may_run(op, again)
         self.ran.add(index)
-        if op.target == UPDATE:
-            self.updated.update(v for v in op.reads if v == op.reads[0] or self.graph.values[v].kind == "buffer")
+        self.updated |= changed_by(self.graph, op)
         if is_alias(self.graph, op):
             self._alias(op)
             return

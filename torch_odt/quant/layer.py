@@ -16,6 +16,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from torch_odt.capture.fused_updates import FusedUpdate, register_fused_update
+from torch_odt.capture.parameter_updates import INT8, SPARE
 from torch_odt.ops import (
     int8_conv2d_grad_input_scaled,
     int8_conv2d_grad_weight_scaled,
@@ -326,6 +328,34 @@ def _descend_fake(
     return of_input, of_bias
 
 
+def pass_back_and_descend(arguments: Sequence[Any], descent: Descent) -> tuple[Tensor, Tensor]:
+    """The gradients of input and bias, while the weight's is taken off the weight and never stored.
+
+    Args:
+        arguments: of `int8_layer_backward`.
+        descent: what becomes of the weight, which is among the arguments.
+    """
+    updated = (descent.rounding, descent.saturated)
+    found: tuple[Tensor, Tensor] = torch.ops.torch_odt.int8_layer_descend_.default(
+        *arguments_of_descent(arguments, updated, descent.rate, descent.weight_decay)
+    )
+    torch.autograd.graph.increment_version([descent.weight, *updated])
+    return found
+
+
+def arguments_of_descent(
+    arguments: Sequence[Any], counters: tuple[Tensor, Tensor], rate: Any, weight_decay: Any
+) -> tuple[Any, ...]:
+    """Those of `int8_layer_descend_`, from those of `int8_layer_backward`."""
+    *tensors, input_shape, for_input, _, for_bias, scales_gradients, windows = arguments
+    return (*tensors, *counters, input_shape, for_input, for_bias, scales_gradients, rate, weight_decay, windows)
+
+
+def _measured_descent(*arguments: Any) -> tuple[Tensor, None, Tensor]:
+    of_input, of_bias = pass_back_and_descend(arguments, Descent(0.0, 0.0, arguments[KEPT_WEIGHT + 1], *SPARE))
+    return of_input, None, of_bias
+
+
 SLOT, WEIGHT_SLOT, BIAS = 1, 4, 6
 KEPT_WEIGHT = 3  # among what is kept for the backward pass
 
@@ -351,18 +381,11 @@ def _pass_back(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
         descent = None
     for_input, for_weight, for_bias = ctx.wanted
     of_weight = None
+    arguments = (gradient, *kept, ctx.input_shape, *ctx.wanted, *ctx.options)
     if descent is None:
-        of_input, of_weight, of_bias = torch.ops.torch_odt.int8_layer_backward.default(
-            gradient, *kept, ctx.input_shape, *ctx.wanted, *ctx.options
-        )
+        of_input, of_weight, of_bias = torch.ops.torch_odt.int8_layer_backward.default(*arguments)
     else:
-        scales_gradients, windows = ctx.options
-        updated = (descent.rounding, descent.saturated)
-        of_input, of_bias = torch.ops.torch_odt.int8_layer_descend_.default(
-            gradient, *kept, *updated, ctx.input_shape, for_input, for_bias, scales_gradients,
-            descent.rate, descent.weight_decay, windows,
-        )  # fmt: skip
-        torch.autograd.graph.increment_version([descent.weight, *updated])
+        of_input, of_bias = pass_back_and_descend(arguments, descent)
     gradients: list[Tensor | None] = [None] * ctx.inputs
     gradients[SLOT] = of_input if for_input else None
     gradients[WEIGHT_SLOT] = of_weight if for_weight else None
@@ -406,6 +429,11 @@ register(
     f"bool scales_gradients, float rate, float weight_decay, {WINDOWS}) -> (Tensor, Tensor)",
     _descend,
     _descend_fake,
+)
+register_fused_update(
+    INT8,
+    "torch_odt.int8_layer_backward.default",
+    FusedUpdate(gradient=1, weight=KEPT_WEIGHT + 1, measured=_measured_descent),
 )
 register_gradient("int8_layer", _keep, _pass_back_int8)
 register_gradient("int8_layer_to_float", _keep, _pass_back)

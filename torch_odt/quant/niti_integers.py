@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torch_odt.capture.fused_updates import FusedUpdate, register_fused_update
+from torch_odt.capture.parameter_updates import NITI
 from torch_odt.ops import int8_take_off_
 from torch_odt.ops.int8_arguments import ROUNDINGS, WINDOWS, number_of
 from torch_odt.ops.int8_plain import Geometry
@@ -36,6 +38,7 @@ from torch_odt.quant.niti_passes import (
 )
 
 WEIGHT, STATE = 4, 6  # among what is kept, see `Kept`
+FOR_WEIGHT = 12  # among the arguments of `niti_layer_backward`
 
 
 def niti_layer(
@@ -196,6 +199,14 @@ def _take_off_fake(
     )
 
 
+def pass_back_and_take_off(*arguments: Any) -> tuple[Tensor, Tensor, None, Tensor, Tensor]:
+    """`niti_layer_backward` of its arguments, but for the weight's gradient, which is taken off the weight."""
+    gradient, exponent, *kept, input_is_float, for_input = arguments[:FOR_WEIGHT]
+    for_bias, *how, packed, windows = arguments[FOR_WEIGHT + 1 :]
+    found = take_off_(gradient, exponent, kept, input_is_float, for_input, for_bias, how, packed, windows)
+    return found.input, found.exponent, None, found.bias, found.state
+
+
 def may_take_off(ctx: Any, kept: Sequence[Tensor]) -> bool:
     """Whether the backward pass is to change the weight that it has kept; asked once for each pass.
 
@@ -266,5 +277,10 @@ register(
     f"Tensor? packed, {WINDOWS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     _take_off,
     _take_off_fake,
+)
+register_fused_update(
+    NITI,
+    "torch_odt.niti_layer_backward.default",
+    FusedUpdate(gradient=2, weight=2 + WEIGHT, measured=pass_back_and_take_off),
 )
 register_gradient("niti_layer", _keep, _gradients)

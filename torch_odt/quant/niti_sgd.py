@@ -9,8 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from torch_odt.capture.parameter_updates import NITI
+from torch_odt.capture.update_in_backward import UpdateRule
+from torch_odt.execute.optimizer_updates import IN_STEP
 from torch_odt.ops import int8_take_off_
 from torch_odt.quant.in_backward import InBackward
+from torch_odt.quant.niti_integers import FOR_WEIGHT, pass_back_and_take_off
 from torch_odt.quant.niti_layers import NitiLayer
 from torch_odt.quant.niti_numbers import as_int8
 
@@ -31,8 +35,8 @@ class NitiSGD(torch.optim.Optimizer):
             to see it: a hook at the weight, `torch.autograd.grad`, or another graph of the model that lives (a loss
             that was computed without `torch.no_grad` and is kept, or a recomputed part of
             `torch.utils.checkpoint`). The bits are the same. The weights keep to it until the model is converted
-            back; a backward pass that fails has changed those that it had come to. A captured step (`TrainStep`)
-            leaves gradients to `step`.
+            back; a backward pass that fails has changed those that it had come to. `TrainStep` does it whether it is
+            asked for or not, but where an option of its own needs all gradients.
 
     Raises:
         ValueError: nothing of the model is in NITI's arithmetic, or a number is negative.
@@ -68,6 +72,8 @@ class NitiSGD(torch.optim.Optimizer):
         groups = [{"params": params, "kind": kind} for params, kind in
                   ((integers, INTEGERS), (states, STATES), (floats, FLOATS)) if params]  # fmt: skip
         super().__init__(groups, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "kind": FLOATS})
+        # What a captured step may do by itself.
+        vars(self)[IN_STEP] = {id(layer.weight): _InStep(layer) for layer in layers if layer.weight.requires_grad}
         for parameter in integers if in_backward else ():
             parameter.register_post_accumulate_grad_hook(_take_off)
         for layer in layers if in_backward else ():
@@ -105,6 +111,32 @@ class NitiSGD(torch.optim.Optimizer):
                 state["momentum_buffer"].mul_(group["momentum"]).add_(gradient)
             gradient = state["momentum_buffer"]
         parameter.add_(gradient, alpha=-group["lr"])
+
+
+class _InStep:
+    """A weight's update inside of a planned step."""
+
+    def __init__(self, layer: NitiLayer) -> None:
+        self.parameter = layer.weight
+
+    def changed(self) -> list[Tensor]:
+        return [self.parameter]
+
+    def rule(self, parameter: str) -> UpdateRule:
+        return UpdateRule(NITI, ())
+
+    def update(self, gradient: Tensor) -> None:
+        int8_take_off_(as_int8(self.parameter), as_int8(gradient))
+
+    def fused(self, *arguments: Any) -> tuple[Tensor | None, ...]:
+        return pass_back_and_take_off(*arguments)
+
+    def fused_operator(
+        self, arguments: tuple[Any, ...], number: Callable[[str], Any]
+    ) -> tuple[torch._ops.OpOverload, tuple[Any, ...], tuple[int | None, ...]]:
+        # Whether a weight is wanted is not asked, and whether it has changed is dropped.
+        operator = torch.ops.torch_odt.niti_layer_take_off_.default
+        return operator, (*arguments[:FOR_WEIGHT], *arguments[FOR_WEIGHT + 1 :]), (0, 1, 3, 4, None)
 
 
 @torch.no_grad()

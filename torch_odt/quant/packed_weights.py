@@ -14,8 +14,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
-_Key = tuple[int, bool, tuple[int, ...]]
+_Key = tuple[Any, ...]
 
 
 def _packed(weight: Tensor, windows: Sequence[int], for_grad_input: bool) -> Tensor:
@@ -44,7 +45,7 @@ class PackedWeights:
         self.packed_count = self.reused_count = self.released_count = 0
         self.number = next(_numbers)
         # In the order of their use, the latest last.
-        self._kept: dict[_Key, tuple[weakref.ref[Any], tuple[int, int], Tensor]] = {}
+        self._kept: dict[_Key, tuple[StorageWeakRef, tuple[Any, ...], Tensor]] = {}
         _known[self.number] = self
 
     def __reduce__(self) -> tuple[type[PackedWeights], tuple[int | None]]:
@@ -60,16 +61,18 @@ class PackedWeights:
         """What `int8_pack_weight` makes of a weight, from the last time where the weight is the same.
 
         Args:
-            weight: of one byte an element, as the layer has it: a view is known by what it is a view of.
+            weight: of one byte an element, as the layer has it: it is known by its memory and its shape.
             windows: stride, padding, dilation and groups, see `windows_of`.
             for_grad_input: see `int8_pack_weight`.
         """
-        base = weight if weight._base is None else weight._base
-        if base.is_inference():
+        if weight.is_inference():
             return _packed(weight, windows, for_grad_input)
-        key, state = (id(base), for_grad_input, tuple(windows)), (base._version, base.data_ptr())
+        # A planned step hands on another tensor of the same memory in each call.
+        storage = StorageWeakRef(weight.untyped_storage())
+        key = (storage.cdata, weight.storage_offset(), tuple(weight.shape), for_grad_input, tuple(windows))
+        state = (weight._version, weight.data_ptr(), weight.stride())
         kept = self._kept.pop(key, None)
-        if kept is not None and kept[0]() is base and kept[1] == state:
+        if kept is not None and kept[1] == state:
             self._kept[key] = kept
             self.reused_count += 1
             return kept[2]
@@ -79,7 +82,7 @@ class PackedWeights:
             self._forget_dead()
         self._make_room(packed.nbytes)
         if self.limit_bytes is None or packed.nbytes <= self.limit_bytes:
-            self._kept[key] = (weakref.ref(base), state, packed)
+            self._kept[key] = (storage, state, packed)
         return packed
 
     def release(self) -> None:
@@ -87,7 +90,7 @@ class PackedWeights:
         self._kept.clear()
 
     def _forget_dead(self) -> None:
-        for key in [key for key, (weight, _, _) in self._kept.items() if weight() is None]:
+        for key in [key for key, (storage, _, _) in self._kept.items() if storage.expired()]:
             del self._kept[key]
 
     def _make_room(self, nbytes: int) -> None:

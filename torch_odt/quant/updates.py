@@ -22,7 +22,7 @@ from torch_odt.capture.parameter_updates import INT8
 from torch_odt.capture.update_in_backward import UpdateRule
 from torch_odt.execute.optimizer_updates import IN_STEP, StepNotice
 from torch_odt.quant.in_backward import InBackward
-from torch_odt.quant.layer import Descent
+from torch_odt.quant.layer import Descent, arguments_of_descent, pass_back_and_descend
 from torch_odt.quant.modules import Int8Layer
 
 # What these do to a parameter depends on no other one, so that a step may be taken in parts.
@@ -59,7 +59,7 @@ class Int8Updates:
         self._in_parts = type(optimizer) in PARTWISE
         self._gradients: list[tuple[Tensor, Tensor]] = []
         self._known_groups: list[tuple[dict[str, Any], int]] = []
-        self._group_of: dict[int, dict[str, Any]] = {}
+        self._place_of: dict[int, tuple[dict[str, Any], int]] = {}
         # They look at gradients of int8 weights alone, which `TrainStep` may have used up by then.
         self._handles = [
             optimizer.register_step_pre_hook(StepNotice(self._before)),
@@ -149,24 +149,31 @@ class Int8Updates:
         # A fused step unscales gradients itself, by what a scaler notes at the optimizer.
         if any(getattr(self._optimizer, name, None) is not None for name in ("grad_scale", "found_inf")):
             return None
-        group = self._groups().get(id(layer.weight_slot))
+        group = self._group_of(layer.weight_slot)
         if group is None or group["momentum"] != 0 or group["maximize"] or group.get("fused"):
             return None
         tensors = (layer.weight, layer.rounding, layer.saturated)
         return Descent(float(group["lr"]), float(group["weight_decay"]), *tensors)
 
-    def _groups(self) -> dict[int, dict[str, Any]]:
-        """The optimizer's groups by their parameters, found anew where one is another or has other parameters."""
+    def _group_of(self, slot: Tensor) -> dict[str, Any] | None:
+        """The optimizer's group that holds a parameter now; places are found anew where they are others."""
         groups = self._optimizer.param_groups
         known = self._known_groups
-        same = len(groups) == len(known) and all(
-            group is other and len(group["params"]) == count
-            for group, (other, count) in zip(groups, known, strict=True)
+        place = self._place_of.get(id(slot))
+        same = place is not None and place[1] < len(place[0]["params"]) and place[0]["params"][place[1]] is slot
+        same = (
+            same
+            and len(groups) == len(known)
+            and all(
+                group is other and len(group["params"]) == count
+                for group, (other, count) in zip(groups, known, strict=True)
+            )
         )
         if not same:
             self._known_groups = [(group, len(group["params"])) for group in groups]
-            self._group_of = {id(parameter): group for group in groups for parameter in group["params"]}
-        return self._group_of
+            places = ((id(each), (group, i)) for group in groups for i, each in enumerate(group["params"]))
+            self._place_of = dict(places)
+        return self._place_of.get(id(slot), (None, 0))[0]
 
 
 class _InStep:
@@ -187,6 +194,19 @@ class _InStep:
         descent = self._descent_of(self._layer)
         assert descent is not None
         self._layer.descend_(gradient, descent.rate, descent.weight_decay)
+
+    def fused(self, *arguments: Any) -> tuple[Tensor, None, Tensor]:
+        descent = self._descent_of(self._layer)
+        assert descent is not None
+        of_input, of_bias = pass_back_and_descend(arguments, descent)
+        return of_input, None, of_bias
+
+    def fused_operator(
+        self, arguments: tuple[Any, ...], number: Callable[[str], Any]
+    ) -> tuple[torch._ops.OpOverload, tuple[Any, ...], tuple[int | None, ...]]:
+        counters = (self._layer.rounding, self._layer.saturated)
+        descent = arguments_of_descent(arguments, counters, number("lr"), number("weight_decay"))
+        return torch.ops.torch_odt.int8_layer_descend_.default, descent, (0, 2)
 
 
 def _parts_of(layers: list[Int8Layer]) -> Iterator[list[Int8Layer]]:
