@@ -8,6 +8,7 @@
 #include <torch/csrc/Exceptions.h>
 
 #include "../memory/python_arena.h"
+#include "held.h"
 #include "tensors.h"
 
 namespace torch_odt::execute {
@@ -177,6 +178,7 @@ void bind_execution(py::module_& module) {
           py::arg("stop"),
           py::arg("arena").none(true));
   module.def("forms", &forms, py::arg("tensors"), py::arg("addresses"));
+  module.def("hold", &hold, py::arg("dicts"), py::arg("sizes"), py::arg("names"), py::arg("values"));
   module.def("detached", &detached, py::arg("tensors"));
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -46,6 +47,69 @@ class Weighted(nn.Module):
 
     def forward(self, found: Tensor, target: Tensor) -> Tensor:
         return F.mse_loss(found, target) * self.scale + self.offset
+
+
+def changes() -> dict[str, Callable[[nn.Module], object]]:
+    def rename(model: nn.Module) -> None:
+        # The same objects in the same order, under another name.
+        model.__dict__["renamed"] = model.__dict__.pop("note")
+
+    def move(model: nn.Module) -> None:
+        # A child's last attribute becomes the next one's first.
+        held = {"note": vars(model.first).pop("note"), **vars(model.norm)}
+        vars(model.norm).clear()
+        vars(model.norm).update(held)
+
+    def replace_parameter(model: nn.Module) -> None:
+        model.first.weight = nn.Parameter(model.first.weight.detach())
+
+    def replace_class(model: nn.Module) -> None:
+        model.norm.__class__ = nn.BatchNorm2d
+
+    return {
+        "mode": lambda model: model.eval(),
+        "attribute": lambda model: setattr(model.norm, "eps", 1e-3),
+        "new attribute": lambda model: setattr(model.norm, "other", None),
+        "name": rename,
+        "place": move,
+        "parameter": replace_parameter,
+        "buffer": lambda model: model.norm.register_buffer("running_mean", torch.zeros(4)),
+        "child": lambda model: setattr(model, "norm", nn.BatchNorm1d(4)),
+        "no child": lambda model: model.register_module("norm", None),
+        "hook": lambda model: model.norm.register_forward_hook(print),
+        "class": replace_class,
+    }
+
+
+@pytest.mark.parametrize("change", changes())
+def test_they_are_found_anew_where_modules_hold_something_else(change: str) -> None:
+    model, loss = Tied(), Weighted()
+    model.note, model.first.note = "kept", "kept"
+    tensors = StepTensors(model, loss)
+    with torch.no_grad():
+        model.first.weight.mul_(2)
+    model.first.weight.requires_grad_(False)
+    assert StepTensors.current(model, loss, tensors) is tensors
+    changes()[change](model)
+    found = StepTensors.current(model, loss, tensors)
+    assert found is not tensors and StepTensors.current(model, loss, found) is found
+    assert list(found.parameters.values()) == [*model.parameters(), loss.scale] or model.again is model.first
+
+
+def test_functions_may_reach_other_modules_by_now() -> None:
+    model, held = Tied(), [nn.Identity()]
+    plain = StepTensors(model, F.mse_loss)
+    assert StepTensors.current(model, F.mse_loss, plain) is plain
+
+    def loss(found: Tensor, target: Tensor) -> Tensor:
+        return F.mse_loss(weighted(found), target)
+
+    weighted: nn.Module = held[0]
+    tensors = StepTensors(model, loss)
+    assert StepTensors.current(model, loss, tensors) is tensors
+    weighted = nn.Linear(4, 4)
+    found = StepTensors.current(model, loss, tensors)
+    assert found is not tensors and len(found.parameters) == len(tensors.parameters) + 2
 
 
 def test_all_are_found_under_all_of_their_names() -> None:
@@ -147,3 +211,13 @@ def test_updates_are_found_anew_where_something_has_changed(change: Callable[...
     assert updates_of(optimizer, StepTensors(model, None), (), "why", after) is not after
     other = torch.optim.SGD(model.parameters(), lr=0.1)
     assert updates_of(other, StepTensors(model, None), (), before=after) is not after
+
+
+def test_scripted_modules_are_found_in_each_call() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        scripted = torch.jit.script(model)
+    tensors = StepTensors(scripted, F.mse_loss)
+    assert list(tensors.parameters) == ["0.weight", "0.bias"]
+    assert StepTensors.current(scripted, F.mse_loss, tensors) is not tensors

@@ -19,6 +19,7 @@ from torch_odt.capture.operators import resolve
 from torch_odt.capture.overwrite import function_of
 from torch_odt.execute import executor
 from torch_odt.execute.native_calls import native_call
+from torch_odt.execute.one_operator import Number, OneOperator, OperatorUse
 
 pytestmark = pytest.mark.skipif(_extensions.memory_module is None, reason="torch_odt._memory is not built")
 ATEN = torch.ops.aten
@@ -239,3 +240,68 @@ def test_a_value_that_is_not_there_cannot_be_delivered() -> None:
     module: Any = _extensions.memory_module
     with pytest.raises(RuntimeError, match="delivers a value that is not in memory"):
         module.Instructions([(None, 0, "output")]).run([None], None, 0, 1, None)
+
+
+def test_numbers_are_read_in_each_call() -> None:
+    cell, x, y = torch.zeros(1, dtype=torch.float64), torch.randn(3), torch.randn(3)
+    use = OperatorUse(ATEN.add.Tensor, (Ref(1), Ref(0), Number(cell)), (2,))
+    call = native_call(op_of((Ref(0), Ref(1)), [2]), OneOperator(use, torch.add), {})
+    assert call is not None
+    for rate in (-0.5, 2.0):
+        cell.fill_(rate)
+        table: list[Tensor | None] = [x, y, None]
+        call(table)
+        assert torch.equal(table[2], torch.add(y, x, alpha=rate))
+    wrong = OperatorUse(ATEN.add.Tensor, (Ref(1), Ref(0), Number(torch.zeros(2))), (2,))
+    assert native_call(op_of((Ref(0), Ref(1)), [2]), OneOperator(wrong, torch.add), {}) is None
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "channels_last", "gaps", "transposed"])
+def test_what_is_to_lie_alike_is_copied_where_it_does_not(layout: str) -> None:
+    """In-place sums of tensors that lie differently walk through memory in another order."""
+    gradient = torch.randn(4, 3, 5, 5)
+    if layout == "channels_last":
+        gradient = gradient.contiguous(memory_format=torch.channels_last)
+    elif layout == "gaps":
+        gradient = torch.randn(4, 3, 5, 10)[..., ::2]
+    elif layout == "transposed":
+        gradient = torch.randn(3, 4, 5, 5).transpose(0, 1)
+    before = gradient.clone()
+    for memory_format in (torch.contiguous_format, torch.channels_last):
+        weight = torch.randn(4, 3, 5, 5).contiguous(memory_format=memory_format)
+        expected = weight.add(torch.empty_like(weight).copy_(gradient), alpha=-0.1)
+        cell = torch.tensor([-0.1], dtype=torch.float64)
+        use = OperatorUse(ATEN.add_.Tensor, (Ref(0), Ref(1), Number(cell)), (None,), alike=(0, 1))
+        called(OneOperator(use, torch.add), op_of((Ref(0), Ref(1)), []), weight, gradient, results=0)
+        assert torch.equal(weight, expected) and torch.equal(gradient, before)
+
+
+def test_plain_descent_is_a_call_of_compiled_code() -> None:
+    """With the rates of a scheduler, and noted at the parameters."""
+    plain, model = (nn.Sequential(nn.Linear(4, 5), nn.ReLU(), nn.Linear(5, 3)) for _ in range(2))
+    model.load_state_dict(plain.state_dict())
+    optimizers = [
+        torch.optim.SGD([{"params": m[0].parameters()}, {"params": m[2].parameters(), "lr": 0.3}], lr=0.1)
+        for m in (plain, model)
+    ]
+    rates = [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5) for optimizer in optimizers]
+    loss_fn = nn.functional.cross_entropy
+    step = odt.TrainStep(model, loss_fn, optimizers[1], budget=odt.Budget("64MiB", of="training"))
+    for _ in range(3):
+        x, y = torch.randn(6, 4), torch.randint(3, (6,))
+        versions = [parameter._version for parameter in model.parameters()]
+        loss = loss_fn(plain(x), y)
+        optimizers[0].zero_grad()
+        loss.backward()
+        optimizers[0].step()
+        assert torch.equal(step(x, y), loss.detach())
+        assert all(map(torch.equal, model.parameters(), plain.parameters()))
+        assert all(p._version > before for p, before in zip(model.parameters(), versions, strict=True))
+        for each in rates:
+            each.step()
+    assert step._current is not None and step._current.program is not None
+    (part,) = step._current.program.parts.values()
+    updates = [op.index for op in part.graph.program if op.target == "odt.update"]
+    module: Any = _extensions.memory_module
+    assert part.first._calls is not None and len(updates) == 4
+    assert all(isinstance(part.first._calls[index], module.OperatorCall) for index in updates)

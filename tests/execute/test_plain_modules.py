@@ -1,4 +1,4 @@
-"""Values of modules are remembered as long as nothing has changed, and equal what a new look would find."""
+"""Values of modules that hold nothing else than what cannot change in place."""
 
 from __future__ import annotations
 
@@ -8,45 +8,42 @@ from typing import Any
 import pytest
 from torch import nn
 
-from torch_odt.execute.plain_modules import PlainModules, Values
+from torch_odt.execute.plain_modules import Values, plain_values
 
 
 def values_of(module: nn.Module) -> Values | None:
-    return PlainModules().read([module]).get(id(module))
+    return plain_values([module]).get(id(module))
 
 
-def test_an_unchanged_module_has_the_values_of_the_call_before() -> None:
-    remembered, convolution = PlainModules(), nn.Conv2d(3, 4, 3)
-    first = remembered.read([convolution])[id(convolution)]
-    assert remembered.read([convolution])[id(convolution)] is first
-    assert values_of(convolution) == first, "by content, too"
-    assert values_of(nn.Conv2d(3, 4, 3)) == first
-    assert values_of(nn.Conv2d(3, 4, 3, padding=1)) != first
+def test_values_are_equal_by_content() -> None:
+    convolution = nn.Conv2d(3, 4, 3)
+    assert values_of(convolution) == values_of(convolution) == values_of(nn.Conv2d(3, 4, 3))
+    assert values_of(nn.Conv2d(3, 4, 3, padding=1)) != values_of(convolution)
 
 
 @pytest.mark.parametrize(
     ("before", "after"), [(1, 2), (1, True), (1, 1.0), (0.5, math.nan), ((1, 2), (1, 3)), ("a", "b"), (None, 0)]
 )
 def test_another_value_is_noticed(before: Any, after: Any) -> None:
-    remembered, module = PlainModules(), nn.Identity()
+    module = nn.Identity()
     module.option = before
-    first = remembered.read([module])[id(module)]
+    first = values_of(module)
     module.option = after
-    assert remembered.read([module])[id(module)] != first
+    assert values_of(module) != first
     module.option = before
-    assert remembered.read([module])[id(module)] == first
+    assert values_of(module) == first
 
 
 def test_another_name_and_another_mode_are_noticed() -> None:
-    remembered, module = PlainModules(), nn.Identity()
+    module = nn.Identity()
     module.one, module.other = 1, 2
-    seen = {remembered.read([module])[id(module)]}
+    seen = {values_of(module)}
     module.one, module.other = 2, 1
-    seen.add(remembered.read([module])[id(module)])
+    seen.add(values_of(module))
     del module.one
-    seen.add(remembered.read([module])[id(module)])
+    seen.add(values_of(module))
     module.eval()
-    seen.add(remembered.read([module])[id(module)])
+    seen.add(values_of(module))
     assert len(seen) == 4
 
 

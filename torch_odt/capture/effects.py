@@ -20,10 +20,10 @@ import torch
 from torch import nn
 
 from torch_odt.capture.loss_modules import reached
+from torch_odt.capture.module_walk import HOOKS
 from torch_odt.capture.reads import MODULE_OWN, is_own_class, reach_of_step
 from torch_odt.errors import CaptureError
 
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 # Of `nn.Module` itself; children and parameters are compared by the tracer.
 _STRUCTURE = MODULE_OWN - {"_buffers", "training"}
 # Lists of their parameters that recurrent layers keep up to date by themselves.
@@ -38,7 +38,7 @@ _DEPTH = 3
 def refuse_hooks(model: nn.Module) -> None:
     """Raises CaptureError when a module has hooks: they are Python code that runs at every call."""
     for name, module in model.named_modules():
-        if any(getattr(module, hooks, None) for hooks in _HOOKS):
+        if any(getattr(module, hooks, None) for hooks in HOOKS):
             raise CaptureError(f"{name or 'the model'} has hooks, which run as Python at every step")
 
 
@@ -203,14 +203,3 @@ def _mark(value: Any, depth: int = _DEPTH) -> Any:
 
 def _same(a: Any, b: Any) -> bool:
     return all(np.array_equal(x, y) for x, y in zip(a, b, strict=True))
-
-
-def hook_identities(modules: Iterable[nn.Module]) -> tuple[int, ...]:
-    """The hooks on modules, so that a new one is noticed."""
-    return tuple(
-        id(hook)
-        for module in modules
-        for name in _HOOKS
-        if (hooks := getattr(module, name, None))
-        for hook in hooks.values()
-    )

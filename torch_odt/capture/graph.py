@@ -14,6 +14,7 @@ from functools import cached_property
 from typing import Any, Literal
 
 ValueKind = Literal["parameter", "buffer", "gradient", "state", "input", "tangent", "constant", "computed"]
+_NAMED = ("parameter", "buffer", "gradient", "state")
 OutputKind = Literal["loss", "result", "gradient", "mutation"]
 
 
@@ -172,6 +173,18 @@ class TrainingGraph:
             for value in op.reads:
                 found[value].append(op.index)
         return [tuple(ops) for ops in found]
+
+    @cached_property
+    def named_inputs(self) -> tuple[tuple[int, ValueKind, str], ...]:
+        """The inputs that have names, with kind and target: parameters, buffers, gradients, the optimizer's state."""
+        values = (self.values[index] for index in self.inputs)
+        return tuple((value.index, value.kind, str(value.target)) for value in values if value.kind in _NAMED)
+
+    @cached_property
+    def unnamed_inputs(self) -> tuple[Value, ...]:
+        """The others: what the batch gives, and the loss's gradient."""
+        values = (self.values[index] for index in self.inputs)
+        return tuple(value for value in values if value.kind not in _NAMED)
 
     @cached_property
     def aliases(self) -> dict[int, tuple[int, ...]]:

@@ -6,8 +6,12 @@ model, which takes longer than many an operator where modules are small; a walk 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from torch import Tensor, nn
 
+# The attributes of a module that hold hooks, which run as Python at every step.
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 Found = list[tuple[str, nn.Module]]
 
 
@@ -49,6 +53,17 @@ class Walk:
 def modules_of(root: nn.Module) -> list[nn.Module]:
     """See `Walk.modules`."""
     return Walk(root).modules()
+
+
+def hook_identities(modules: Iterable[nn.Module]) -> tuple[int, ...]:
+    """The hooks on modules, so that a new one is noticed."""
+    return tuple(
+        id(hook)
+        for module in modules
+        for name in HOOKS
+        if (hooks := getattr(module, name, None))
+        for hook in hooks.values()
+    )
 
 
 def _walk(module: nn.Module, prefix: str, found: Found) -> None:

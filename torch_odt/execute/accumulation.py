@@ -31,13 +31,14 @@ class Accumulation:
 
     calls: int = 0
     samples: int = 0
-    members: frozenset[nn.Parameter] = frozenset()
+    members: tuple[nn.Parameter, ...] = ()
 
     def enter(self, samples: int, parameters: Iterable[nn.Parameter]) -> Shares:
         """Begin another call, over so many samples; its own gradients are not there yet."""
         before, self.samples = self.samples, self.samples + samples
         if not before:
-            self.members = frozenset(p for p in parameters if p.grad is None)
+            # By their identities: tensors' own hashes are Python's.
+            self.members = tuple({id(p): p for p in parameters if p.grad is None}.values())
         return Shares(earlier=before / self.samples if before else 1.0, new=samples / self.samples if samples else 1.0)
 
     def scale_earlier(self, shares: Shares) -> None:

@@ -109,7 +109,7 @@ def _obeys_layout(tensor: torch.Tensor, parameter: torch.Tensor) -> bool:
 def run_gradient_hooks(parameters: Mapping[str, nn.Parameter]) -> None:
     """Call the tensor hooks and post-accumulate hooks that autograd would have called."""
     # A tied parameter has several names and one gradient.
-    for parameter in dict.fromkeys(parameters.values()):
+    for parameter in {id(parameter): parameter for parameter in parameters.values()}.values():
         if parameter.grad is None:
             continue
         for hook in list((parameter._backward_hooks or {}).values()):

@@ -22,7 +22,7 @@ from torch_odt.capture.graph import Op, TrainingGraph
 from torch_odt.capture.parameter_updates import update
 from torch_odt.capture.update_in_backward import UpdateRule, counter_dtype, update_in_backward
 from torch_odt.execute.gradients import USED_UP, has_gradient_hooks
-from torch_odt.execute.named_tensors import StepTensors, forms_of
+from torch_odt.execute.named_tensors import StepTensors
 from torch_odt.execute.one_operator import Number, OneOperator, OperatorUse
 from torch_odt.execute.profiler_marks import UPDATE, marked
 
@@ -81,33 +81,26 @@ class _FoundOf:
     """What decides which parameters can be updated one by one.
 
     Attributes:
-        names: of parameters.
-        identities: of parameters and buffers, and of the parameters of each of the optimizer's groups.
-        forms: of parameters and buffers, with addresses.
+        tensors: identities of parameters and buffers.
+        places: their forms, with addresses.
+        members: identities of the parameters of each of the optimizer's groups.
         hooked: parameters with hooks.
         in_step: parameters whose gradients the optimizer uses up in its own way.
     """
 
-    names: tuple[str, ...]
-    identities: tuple[tuple[int, ...], ...]
-    forms: Hashable
+    tensors: Hashable
+    places: Hashable
+    members: tuple[tuple[int, ...], ...]
     hooked: tuple[str, ...]
     in_step: tuple[int, ...]
 
     @classmethod
-    def now(
-        cls,
-        optimizer: torch.optim.Optimizer,
-        parameters: Mapping[str, nn.Parameter],
-        buffers: Iterable[torch.Tensor],
-    ) -> _FoundOf:
-        tensors = [*parameters.values(), *buffers]
-        members = (group["params"] for group in optimizer.param_groups)
+    def now(cls, optimizer: torch.optim.Optimizer, tensors: StepTensors) -> _FoundOf:
         return cls(
-            names=tuple(parameters),
-            identities=tuple(tuple(map(id, each)) for each in (tensors, *members)),
-            forms=forms_of(tensors, addresses=True),
-            hooked=tuple(name for name, p in parameters.items() if p.requires_grad and _is_seen_by_hooks(p)),
+            tensors=tensors.identities,
+            places=tensors.places(),
+            members=tuple(tuple(map(id, group["params"])) for group in optimizer.param_groups),
+            hooked=tuple(name for name, p in tensors.parameters.items() if p.requires_grad and _is_seen_by_hooks(p)),
             in_step=tuple(vars(optimizer).get(IN_STEP, ())),
         )
 
@@ -156,9 +149,7 @@ class OptimizerUpdates:
         self.kept: Counter[str] = Counter()
         self._found_of: _FoundOf | None = None
         if not self.waits_for:
-            buffers = list(buffers)
-            self._found_of = _FoundOf.now(optimizer, parameters, buffers)
-            self._find_members(parameters, buffers)
+            self._find_members(parameters, list(buffers))
 
     def _find_members(self, parameters: Mapping[str, nn.Parameter], buffers: Iterable[torch.Tensor]) -> None:
         groups = self._optimizer.param_groups
@@ -213,15 +204,17 @@ class OptimizerUpdates:
         rules = [_rule_of(self._optimizer, group) for group in self._optimizer.param_groups]
         return rules == self._group_rules and not _reason_to_wait(self._optimizer)
 
+    def found_of(self, tensors: StepTensors) -> None:
+        """Note what these updates have been found of, for `is_still`."""
+        self._found_of = None if self.waits_for else _FoundOf.now(self._optimizer, tensors)
+
     def is_still(self, optimizer: torch.optim.Optimizer, tensors: StepTensors, needs_all: str) -> bool:
         """Whether these updates would be found again."""
         if optimizer is not self._optimizer or self.waits_for != (needs_all or _reason_to_wait(optimizer)):
             return False
         if self.waits_for:
             return True
-        return self.is_current and self._found_of == _FoundOf.now(
-            optimizer, tensors.parameters, tensors.buffers.values()
-        )
+        return self.is_current and self._found_of == _FoundOf.now(optimizer, tensors)
 
     def rule_of(self, name: str) -> UpdateRule | None:
         """How to update a parameter; None if its gradient is to be delivered."""
@@ -238,13 +231,8 @@ class OptimizerUpdates:
 
     def state(self, graph: TrainingGraph) -> dict[str, torch.Tensor]:
         """The optimizer's tensors that a graph takes, by target; those that do not exist yet are made."""
-        found = {}
-        for index in graph.inputs:
-            value = graph.values[index]
-            if value.kind == "state":
-                name, _, key = str(value.target).rpartition("/")
-                found[str(value.target)] = self.state_tensor(name, key)
-        return found
+        targets = [target for _, kind, target in graph.named_inputs if kind == "state"]
+        return {target: self.state_tensor(*target.rsplit("/", 1)) for target in targets}
 
     def state_tensor(self, name: str, key: str) -> torch.Tensor:
         """What the optimizer keeps for a parameter under a key; made if it does not exist yet."""
@@ -355,7 +343,9 @@ def updates_of(
         return None
     if before is not None and before.is_still(optimizer, tensors, needs_all):
         return before
-    return OptimizerUpdates(optimizer, tensors.parameters, tensors.buffers.values(), needs_all)
+    found = OptimizerUpdates(optimizer, tensors.parameters, tensors.buffers.values(), needs_all)
+    found.found_of(tensors)
+    return found
 
 
 def require_own_parameters(optimizer: torch.optim.Optimizer, parameters: Iterable[nn.Parameter]) -> None:

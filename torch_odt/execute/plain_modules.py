@@ -1,14 +1,12 @@
-"""What modules hold besides tensors, looked at anew where something has changed and remembered where nothing has.
+"""What modules hold besides tensors, where that cannot change in place.
 
-Most modules are torch's own layers, whose attributes are numbers, texts and tuples of them. Those cannot change in
-place: as long as a module holds the very same objects under the same names, it holds the same values.
+Most modules are torch's own layers, whose attributes are numbers, texts and tuples of them: as long as a module holds
+the very same objects under the same names, it holds the same values.
 """
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Hashable, Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
@@ -38,48 +36,17 @@ class Values:
         return self._hash
 
 
-@dataclass(frozen=True, slots=True)
-class _Seen:
-    """A module's attributes as they were, and their values."""
-
-    names: tuple[str, ...]
-    held: tuple[Any, ...]
-    values: Values
-
-    def is_unchanged(self, attributes: Mapping[str, Any]) -> bool:
-        return (
-            len(attributes) == len(self.held)
-            and all(map(operator.is_, attributes.values(), self.held))
-            and self.names == tuple(attributes)
-        )
+def plain_values(modules: Iterable[nn.Module]) -> dict[int, Values]:
+    """The values of those modules that hold plain ones alone, by the modules' identities."""
+    found = {id(module): _look_at(vars(module)) for module in modules}
+    return {identity: values for identity, values in found.items() if values is not None}
 
 
-class PlainModules:
-    """The values of modules that hold nothing else than what cannot change in place; remembered from call to call."""
-
-    def __init__(self) -> None:
-        self._seen: dict[int, _Seen] = {}
-
-    def read(self, modules: Iterable[nn.Module]) -> dict[int, Values]:
-        """The values of those modules that hold plain ones alone, by the modules' identities."""
-        before, self._seen = self._seen, {}
-        for module in modules:
-            attributes = vars(module)
-            seen = before.get(id(module))
-            # Where a new module has an old one's identity, equal attributes have equal values all the same.
-            if seen is None or not seen.is_unchanged(attributes):
-                seen = _look_at(attributes)
-            if seen is not None:
-                self._seen[id(module)] = seen
-        return {identity: seen.values for identity, seen in self._seen.items()}
-
-
-def _look_at(attributes: Mapping[str, Any]) -> _Seen | None:
+def _look_at(attributes: Mapping[str, Any]) -> Values | None:
     own = [(name, value) for name, value in attributes.items() if name not in _STRUCTURE]
     if not all(_is_plain(value) for _, value in own):
         return None
-    values = Values(tuple((name, _typed(value)) for name, value in own))
-    return _Seen(tuple(attributes), tuple(attributes.values()), values)
+    return Values(tuple((name, _typed(value)) for name, value in own))
 
 
 def _is_plain(value: Any) -> bool:

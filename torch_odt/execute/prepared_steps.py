@@ -23,7 +23,6 @@ from torch_odt.runtime.budget import Allotment, Budget, format_bytes
 
 if TYPE_CHECKING:
     from torch_odt.execute.kept_plans import KeptPlans
-    from torch_odt.execute.plain_modules import PlainModules
     from torch_odt.execute.retries import Lowered
     from torch_odt.execute.session import Captured
 
@@ -67,7 +66,6 @@ class PreparedSteps:
         # Of steps that were not captured: the values that their code could read then, and at the last call.
         self._refused: dict[Hashable, Hashable] = {}
         self._last_values: Hashable = None
-        self._plain_modules: PlainModules | None = None
         # Of the last call, which the next one is like.
         self._last: tuple[_Key, Prepared] | None = None
         self._last_updates: OptimizerUpdates | None = None
@@ -116,7 +114,6 @@ class PreparedSteps:
         if self._given is not None:
             return self._find_given(self._given, args, kwargs, optimizer, tensors, want_results, needs_all)
         # What traces, measures and plans; a start from a plan does without.
-        from torch_odt.execute.plain_modules import PlainModules
         from torch_odt.execute.prepare import prepare
         from torch_odt.execute.session import Captured
         from torch_odt.execute.signature import step_outline, step_values
@@ -124,8 +121,7 @@ class PreparedSteps:
         updates = self._updates(optimizer, tensors, needs_all)
         signature = None if updates is None else updates.signature
         outline = (want_results, signature, step_outline(tensors, args, kwargs))
-        self._plain_modules = self._plain_modules or PlainModules()
-        values = step_values(tensors, self._request.loss_fn, self._plain_modules)
+        values = step_values(tensors, self._request.loss_fn)
         budget = self._request.budget
         captured: Hashable = (outline, values)
         key, refused = _Key(captured, budget), _Key(outline, budget)

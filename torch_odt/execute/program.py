@@ -44,10 +44,9 @@ class Part:
     def inputs_of(self, leaves: Sequence[Any], start: int, size: int) -> dict[int, torch.Tensor]:
         """The batch's own inputs of one micro-batch, by value."""
         found = {}
-        for index in self.graph.inputs:
-            value = self.graph.values[index]
+        for value in self.graph.unnamed_inputs:
             if value.kind == "input" and isinstance(value.target, int):
-                leaf = leaves[value.target]
+                index, leaf = value.index, leaves[value.target]
                 found[index] = leaf if self.separation is None else self.separation.take(self.graph, index, leaf, start)
         return found
 
@@ -63,15 +62,12 @@ class Part:
         weight: float,
     ) -> list[torch.Tensor | None]:
         """A table with everything in it that an executor's graph takes."""
-        table = executor.new_table()
-        for index in executor.graph.inputs:
-            value = executor.graph.values[index]
-            if value.kind in ("parameter", "buffer", "state"):
-                table[index] = tensors[str(value.target)]
-            elif value.kind == "gradient":
-                table[index] = receiver.gradient(str(value.target))
-            elif value.kind == "tangent":
-                table[index] = torch.full(value.shape, weight, dtype=getattr(torch, value.dtype))
+        table, graph = executor.new_table(), executor.graph
+        for index, kind, target in graph.named_inputs:
+            table[index] = receiver.gradient(target) if kind == "gradient" else tensors[target]
+        for value in graph.unnamed_inputs:
+            if value.kind == "tangent":
+                table[value.index] = torch.full(value.shape, weight, dtype=getattr(torch, value.dtype))
         for index, tensor in self.inputs_of(leaves, start, size).items():
             table[index] = tensor
         for draw, tensor in zip(self.draws, drawn, strict=True):

@@ -22,12 +22,9 @@ import torch.utils._pytree as pytree
 from torch import nn
 
 from torch_odt.capture.describe_step import MODULE_STRUCTURE
-from torch_odt.capture.effects import hook_identities
 from torch_odt.capture.machine import settings_name
-from torch_odt.capture.module_walk import Walk
 from torch_odt.capture.reads import Read, has_contents, is_own_class, reach_of_step
-from torch_odt.execute.named_tensors import StepTensors, forms_of
-from torch_odt.execute.plain_modules import PlainModules
+from torch_odt.execute.named_tensors import StepTensors
 
 _PLAIN = (bool, int, float, str, bytes, type(None))
 _DEEPEST = 4
@@ -44,43 +41,26 @@ def step_outline(tensors: StepTensors, args: tuple[Any, ...], kwargs: dict[str, 
     return (
         tuple(_leaf_signature(leaf) for leaf in leaves),
         str(spec),
-        tuple(map(_structure, tensors.walks)),
+        tensors.structure,
+        tensors.forms(),
         torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu"),
         settings_name(),
         torch.get_default_dtype(),
     )
 
 
-def step_values(tensors: StepTensors, loss_fn: Any, remembered: PlainModules | None = None) -> Hashable:
-    """The plain Python values that a step's code can read: attributes, closures, what it names.
-
-    Args:
-        remembered: what earlier calls have read; None reads everything.
-    """
-    modules = tensors.modules
-    plain = (PlainModules() if remembered is None else remembered).read(modules)
+def step_values(tensors: StepTensors, loss_fn: Any) -> Hashable:
+    """The plain Python values that a step's code can read: attributes, closures, what it names."""
+    modules, plain = tensors.telling_modules, tensors.plain_values
     reach = reach_of_step(modules, loss_fn, plain=plain)
-    reader = _Reader(reach.attributes, frozenset(map(id, modules)))
+    reader = _Reader(reach.attributes, tensors.module_identities)
     return (
-        tuple(plain.get(id(module)) or reader.items(vars(module), MODULE_STRUCTURE, 0) for module in modules),
+        tensors.all_plain_values,
+        tuple(reader.items(vars(module), MODULE_STRUCTURE, 0) for module in modules if id(module) not in plain),
         tuple(reader.value(value, 0) for value in _class_values(modules)),
         None if isinstance(loss_fn, nn.Module) else reader.value(loss_fn, 0),
         tuple((read.label, reader.value(read.value, 1)) for read in reach.reads if _is_looked_at(read)),
         tuple(reader.value(function, 1) for function in reach.functions),
-    )
-
-
-def _structure(walk: Walk) -> Hashable:
-    found = walk.modules()
-    modules = tuple((type(m), m.training) for m in found)
-    buffers = [(name, buffer) for module in found for name, buffer in module._buffers.items()]
-    names = tuple(name for name, _ in buffers)
-    return (
-        modules,
-        forms_of(walk.parameters()),
-        names,
-        forms_of(buffer for _, buffer in buffers),
-        hook_identities(found),
     )
 
 

@@ -80,8 +80,7 @@ class TrainStep:
         plan: a plan that was made before, or the path of its file (see `Plan.save`); nothing is measured or planned
             then: `planner`, `disable_rewrites` and `micro_batch` are the plan's, and `planning_seconds` must be 0. A
             plan that carries its graph is the program: neither the model's code nor `loss_fn` is run or compared, and
-            nothing is traced. The model's parameters, buffers and modes and every batch must be as those that the plan
-            was made for.
+            nothing is traced. The model's parameters, buffers and modes and every batch must be as the plan's.
         planner: "auto", or the name of one planner.
         disable_rewrites: names of rewrites that are not to be made ("fuse_batch_norm"); the plan names those that are.
         page_to: a folder on a disk, or a `PageFile`, to which tensors may be moved while the step does not need them;
@@ -212,6 +211,7 @@ class TrainStep:
         self._prepared = PreparedSteps(self._request, self._given)
         self._has_told = self._has_told_of_retries = False
         self._current: Prepared | None = None
+        self._tensors: StepTensors | None = None
         self._group = Accumulation()
 
     @property
@@ -398,7 +398,7 @@ class TrainStep:
 
     def _look(self) -> tuple[StepTensors, str]:
         """The step's tensors as they are now, and why all gradients must be there behind the backward pass, if so."""
-        tensors = StepTensors(self.model, self.loss_fn)
+        self._tensors = tensors = StepTensors.current(self.model, self.loss_fn, self._tensors)
         why = why_all_gradients(self.accumulation_steps, self.clip_grad_norm, transactional=self.transactional)
         if why:
             adds = self.accumulation_steps > 1 or self.clip_grad_norm is not None

@@ -8,7 +8,8 @@ from typing import Any
 
 from torch import nn
 
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+from torch_odt.capture.module_walk import HOOKS
+
 _NAMED = 5
 
 
@@ -80,4 +81,4 @@ def copy_layer(kind: type[nn.Module], layer: nn.Module) -> Any:
 
 
 def _watched(module: nn.Module) -> str | None:
-    return "because it has hooks" if any(getattr(module, hooks, None) for hooks in _HOOKS) else None
+    return "because it has hooks" if any(getattr(module, hooks, None) for hooks in HOOKS) else None

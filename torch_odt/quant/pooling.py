@@ -176,10 +176,20 @@ def _average_gradient(ctx: Any, of_values: Any, gradient: Tensor) -> tuple[Any, 
 _average_pool.register_autograd(_average_gradient, setup_context=_keep_window)
 
 
+def _is_global(input_shape: Sequence[int], output_size: Sequence[int]) -> bool:
+    """Whether a pool takes all pixels of an image, of which there are some."""
+    return tuple(output_size) == (1, 1) and min(input_shape) > 0
+
+
 @torch.library.custom_op("torch_odt::int8_adaptive_average_pool", mutates_args=())
 def _adaptive(values: Tensor, slot: Tensor, grid: Tensor, output_size: list[int]) -> tuple[Tensor, Tensor]:
     zero = zero_of(grid)
-    means = torch.nn.functional.adaptive_avg_pool2d(values.float().sub_(zero), (output_size[0], output_size[1]))
+    steps = values.float().sub_(zero)
+    if _is_global(values.shape, output_size):
+        # The sums are whole numbers; what pools windows goes through them one after another.
+        means = steps.sum((2, 3), keepdim=True).div_(values[0, 0].numel())
+    else:
+        means = torch.nn.functional.adaptive_avg_pool2d(steps, (output_size[0], output_size[1]))
     whole = means.round_().add_(zero).to(torch.int8)
     return whole.contiguous(memory_format=torch.channels_last), new_slot(means.shape)
 
@@ -193,6 +203,8 @@ def _(values: Tensor, slot: Tensor, grid: Tensor, output_size: list[int]) -> tup
 @torch.library.custom_op("torch_odt::int8_adaptive_average_pool_backward", mutates_args=())
 def _adaptive_backward(gradient: Tensor, input_shape: list[int]) -> Tensor:
     like = torch.empty(input_shape, memory_format=torch.channels_last)
+    if _is_global(input_shape, gradient.shape[2:]):
+        return like.copy_(gradient / like[0, 0].numel())
     found = torch.ops.aten._adaptive_avg_pool2d_backward(gradient, like)
     return found.contiguous(memory_format=torch.channels_last)
 

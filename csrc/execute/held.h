@@ -1,0 +1,16 @@
+// Whether what Python's objects hold is what it was.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+namespace torch_odt::execute {
+
+// Whether dicts of these sizes hold these very objects as names and values, all of them in one order. A step asks this
+// of everything that a model's modules hold.
+bool hold(
+    const pybind11::list& dicts,
+    const pybind11::list& sizes,
+    const pybind11::list& names,
+    const pybind11::list& values);
+
+} // namespace torch_odt::execute
