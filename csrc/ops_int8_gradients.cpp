@@ -183,9 +183,7 @@ int64_t int8_conv2d_descend_weight_(
     most = std::max(most, std::abs(multiplier));
   }
   most *= static_cast<float>(conv.out_pixels()) * kMostTerm;
-  STD_TORCH_CHECK(
-      kernels::int8::descent_stays_finite(most, how.rate, how.decay),
-      kNotFinite);
+  STD_TORCH_CHECK(kernels::int8::descent_stays_finite(most, how.rate, how.decay), kNotFinite);
   made.finish.output = weight.mutable_data_ptr();
   made.finish.seed = how.seed;
   made.finish.rate = how.rate;

@@ -224,9 +224,7 @@ void store_rounded_(Tensor weight, const Tensor& steps, Tensor rounding, Tensor 
   const int64_t count = weight.size(0);
   const Rows rows{static_cast<const float*>(source.const_data_ptr()), count, count > 0 ? weight.numel() / count : 0};
   const Threads threads = threads_of(rows);
-  STD_TORCH_CHECK(
-      all_finite(scanned(rows, threads, steps).largest),
-      kNotFinite);
+  STD_TORCH_CHECK(all_finite(scanned(rows, threads, steps).largest), kNotFinite);
   const uint64_t seed = update_seed(seed_and_updates);
   if (weight.numel() > 0) {
     *clamped += kernels::int8::round_rows(

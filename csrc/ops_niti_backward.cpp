@@ -149,14 +149,15 @@ struct Layer {
     return bias;
   }
 
-  // Takes what weight_gradient() would return off the weight; returns the sums for the bias. Where the scale is looked at,
+  // Takes what weight_gradient() would write off the weight; returns the sums for the bias. Where the scale is looked at,
   // a small gradient is stored in less time than it is computed twice.
   // `own` are the weight's numbers, in channels_last.
   TakenOff take_weight_gradient_off(HeldScale& scale, int64_t sums_exponent, int64_t bits, int8_t* own) const {
-    const bool is_small = pieces().size() > 1 || weight.numel() < kStoredElements;
+    const bool in_pieces = pieces().size() > 1;
+    const bool is_small = in_pieces || weight.numel() < kStoredElements;
     // Whether or not it is looked at: what is allocated must not depend on it.
     Tensor stored = is_small ? empty_weight() : nothing(kCarrier, steps);
-    if (pieces().size() > 1 || (scale.is_due() && is_small)) {
+    if (in_pieces || (scale.is_due() && is_small)) {
       std::vector<int64_t> bias = weight_gradient(scale, sums_exponent, bits, stored);
       const auto* const found = static_cast<const int8_t*>(stored.const_data_ptr());
       return {std::move(bias), kernels::int8::take_off(own, found, weight.numel())};

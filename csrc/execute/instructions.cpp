@@ -138,10 +138,11 @@ void bind_execution(py::module_& module) {
                       std::vector<int64_t> writes,
                       std::pair<int64_t, int64_t> takes,
                       std::pair<int64_t, int64_t> alike,
+                      std::string mark,
                       int64_t category) {
             HANDLE_TH_ERRORS
             return std::make_unique<OperatorCall>(
-                name, overload, arguments, places, numbers, std::move(writes), takes, alike, category);
+                name, overload, arguments, places, numbers, std::move(writes), takes, alike, std::move(mark), category);
             END_HANDLE_TH_ERRORS_PYBIND
           }),
           py::arg("name"),
@@ -152,6 +153,7 @@ void bind_execution(py::module_& module) {
           py::arg("writes"),
           py::arg("takes"),
           py::arg("alike"),
+          py::arg("mark"),
           py::arg("category"))
       .def("__call__", [](const OperatorCall& call, const py::list& table) {
         HANDLE_TH_ERRORS

@@ -9,6 +9,7 @@
 #include <ATen/ScalarOps.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/Tensor.h>
+#include <ATen/record_function.h>
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/jit/python/pybind_utils.h>
 
@@ -93,12 +94,14 @@ OperatorCall::OperatorCall(
     std::vector<int64_t> writes,
     std::pair<int64_t, int64_t> takes,
     std::pair<int64_t, int64_t> alike,
+    std::string mark,
     int64_t category)
     : operator_(c10::Dispatcher::singleton().findSchemaOrThrow(name.c_str(), overload.c_str())),
       arguments_(converted(operator_.schema(), arguments)),
       writes_(std::move(writes)),
       takes_(takes),
       alike_(alike),
+      mark_(std::move(mark)),
       category_(category),
       is_below_autograd_(needs_no_autograd(name)) {
   for (const auto& [argument, element, value] : places) {
@@ -131,6 +134,10 @@ OperatorCall::OperatorCall(
 void OperatorCall::operator()(PyObject* table) const {
   require_values(table, largest_value_);
   torch::jit::Stack stack = arguments_;
+  at::RecordFunction marked(at::RecordScope::USER_SCOPE);
+  if (!mark_.empty() && marked.isActive()) {
+    marked.before(mark_);
+  }
   fill(stack, table);
   {
     const py::gil_scoped_release released;

@@ -34,7 +34,8 @@ class OperatorCall {
   // `arguments` are all of the schema's that are no defaults, with anything at places. `writes` has the value of each
   // result, -1 where it is dropped; `takes` a value that becomes what another one is after the call, an argument that
   // the operator writes into, or -1. `numbers` are read from tensors of one float64 in each call. Of two arguments that
-  // are to lie `alike`, the second is copied where it does not lie as the first. Results are counted under a category;
+  // are to lie `alike`, the second is copied where it does not lie as the first. `mark` is the call's name in profiles, if
+  // it has one. Results are counted under a category;
   // a negative one leaves them as they are.
   // Throws where an argument is none for the operator, or a result is no tensor.
   OperatorCall(
@@ -46,6 +47,7 @@ class OperatorCall {
       std::vector<int64_t> writes,
       std::pair<int64_t, int64_t> takes,
       std::pair<int64_t, int64_t> alike,
+      std::string mark,
       int64_t category);
 
   void operator()(PyObject* table) const;
@@ -63,6 +65,7 @@ class OperatorCall {
   std::vector<int64_t> writes_;
   std::pair<int64_t, int64_t> takes_;
   std::pair<int64_t, int64_t> alike_;
+  std::string mark_;
   int64_t category_;
   int64_t largest_value_ = -1;
   bool is_below_autograd_;

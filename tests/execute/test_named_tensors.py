@@ -78,6 +78,7 @@ def changes() -> dict[str, Callable[[nn.Module], object]]:
         "no child": lambda model: model.register_module("norm", None),
         "hook": lambda model: model.norm.register_forward_hook(print),
         "class": replace_class,
+        "all attributes": lambda model: setattr(model.norm, "__dict__", dict(vars(nn.BatchNorm1d(4)))),
     }
 
 
@@ -94,6 +95,16 @@ def test_they_are_found_anew_where_modules_hold_something_else(change: str) -> N
     found = StepTensors.current(model, loss, tensors)
     assert found is not tensors and StepTensors.current(model, loss, found) is found
     assert list(found.parameters.values()) == [*model.parameters(), loss.scale] or model.again is model.first
+
+
+def test_other_models_and_losses_are_looked_at() -> None:
+    model, loss = Tied(), Weighted()
+    tensors = StepTensors(model, loss)
+    other, other_loss = Tied(), Weighted()
+    assert StepTensors.current(other, loss, tensors).modules[0] is other
+    assert StepTensors.current(model, other_loss, tensors).modules[-1] is other_loss
+    tensors.let_go()
+    assert StepTensors.current(model, loss, tensors) is not tensors
 
 
 def test_functions_may_reach_other_modules_by_now() -> None:

@@ -20,6 +20,7 @@ from torch_odt.capture.overwrite import function_of
 from torch_odt.execute import executor
 from torch_odt.execute.native_calls import native_call
 from torch_odt.execute.one_operator import Number, OneOperator, OperatorUse
+from torch_odt.execute.profiler_marks import UPDATE
 
 pytestmark = pytest.mark.skipif(_extensions.memory_module is None, reason="torch_odt._memory is not built")
 ATEN = torch.ops.aten
@@ -305,3 +306,31 @@ def test_plain_descent_is_a_call_of_compiled_code() -> None:
     module: Any = _extensions.memory_module
     assert part.first._calls is not None and len(updates) == 4
     assert all(isinstance(part.first._calls[index], module.OperatorCall) for index in updates)
+
+
+def test_updates_have_their_name_in_profiles() -> None:
+    model = nn.Linear(4, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = odt.TrainStep(model, nn.functional.cross_entropy, optimizer, budget=odt.Budget("64MiB", of="training"))
+    batch = torch.randn(6, 4), torch.randint(3, (6,))
+    step(*batch)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+        step(*batch)
+    marked = [event for event in profiler.events() if event.name == UPDATE]
+    assert len(marked) == 2
+    assert all(any(child.name == "aten::add_" for child in event.cpu_children) for event in marked)
+
+
+def test_a_call_that_fails_before_its_loss_changes_no_version() -> None:
+    model = nn.Linear(4, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = odt.TrainStep(
+        model, nn.functional.cross_entropy, optimizer, budget=odt.Budget("64MiB", of="training"), nonfinite="raise"
+    )
+    labels = torch.randint(3, (6,))
+    step(torch.randn(6, 4), labels)
+    loss = nn.functional.cross_entropy(model(torch.randn(6, 4)), labels)
+    with pytest.raises(FloatingPointError):
+        step(torch.full((6, 4), torch.nan), labels)
+    loss.backward()
+    assert model.weight.grad is not None

@@ -176,6 +176,48 @@ def test_a_step_takes_gradients_off_inside_of_its_schedule(packs: bool) -> None:
     assert bytes_of(ours) == bytes_of(loop) and len(seen) == 1 and bool(seen[0].any())
 
 
+def test_a_weight_in_another_order_is_updated_without_its_operator() -> None:
+    data, models = batches(3), [small_net() for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    for model in models:
+        niti_(model)
+        model.to(memory_format=torch.contiguous_format)
+    loop, ours = models
+    step = odt.TrainStep(ours, niti_cross_entropy, NitiSGD(ours), budget=odt.Budget("1GiB", of="training"))
+    assert [float(step(x, y)) for x, y in data] == train(loop, NitiSGD(loop), data)
+    assert bytes_of(ours) == bytes_of(loop)
+
+
+def test_an_optimizer_with_a_step_of_its_own_sees_all_gradients() -> None:
+    class Frozen(NitiSGD):
+        def step(self, closure: Any = None) -> Any:
+            for parameter in self.param_groups[0]["params"]:
+                as_int8(parameter.grad).zero_()
+            return super().step(closure)
+
+    model = small_net()
+    niti_(model)
+    before = [layer.weight.view(torch.int8).clone() for layer in model.modules() if isinstance(layer, NitiLayer)]
+    step = odt.TrainStep(model, niti_cross_entropy, Frozen(model), budget=odt.Budget("1GiB", of="training"))
+    step(*batches(1)[0])
+    after = [layer.weight.view(torch.int8) for layer in model.modules() if isinstance(layer, NitiLayer)]
+    assert all(map(torch.equal, before, after))
+
+
+@pytest.mark.parametrize("in_backward", [False, True])
+def test_wrap_leaves_integers_to_the_optimizer(in_backward: bool) -> None:
+    data, models = batches(3), [small_net() for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    for model in models:
+        niti_(model)
+    loop, ours = models
+    expected = train(loop, NitiSGD(loop), data)
+    optimizer = NitiSGD(ours, in_backward=in_backward)
+    wrapped = odt.wrap(ours, budget=odt.Budget("1GiB", of="training"), optimizer=optimizer)
+    assert train(wrapped, optimizer, data) == expected
+    assert bytes_of(ours) == bytes_of(loop)
+
+
 class Broadcast(nn.Module):
     """A sum of an image and a tensor of one pixel."""
 

@@ -10,9 +10,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from torch_odt.capture.graph import Op, Ref, TrainingGraph
+from torch_odt.capture.graph import Op, Ref, TrainingGraph, Value
 from torch_odt.capture.operators import register_operator
 
 FUSED_UPDATE = "odt.fused_update"
@@ -27,11 +28,14 @@ class FusedUpdate:
         weight: the position of what changes among the operator's arguments.
         measured: makes an update that leaves the weight in its range, for the costs of it. It takes the operator's
             arguments and returns its results, with None for the gradient. Executors put the optimizer's own here.
+        in_memory_order: it changes weights as they lie, contiguous or, of four dimensions, in torch.channels_last;
+            those that lie in another order keep their gradients.
     """
 
     gradient: int
     weight: int
     measured: Callable[..., Sequence[Tensor | None]]
+    in_memory_order: bool = False
 
 
 _FUSED: dict[tuple[str, str], FusedUpdate] = {}
@@ -43,6 +47,7 @@ def register_fused_update(kind: str, target: str, how: FusedUpdate) -> None:
     Args:
         kind: of updates, the first word of `UpdateRule.text`.
         target: the operator that computes the gradient.
+        how: it does so.
     """
     _FUSED[kind, target] = how
 
@@ -62,23 +67,25 @@ def fuse(graph: TrainingGraph, gradient: int, rule: str, changed: Sequence[int],
     """
     maker, views = _maker(graph, gradient)
     how = None if maker is None else _FUSED.get((rule.partition(" ")[0], maker.target))
-    if maker is None or how is None or last_read > maker.index or maker.kwargs or maker.overwrites is not None:
+    if maker is None or how is None or last_read > maker.index or maker.kwargs or maker.is_random:
         return None
     weight = maker.args[how.weight]
-    is_weight = isinstance(weight, Ref) and graph.values[weight.value].base == changed[-1]
+    if not isinstance(weight, Ref) or graph.values[weight.value].base != changed[-1]:
+        return None
     value = maker.writes[how.gradient]
-    if not is_weight or value is None or graph.values[value].base != graph.values[gradient].base:
+    if value is None or graph.values[value].base != graph.values[gradient].base:
+        return None
+    if how.in_memory_order and not _lies_in_order(graph.values[weight.value]):
         return None
     if sum(graph.values[output.value].base == graph.values[value].base for output in graph.outputs) > 1:
         return None
     returned = tuple(i for i, w in enumerate(maker.writes) if w is not None and i != how.gradient)
-    first = (changed[0], weight.value)
     graph.ops[maker.index] = Op(
         index=maker.index,
         target=FUSED_UPDATE,
         args=(rule, maker.target, returned, Ref(changed[0]), *maker.args),
         kwargs={},
-        reads=(*first, *(read for read in maker.reads if read not in first)),
+        reads=tuple(dict.fromkeys((changed[0], weight.value, *maker.reads))),
         shape_reads=tuple(read for read in maker.shape_reads if read != weight.value),
         writes=tuple(maker.writes[i] for i in returned),
         is_pinned=True,
@@ -101,6 +108,18 @@ def _maker(graph: TrainingGraph, gradient: int) -> tuple[Op | None, list[int]]:
         views.append(op.index)
         value = op.reads[0]
     return None, []
+
+
+def _lies_in_order(weight: Value) -> bool:
+    tensor = torch.empty_strided(weight.shape, weight.stride, device="meta")
+    order = torch.channels_last if tensor.dim() == 4 else torch.contiguous_format
+    return tensor.is_contiguous(memory_format=order)
+
+
+def changed_by(op: Op) -> tuple[int, int]:
+    """The parameter of a fused update, and the weight that it changes."""
+    rule, target, _, parameter, *arguments = op.args
+    return parameter.value, arguments[_FUSED[rule.partition(" ")[0], target].weight].value
 
 
 def chosen(results: Sequence[Tensor | None], returned: Sequence[int]) -> Any:

@@ -90,8 +90,8 @@ class Op:
         args, kwargs: the call's arguments, with `Ref` where a value stands.
         reads: the values whose data it reads, each once.
         shape_reads: the values of which it uses shape and strides alone; they need not be in memory.
-        writes: its results in order; None for a result that nobody uses. An op that has none changes its first
-            argument, and always runs.
+        writes: its results in order; None for a result that nobody uses. An op that has none changes what it
+            reads, and always runs.
         is_view: its results share the storage of its first read and cost nothing.
         is_random: it draws random numbers, so it runs exactly once.
         overwrites: the value in whose memory one of its results lies: nothing else reads that value.

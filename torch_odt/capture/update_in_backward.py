@@ -13,15 +13,17 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from torch_odt.capture import fused_updates
 from torch_odt.capture.batch_norm_match import BATCH_NORM
 from torch_odt.capture.fuse_batch_norm import FUSED
 from torch_odt.capture.fused_updates import FUSED_UPDATE, fuse
 from torch_odt.capture.graph import Op, Output, Ref, TrainingGraph, Value
+from torch_odt.capture.pack_dropout_masks import DROPOUT, PACKED
 
 UPDATE = "odt.update"
 UPDATES = frozenset({UPDATE, FUSED_UPDATE})
-# What these return is computed again by other ops, which read their parameters, although they run once themselves.
-_REMATERIALIZED = frozenset({BATCH_NORM, FUSED})
+# What these return is computed again by other ops, from what they read, although they run once themselves.
+_REMATERIALIZED = frozenset({BATCH_NORM, FUSED, DROPOUT, PACKED})
 
 
 @dataclass(frozen=True)
@@ -149,7 +151,7 @@ def _update_op(graph: TrainingGraph, index: int, changed: list[Value], gradient:
 def changed_by(graph: TrainingGraph, op: Op) -> frozenset[int]:
     """The storages that an update changes, of those that belong to the caller; none of any other op."""
     if op.target == FUSED_UPDATE:
-        return frozenset(graph.values[value].base for value in op.reads[:2])
+        return frozenset(graph.values[value].base for value in fused_updates.changed_by(op))
     if op.target != UPDATE:
         return frozenset()
     return frozenset(value for value in op.reads if value == op.reads[0] or graph.values[value].kind == "buffer")

@@ -41,12 +41,14 @@ class StepTensors:
         self._model, self._loss_fn = model, loss_fn
         own = loss_module(model, loss_fn)
         self.walks = (Walk(model),) if own is None else (Walk(model), Walk(own))
-        self._held = _Held(self.modules)
+        self._held: _Held | None = _Held(self.modules)
 
     @classmethod
     def current(cls, model: nn.Module, loss_fn: Any, before: StepTensors | None) -> StepTensors:
         """The tensors as they are now; those of an earlier call where nothing has changed since."""
-        return before if before is not None and before._is_current() else cls(model, loss_fn)
+        if before is None or before._model is not model or before._loss_fn is not loss_fn:
+            return cls(model, loss_fn)
+        return before if before._is_current() else cls(model, loss_fn)
 
     def _is_current(self) -> bool:
         """Whether another one would find the same: modules are of the same classes and hold the same objects by the
@@ -56,7 +58,11 @@ class StepTensors:
         is_module = isinstance(self._loss_fn, nn.Module)
         if not is_module and (len(self.walks) > 1 or loss_module(self._model, self._loss_fn) is not None):
             return False
-        return self._held.is_unchanged()
+        return self._held is not None and self._held.is_unchanged()
+
+    def let_go(self) -> None:
+        """Hold nothing of the modules that these may replace while they run; the next call looks anew."""
+        self._held = None
 
     @cached_property
     def parameters(self) -> dict[str, nn.Parameter]:
@@ -140,7 +146,7 @@ class _Held:
     def __init__(self, modules: list[nn.Module]) -> None:
         self._modules = modules
         self._classes = list(map(type, modules))
-        held = [vars(module) for module in modules]
+        self._own = held = [vars(module) for module in modules]
         holders = [each[name] for each in held for name in _HOLDERS if name in each]
         # Those of scripted modules are something else, of which nothing is known.
         self._are_dicts = all(isinstance(each, dict) for each in holders)
@@ -153,6 +159,8 @@ class _Held:
 
     def is_unchanged(self) -> bool:
         if not self._are_dicts or any(self._empty) or list(map(type, self._modules)) != self._classes:
+            return False
+        if not all(map(is_, map(vars, self._modules), self._own)):
             return False
         module = _extensions.memory_module
         if module is not None:

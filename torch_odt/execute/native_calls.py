@@ -31,10 +31,10 @@ def native_call(op: Op, function: Callable[..., Any], shape_only: Mapping[int, t
         return None
     args, kwargs = list(op.args), op.kwargs
     writes = [-1 if value is None else value for value in op.writes]
-    takes = alike = (-1, -1)
+    takes, alike, mark = (-1, -1), (-1, -1), ""
     if isinstance(function, OneOperator):
         use = function.use
-        args, kwargs, alike = list(use.arguments), {}, use.alike or alike
+        args, kwargs, alike, mark = list(use.arguments), {}, use.alike or alike, use.mark
         writes = [-1 if value is None else value for value in use.results]
         function = use.operator
     elif isinstance(function, Overwriting):
@@ -59,8 +59,9 @@ def native_call(op: Op, function: Callable[..., Any], shape_only: Mapping[int, t
         arguments = {name: placed.argument(name, value) for name, value in named.items()}
         category = number_of("activation") if is_tracking() and not op.is_view else -1
         return module.OperatorCall(
-            schema.name, schema.overload_name, arguments, placed.places, placed.numbers, writes, takes, alike, category
-        )
+            schema.name, schema.overload_name, arguments, placed.places, placed.numbers, writes, takes, alike, mark,
+            category,
+        )  # fmt: skip
     except (_ForPython, RuntimeError, ValueError, TypeError):
         return None
 

@@ -28,12 +28,14 @@ class OperatorUse(NamedTuple):
         arguments: in its order, with `Ref` where a value of a graph stands, and `Number`.
         results: for each of its results, the value that it is, or None where it is dropped.
         alike: positions of two arguments: the second one is brought to the layout of the first.
+        mark: its name in torch's profiles; none where that is empty.
     """
 
     operator: torch._ops.OpOverload
     arguments: tuple[Any, ...]
     results: tuple[int | None, ...]
     alike: tuple[int, int] | None = None
+    mark: str = ""
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from torch_odt.execute.named_tensors import StepTensors
 from torch_odt.execute.one_operator import Number, OneOperator, OperatorUse
 from torch_odt.execute.profiler_marks import UPDATE, marked
 
-# The attribute of optimizers that change memory elsewhere than in their parameters: `InStep` by a parameter's identity.
+# The attribute of optimizers that have ways of their own with some gradients: `InStep` by a parameter's identity.
 IN_STEP = "_torch_odt_in_step"
 # Whose updates are made one by one.
 _KNOWN = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
@@ -35,7 +35,7 @@ _FLOATING = (torch.float32, torch.float64, torch.bfloat16)
 
 
 class InStep(Protocol):
-    """What becomes of a parameter's gradient, where it does not change the parameter.
+    """What becomes of a parameter's gradient, where the optimizer has a way of its own with it.
 
     Attributes:
         parameter: that takes the gradient.
@@ -44,7 +44,7 @@ class InStep(Protocol):
     parameter: torch.Tensor
 
     def changed(self) -> list[torch.Tensor]:
-        """What changes in its place."""
+        """What changes, in the parameter's place or the parameter itself."""
 
     def rule(self, parameter: str) -> UpdateRule | None:
         """How the gradient is used up, as of now; None where the optimizer's step is to do it."""
@@ -123,6 +123,7 @@ class OptimizerUpdates:
         parameters: of the step, by the names that the graph uses.
         buffers: of the step: a parameter that shares memory with one is not updated.
         needs_all: why all gradients must exist before the optimizer's step; empty if nothing needs them.
+        uses_up: whether gradients may be used up in the optimizer's own way, see `InStep`.
 
     Attributes:
         waits_for: why the optimizer makes its step after the backward pass; empty if it does not.
@@ -135,7 +136,10 @@ class OptimizerUpdates:
         parameters: Mapping[str, nn.Parameter],
         buffers: Iterable[torch.Tensor] = (),
         needs_all: str = "",
+        *,
+        uses_up: bool = True,
     ) -> None:
+        self._uses_up = uses_up
         self._optimizer = optimizer
         self._members: dict[str, _Member] = {}
         self._fresh: dict[str, torch.Tensor] = {}
@@ -178,7 +182,9 @@ class OptimizerUpdates:
         is_shared = any(uses[tensor.untyped_storage().data_ptr()] > len(names) for tensor in in_step.changed())
         for name in names:
             rule = in_step.rule(name)
-            if is_shared:
+            if not self._uses_up:
+                self.kept["it does not change its parameter as torch.optim does"] += 1
+            elif is_shared:
                 self.kept[_SHARED] += 1
             elif rule is None:
                 self.kept["the optimizer's step does more with it than descend"] += 1
@@ -269,11 +275,11 @@ class OptimizerUpdates:
         if member.in_step is not None or member.rule.text != "sgd":
             return None
         descent = (*op.args[1:], self._number(member.group, "-lr"))
-        return OperatorUse(torch.ops.aten.add_.Tensor, descent, (None,), alike=(0, 1))
+        return OperatorUse(torch.ops.aten.add_.Tensor, descent, (None,), alike=(0, 1), mark=UPDATE)
 
     def _number(self, group: int, option: str) -> Number:
         """An option of a group, with its sign turned where a minus stands before its name."""
-        return self._numbers.setdefault((group, option), Number(torch.zeros(1, dtype=torch.float64)))
+        return self._numbers.setdefault((group, option), Number(torch.zeros(1, dtype=torch.float64, device="cpu")))
 
     def read_options(self) -> None:
         """Before a step: the optimizer's options are as they are now."""

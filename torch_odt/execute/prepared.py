@@ -132,7 +132,8 @@ class Prepared:
                 raise
             raise PlanError(f"the plan contradicts itself: {error!r}") from error
         finally:
-            if self.updates is not None:
+            # Before there is a loss, nothing has been changed.
+            if self.updates is not None and receiver.loss is not None:
                 self.updates.note_changes()
         self.last_seconds.append(time.perf_counter() - began)
         assert receiver.loss is not None

@@ -127,8 +127,7 @@ class PreparedSteps:
         key, refused = _Key(captured, budget), _Key(outline, budget)
         if lowered is None and self._last is not None and self._last[0] == key:
             # To look a key up takes several times as long.
-            self._last[1].enter(self._request, None)
-            return self._last[1]
+            return self._entered(self._last[1], tensors, None)
         if key not in self._prepared and refused in self._prepared and not self._is_worth_a_try(outline, values):
             key = refused
         ordinary = self._prepared.get(key)
@@ -161,7 +160,12 @@ class PreparedSteps:
             self._prepared[key] = prepared
         self._prepared.move_to_end(key)
         self._last = key, prepared
+        return self._entered(prepared, tensors, lowered)
+
+    def _entered(self, prepared: Prepared, tensors: StepTensors, lowered: Lowered | None) -> Prepared:
         prepared.enter(self._request, lowered)
+        if prepared.fallback is not None:
+            tensors.let_go()
         return prepared
 
     def _find_given(

@@ -69,7 +69,8 @@ class WrapUpdates:
     def _renew(self) -> None:
         """Look at the optimizer and at the parameters as they are now."""
         parameters = dict(self._model.named_parameters())
-        self._updates = OptimizerUpdates(self._optimizer, parameters, self._model.buffers(), self._needs_all)
+        buffers = self._model.buffers()
+        self._updates = OptimizerUpdates(self._optimizer, parameters, buffers, self._needs_all, uses_up=False)
         self._names = {id(parameter): name for name, parameter in parameters.items()}
 
     def forget(self) -> None:

@@ -17,6 +17,7 @@ from typing import Literal
 from torch_odt.capture.costs import Costs, OpCost, TransferCosts
 from torch_odt.capture.estimates import estimate
 from torch_odt.capture.graph import Op, TrainingGraph
+from torch_odt.capture.update_in_backward import UPDATES
 
 Gradients = Literal["keep", "accumulate"]
 
@@ -214,7 +215,7 @@ def live_ops(graph: TrainingGraph) -> set[int]:
     live: set[int] = set()
     wanted = set(graph.output_values)
     for op in reversed(graph.program):
-        if op.is_random or not op.writes or not wanted.isdisjoint(op.results):
+        if op.is_random or not op.writes or op.target in UPDATES or not wanted.isdisjoint(op.results):
             live.add(op.index)
             wanted.update(op.reads)
     return live

@@ -433,7 +433,7 @@ register(
 register_fused_update(
     INT8,
     "torch_odt.int8_layer_backward.default",
-    FusedUpdate(gradient=1, weight=KEPT_WEIGHT + 1, measured=_measured_descent),
+    FusedUpdate(gradient=1, weight=KEPT_WEIGHT + 1, measured=_measured_descent, in_memory_order=True),
 )
 register_gradient("int8_layer", _keep, _pass_back_int8)
 register_gradient("int8_layer_to_float", _keep, _pass_back)

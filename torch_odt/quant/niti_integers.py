@@ -281,6 +281,6 @@ register(
 register_fused_update(
     NITI,
     "torch_odt.niti_layer_backward.default",
-    FusedUpdate(gradient=2, weight=2 + WEIGHT, measured=pass_back_and_take_off),
+    FusedUpdate(gradient=2, weight=2 + WEIGHT, measured=pass_back_and_take_off, in_memory_order=True),
 )
 register_gradient("niti_layer", _keep, _gradients)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -72,8 +73,9 @@ class NitiSGD(torch.optim.Optimizer):
         groups = [{"params": params, "kind": kind} for params, kind in
                   ((integers, INTEGERS), (states, STATES), (floats, FLOATS)) if params]  # fmt: skip
         super().__init__(groups, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "kind": FLOATS})
-        # What a captured step may do by itself.
-        vars(self)[IN_STEP] = {id(layer.weight): _InStep(layer) for layer in layers if layer.weight.requires_grad}
+        # What a captured step may do by itself; not where a class of the user's makes the step.
+        if inspect.unwrap(type(self).step) is inspect.unwrap(NitiSGD.step):
+            vars(self)[IN_STEP] = {id(layer.weight): _InStep(layer) for layer in layers if layer.weight.requires_grad}
         for parameter in integers if in_backward else ():
             parameter.register_post_accumulate_grad_hook(_take_off)
         for layer in layers if in_backward else ():

@@ -61,7 +61,8 @@ class PackedWeights:
         """What `int8_pack_weight` makes of a weight, from the last time where the weight is the same.
 
         Args:
-            weight: of one byte an element, as the layer has it: it is known by its memory and its shape.
+            weight: of one byte an element, as the layer has it: it is known by its memory and its shape, and not to be
+                given as `.data`, which counts no changes.
             windows: stride, padding, dilation and groups, see `windows_of`.
             for_grad_input: see `int8_pack_weight`.
         """
