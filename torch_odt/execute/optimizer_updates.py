@@ -55,13 +55,11 @@ class InStep(Protocol):
     def fused(self, *arguments: Any) -> Sequence[torch.Tensor | None]:
         """Use it up as it is computed, see `FusedUpdate`: an operator's results, with None for the gradient."""
 
-    def fused_operator(
-        self, arguments: tuple[Any, ...], number: Callable[[str], Number]
-    ) -> tuple[torch._ops.OpOverload, tuple[Any, ...], tuple[int | None, ...]]:
-        """The same as an operator of torch's dispatcher, its arguments, and which of the results each of its own is.
+    def fused_operator(self, arguments: tuple[Any, ...], number: Callable[[str], Number]) -> OperatorUse:
+        """The same as a call; its results are the positions of those of `fused`.
 
         Args:
-            arguments: of a graph, see `OperatorUse`.
+            arguments: of a graph.
             number: an option of the optimizer, by its name.
         """
 
@@ -144,7 +142,7 @@ class OptimizerUpdates:
         self._members: dict[str, _Member] = {}
         self._fresh: dict[str, torch.Tensor] = {}
         self._names: dict[int, list[str]] = {}
-        self._numbers: dict[tuple[int, str], Number] = {}
+        self._numbers: dict[tuple[int, str, float], Number] = {}
         self._changed: dict[str, list[torch.Tensor]] = {}
         self._group_rules: list[UpdateRule | None] = []
         for name, parameter in parameters.items():
@@ -269,23 +267,24 @@ class OptimizerUpdates:
         if op.target == FUSED_UPDATE:
             assert member.in_step is not None
             _, _, returned, _, *arguments = op.args
-            found = member.in_step.fused_operator(tuple(arguments), functools.partial(self._number, member.group))
+            use = member.in_step.fused_operator(tuple(arguments), functools.partial(self._number, member.group))
             values = dict(zip(returned, op.writes, strict=True))
-            return OperatorUse(*found[:2], tuple(None if i is None else values.get(i) for i in found[2]))
+            return use._replace(results=tuple(None if i is None else values.get(i) for i in use.results))
         if member.in_step is not None or member.rule.text != "sgd":
             return None
-        descent = (*op.args[1:], self._number(member.group, "-lr"))
+        descent = (*op.args[1:], self._number(member.group, "lr", sign=-1.0))
         return OperatorUse(torch.ops.aten.add_.Tensor, descent, (None,), alike=(0, 1), mark=UPDATE)
 
-    def _number(self, group: int, option: str) -> Number:
-        """An option of a group, with its sign turned where a minus stands before its name."""
-        return self._numbers.setdefault((group, option), Number(torch.zeros(1, dtype=torch.float64, device="cpu")))
+    def _number(self, group: int, option: str, sign: float = 1.0) -> Number:
+        """An option of a group, so many times."""
+        return self._numbers.setdefault(
+            (group, option, sign), Number(torch.zeros(1, dtype=torch.float64, device="cpu"))
+        )
 
     def read_options(self) -> None:
         """Before a step: the optimizer's options are as they are now."""
-        for (group, option), number in self._numbers.items():
-            value = float(self._optimizer.param_groups[group][option.removeprefix("-")])
-            number.cell.fill_(-value if option.startswith("-") else value)
+        for (group, option, sign), number in self._numbers.items():
+            number.cell.fill_(sign * float(self._optimizer.param_groups[group][option]))
 
     def note_changes(self) -> None:
         """After a step: autograd, and whoever has packed a weight, know of changes that compiled code has made."""

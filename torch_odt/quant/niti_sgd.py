@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from torch_odt.capture.parameter_updates import NITI
 from torch_odt.capture.update_in_backward import UpdateRule
+from torch_odt.execute.one_operator import OperatorUse
 from torch_odt.execute.optimizer_updates import IN_STEP
 from torch_odt.ops import int8_take_off_
 from torch_odt.quant.in_backward import InBackward
@@ -133,12 +134,10 @@ class _InStep:
     def fused(self, *arguments: Any) -> tuple[Tensor | None, ...]:
         return pass_back_and_take_off(*arguments)
 
-    def fused_operator(
-        self, arguments: tuple[Any, ...], number: Callable[[str], Any]
-    ) -> tuple[torch._ops.OpOverload, tuple[Any, ...], tuple[int | None, ...]]:
+    def fused_operator(self, arguments: tuple[Any, ...], number: Callable[[str], Any]) -> OperatorUse:
         # Whether a weight is wanted is not asked, and whether it has changed is dropped.
         operator = torch.ops.torch_odt.niti_layer_take_off_.default
-        return operator, (*arguments[:FOR_WEIGHT], *arguments[FOR_WEIGHT + 1 :]), (0, 1, 3, 4, None)
+        return OperatorUse(operator, (*arguments[:FOR_WEIGHT], *arguments[FOR_WEIGHT + 1 :]), (0, 1, 3, 4, None))
 
 
 @torch.no_grad()

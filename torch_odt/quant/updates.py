@@ -20,6 +20,7 @@ from torch import Tensor
 
 from torch_odt.capture.parameter_updates import INT8
 from torch_odt.capture.update_in_backward import UpdateRule
+from torch_odt.execute.one_operator import Number, OperatorUse
 from torch_odt.execute.optimizer_updates import IN_STEP, StepNotice
 from torch_odt.quant.in_backward import InBackward
 from torch_odt.quant.layer import Descent, arguments_of_descent, pass_back_and_descend
@@ -58,7 +59,6 @@ class Int8Updates:
         self._layers = layers
         self._in_parts = type(optimizer) in PARTWISE
         self._gradients: list[tuple[Tensor, Tensor]] = []
-        self._known_groups: list[tuple[dict[str, Any], int]] = []
         self._place_of: dict[int, tuple[dict[str, Any], int]] = {}
         # They look at gradients of int8 weights alone, which `TrainStep` may have used up by then.
         self._handles = [
@@ -156,23 +156,13 @@ class Int8Updates:
         return Descent(float(group["lr"]), float(group["weight_decay"]), *tensors)
 
     def _group_of(self, slot: Tensor) -> dict[str, Any] | None:
-        """The optimizer's group that holds a parameter now; places are found anew where they are others."""
+        """The optimizer's group that holds a parameter now; places are found anew where it has left its own."""
         groups = self._optimizer.param_groups
-        known = self._known_groups
-        place = self._place_of.get(id(slot))
-        same = place is not None and place[1] < len(place[0]["params"]) and place[0]["params"][place[1]] is slot
-        same = (
-            same
-            and len(groups) == len(known)
-            and all(
-                group is other and len(group["params"]) == count
-                for group, (other, count) in zip(groups, known, strict=True)
-            )
-        )
-        if not same:
-            self._known_groups = [(group, len(group["params"])) for group in groups]
-            places = ((id(each), (group, i)) for group in groups for i, each in enumerate(group["params"]))
-            self._place_of = dict(places)
+        group, index = self._place_of.get(id(slot), ({}, 0))
+        members = group.get("params", ())
+        if index < len(members) and members[index] is slot and any(each is group for each in groups):
+            return group
+        self._place_of = {id(each): (group, i) for group in groups for i, each in enumerate(group["params"])}
         return self._place_of.get(id(slot), (None, 0))[0]
 
 
@@ -201,12 +191,10 @@ class _InStep:
         of_input, of_bias = pass_back_and_descend(arguments, descent)
         return of_input, None, of_bias
 
-    def fused_operator(
-        self, arguments: tuple[Any, ...], number: Callable[[str], Any]
-    ) -> tuple[torch._ops.OpOverload, tuple[Any, ...], tuple[int | None, ...]]:
+    def fused_operator(self, arguments: tuple[Any, ...], number: Callable[[str], Number]) -> OperatorUse:
         counters = (self._layer.rounding, self._layer.saturated)
         descent = arguments_of_descent(arguments, counters, number("lr"), number("weight_decay"))
-        return torch.ops.torch_odt.int8_layer_descend_.default, descent, (0, 2)
+        return OperatorUse(torch.ops.torch_odt.int8_layer_descend_.default, descent, (0, 2))
 
 
 def _parts_of(layers: list[Int8Layer]) -> Iterator[list[Int8Layer]]:
