@@ -1,4 +1,4 @@
-"""Transfer between classes of one data set: a network that knows some of them learns the others from a few samples."""
+"""Transfer within a data set: a network that knows some classes, or speakers, learns the others from a few samples."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import cross_entropy, interpolate
 from torch.utils.data import Dataset
 
+from recipes.common.spoken_digits import load_speakers
 from torch_odt.commands.data import ImageData, load_data
 
 
@@ -22,23 +23,26 @@ class Samples:
     Attributes:
         images: `(n, 3, size, size)`, float32.
         labels: `(n,)`, counted from 0.
+        mirrors: whether an image in a mirror is one, too; that of a sound is not.
     """
 
     images: Tensor
     labels: Tensor
+    mirrors: bool = True
 
     def batches(self, size: int, draw: torch.Generator) -> Iterator[tuple[Tensor, Tensor]]:
         """One epoch in random order, each image mirrored or not; what does not fill a batch is left out."""
         for rows in torch.randperm(len(self.labels), generator=draw).split(size):
             if len(rows) == size:
-                mirrored = torch.rand(size, 1, 1, 1, generator=draw) < 0.5
                 images = self.images[rows]
-                images = torch.where(mirrored, images.flip(3), images)
+                if self.mirrors:
+                    mirrored = torch.rand(size, 1, 1, 1, generator=draw) < 0.5
+                    images = torch.where(mirrored, images.flip(3), images)
                 yield images.contiguous(memory_format=torch.channels_last), self.labels[rows]
 
     def part(self, start: int, stop: int) -> Samples:
         """Those of some rows."""
-        return Samples(self.images[start:stop], self.labels[start:stop])
+        return Samples(self.images[start:stop], self.labels[start:stop], self.mirrors)
 
 
 @dataclass(frozen=True)
@@ -70,17 +74,13 @@ def make_task(
 
     Args:
         source_classes: those to pretrain on; all others are adapted to.
+        test: of the data set's samples for validation, and, where these are too few, of those for training that are
+            left over.
     """
     others = [each for each in range(len(data.classes)) if each not in source_classes]
-    adapted = _samples(data.train, others, train + held_out)
-    # A fifth at least is held out where there are fewer.
-    cut = min(train, len(adapted.labels) * 4 // 5)
-    return TransferTask(
-        _samples(data.train, source_classes, source),
-        adapted.part(0, cut),
-        adapted.part(cut, len(adapted.labels)),
-        _samples(data.validation, others, test),
-    )
+    tested = _samples(data.validation, others, test)
+    adapted = _samples(data.train, others, train + held_out + test - len(tested.labels))
+    return _divided(_samples(data.train, source_classes, source), adapted, tested, train, held_out)
 
 
 def first_half(options: argparse.Namespace) -> TransferTask:
@@ -101,6 +101,48 @@ def first_half(options: argparse.Namespace) -> TransferTask:
         held_out=options.samples,
         test=options.test_samples,
     )
+
+
+def other_speakers(options: argparse.Namespace) -> TransferTask:
+    """Spoken digits of the first half of the speakers, after pretraining on the second half, as a recipe's options say.
+
+    Args:
+        options: as for `first_half`; images are spectrograms of that size.
+
+    Raises:
+        FileNotFoundError: `data_dir` holds no recordings.
+    """
+    speakers = load_speakers(options.data_dir, options.cache)
+    names = sorted(speakers)
+    half = len(names) // 2
+
+    def together(parts: list[tuple[Tensor, Tensor]]) -> Samples:
+        images, labels = (torch.cat(each) for each in zip(*parts, strict=True))
+        order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
+        large = interpolate(images[order], size=(options.image_size, options.image_size), mode="bilinear")
+        return Samples(large.expand(-1, 3, -1, -1), labels[order], mirrors=False)
+
+    source = together([speakers[name].train for name in names[half:]])
+    adapted = together([speakers[name].train for name in names[:half]])
+    tested = together([speakers[name].test for name in names[:half]])
+    most = 2 * options.samples + max(0, options.test_samples - len(tested.labels))
+    return _divided(
+        source.part(0, options.source_samples),
+        adapted.part(0, most),
+        tested.part(0, options.test_samples),
+        options.samples,
+        options.samples,
+    )
+
+
+def _divided(source: Samples, adapted: Samples, tested: Samples, train: int, held_out: int) -> TransferTask:
+    """What is adapted to in three parts; what is left of it is tested with as well."""
+    # A fifth at least is held out where there are fewer.
+    cut = min(train, len(adapted.labels) * 4 // 5)
+    end = min(train + held_out, len(adapted.labels))
+    rest = adapted.part(end, len(adapted.labels))
+    test = Samples(torch.cat([tested.images, rest.images]), torch.cat([tested.labels, rest.labels]), tested.mirrors)
+    return TransferTask(source, adapted.part(0, cut), adapted.part(cut, end), test)
 
 
 def pretrained(

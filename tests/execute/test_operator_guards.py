@@ -82,6 +82,16 @@ FORGERIES = {
     "few averages": Forgery(
         "_adaptive_avg_pool2d_backward.default", (torch.ones(2, 8, 2, 2), IMAGE), {0: torch.ones(2, 1, 2, 2)}
     ),
+    "averages of more images": Forgery(
+        "avg_pool2d_backward.default",
+        (torch.ones(2, 8, 2, 2), IMAGE, [2, 2], [2, 2], [0, 0], False, True, None),
+        {0: torch.ones(8, 8, 2, 2)},
+    ),
+    "no scale": Forgery(
+        "_fake_quantize_per_tensor_affine_cachemask_tensor_qparams.default",
+        (IMAGE, ONE, torch.zeros(1, dtype=torch.int32), torch.ones(1, dtype=torch.int64), -128, 127),
+        {1: ONE[:0]},
+    ),
     "a far index": Forgery(
         "max_pool2d_with_indices_backward.default", (*POOL, INDICES), {7: torch.full((1, 1, 2, 2), 1 << 34)}
     ),

@@ -188,7 +188,7 @@ def test_a_plan_that_updates_int8_weights_travels_in_a_file(tmp_path: Path) -> N
         steps.append(odt.TrainStep(each, F.cross_entropy, optimizer, **options))
         losses = [float(call(steps[-1], number)) for number in range(2)]
         if len(steps) == 1:
-            steps[0].plan.save(tmp_path / "plan.json", carry_graph=False)
+            steps[0].plan.save(tmp_path / "plan.json")
             expected = losses
     assert losses == expected
     assert_same_state(model, plain)

@@ -28,7 +28,8 @@ _ATEN_NAMES = """
     max_pool2d_with_indices max_pool2d_with_indices_backward max_pool3d_with_indices
     max_pool3d_with_indices_backward reflection_pad1d reflection_pad2d reflection_pad2d_backward
     replication_pad2d replication_pad2d_backward upsample_bilinear2d upsample_bilinear2d_backward
-    upsample_nearest2d upsample_nearest2d_backward native_batch_norm native_batch_norm_backward
+    upsample_nearest2d upsample_nearest2d_backward _fake_quantize_per_tensor_affine_cachemask_tensor_qparams
+    fake_quantize_per_tensor_affine_cachemask fake_quantize_per_channel_affine_cachemask native_batch_norm native_batch_norm_backward
     _native_batch_norm_legit _native_batch_norm_legit_functional _native_batch_norm_legit_no_training
     native_group_norm native_group_norm_backward native_layer_norm native_layer_norm_backward _log_softmax
     _log_softmax_backward_data _safe_softmax _softmax _softmax_backward_data _prelu_kernel
@@ -42,10 +43,17 @@ _ATEN_NAMES = """
 """
 _OWN_NAMES = """
     batch_norm_act batch_norm_act_backward batch_norm_act_normalize batch_norm_add_act_backward clamp_with_mask
-    clamp_with_mask_backward max_pool2d_with_offsets max_pool2d_with_offsets_backward scale_masked
+    clamp_with_mask_backward max_pool2d_with_offsets max_pool2d_with_offsets_backward scale_masked int8_quantize
+    int8_dequantize int8_layer int8_layer_to_float int8_layer_backward int8_add int8_multiply
+    int8_multiply_backward int8_clamp int8_look_up int8_look_up_backward int8_drop int8_max_pool
+    int8_max_pool_backward int8_average_pool int8_average_pool_backward int8_adaptive_average_pool
+    int8_adaptive_average_pool_backward int8_concatenate int8_concatenate_backward int8_training_conv2d
+    int8_training_conv2d_backward niti_quantize niti_dequantize niti_layer niti_layer_backward niti_add niti_relu
+    niti_relu_backward niti_max_pool2d niti_max_pool2d_backward niti_avg_pool2d niti_avg_pool2d_backward
+    niti_cross_entropy octo_conv2d octo_conv2d_backward observed_range learned_steps weight_steps
 """
 _ATEN, _OWN = frozenset(_ATEN_NAMES.split()), frozenset(_OWN_NAMES.split())
-# Words that an operator compares with those that it knows.
+# Words that an operator compares with those that it knows, or names in its errors.
 _WORDS = {
     "gelu": "approximate",
     "gelu_backward": "approximate",
@@ -55,6 +63,11 @@ _WORDS = {
     "batch_norm_act": "activation",
     "batch_norm_act_backward": "activation",
     "batch_norm_act_normalize": "activation",
+    "octo_conv2d": "layer",
+    "octo_conv2d_backward": "layer",
+    "observed_range": "layer",
+    "learned_steps": "layer",
+    "weight_steps": "layer",
 }
 _TYPES = frozenset({"Tensor", "number", "int", "float", "bool", "SymInt"})
 _CALLER_TYPES = frozenset({"ScalarType", "Layout", "Device", "MemoryFormat", "Generator"})

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_odt.capture.graph import Op, Ref, TrainingGraph, Value
-from torch_odt.capture.operators import register_operator
+from torch_odt.capture.graph import Op, Ref, TrainingGraph, Value, refs
+from torch_odt.capture.operators import of_torch, register_operator
 
 FUSED_UPDATE = "odt.fused_update"
 
@@ -92,6 +92,33 @@ def fuse(graph: TrainingGraph, gradient: int, rule: str, changed: Sequence[int],
         phase=maker.phase,
     )
     return views
+
+
+def require_fused_update(graph: TrainingGraph, op: Op) -> None:
+    """Check that a fused update of a graph from elsewhere is one as `fuse` makes them.
+
+    Raises:
+        KeyError: no operator makes such an update.
+        ValueError, TypeError, AttributeError, IndexError: it is something else.
+    """
+    rule, target, returned, parameter, *arguments = op.args
+    how = _FUSED[rule.partition(" ")[0], target]
+    weight = arguments[how.weight]
+    values = (parameter, weight, *(Ref(value) for value in refs(arguments)))
+    if op.reads != tuple(dict.fromkeys(each.value for each in values)) or op.shape_reads or op.kwargs:
+        raise ValueError("it does not read what its arguments are")
+    if graph.values[parameter.value].kind != "parameter":
+        raise ValueError("it updates something else than a parameter")
+    if how.in_memory_order and not _lies_in_order(graph.values[weight.value]):
+        raise ValueError("it updates a weight that lies in another order than it goes through")
+    schema = of_torch(target)._schema
+    kept = [position for position in range(len(schema.returns)) if position != how.gradient]
+    if len(arguments) != len(schema.arguments) or len(op.writes) != len(returned) or None in op.writes:
+        raise ValueError("it has other arguments or results")
+    if list(returned) != [position for position in kept if position in returned]:
+        raise ValueError("it returns other results than there are")
+    if op.is_view or op.is_random or not op.is_pinned or op.overwrites is not None or op.index >= graph.program_length:
+        raise ValueError("it is more than an update, or stands behind the program")
 
 
 def _maker(graph: TrainingGraph, gradient: int) -> tuple[Op | None, list[int]]:

@@ -14,7 +14,7 @@ import torch
 from torch_odt.capture import operators
 from torch_odt.capture.accumulate import ACCUMULATING
 from torch_odt.capture.carried_operators import are_plain, may_be_carried
-from torch_odt.capture.fused_updates import FUSED_UPDATE
+from torch_odt.capture.fused_updates import FUSED_UPDATE, require_fused_update
 from torch_odt.capture.graph import Op, OutputKind, Ref, TrainingGraph, ValueKind, refs
 from torch_odt.capture.overwrite import function_of
 from torch_odt.capture.pack_dropout_masks import PACKED
@@ -92,7 +92,8 @@ def _check_op(graph: TrainingGraph, op: Op) -> None:
             raise _is_not(op, "may not stand behind the program")
         return
     if op.target == FUSED_UPDATE:
-        raise _is_not(op, _NOT_CARRIED)
+        _check_fused_update(graph, op)
+        return
     try:
         function_of(op)
     except (KeyError, ValueError, StopIteration) as error:
@@ -119,6 +120,16 @@ def _check_op(graph: TrainingGraph, op: Op) -> None:
         _check_overwritten(graph, op, op.overwrites)
     if op.target == _RNN_BACKWARD:
         _check_workspace(graph, op)
+
+
+def _check_fused_update(graph: TrainingGraph, op: Op) -> None:
+    """As with other updates, the door compares with the optimizer whose update it is."""
+    try:
+        require_fused_update(graph, op)
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+        raise _is_not(op, f"is no update that an operator makes as it computes the gradient: {error!r}") from error
+    if not are_plain(op.args):
+        raise _is_not(op, "asks for another device or layout than that of ordinary tensors")
 
 
 def _has_own_arguments(op: Op) -> bool:

@@ -135,6 +135,11 @@ def _average_backward(named: Named, axes: int) -> bool:
     return gradient.dim() == x.dim() > axes and gradient.shape[:-axes] == x.shape[:-axes]
 
 
+def _fake_quantize(named: Named) -> bool:
+    one_each = (named["scale"], named["zero_point"], named["fake_quant_enabled"])
+    return all(tensor.numel() == 1 for tensor in one_each)
+
+
 def _max_pool_backward(named: Named, axes: int) -> bool:
     x, indices = named["self"], named["indices"]
     return x.dim() >= axes and indices.dtype == torch.int64 and _are_below(indices, prod(x.shape[-axes:]))
@@ -194,9 +199,12 @@ _CHECKS: dict[str, Callable[[Named], bool]] = {
     "aten._scaled_dot_product_flash_attention_for_cpu_backward.default": _attention_backward,
     "aten._adaptive_avg_pool2d_backward.default": functools.partial(_average_backward, axes=2),
     "aten._adaptive_avg_pool3d_backward.default": functools.partial(_average_backward, axes=3),
+    "aten.avg_pool2d_backward.default": functools.partial(_average_backward, axes=2),
+    "aten.avg_pool3d_backward.default": functools.partial(_average_backward, axes=3),
     "aten.max_pool2d_with_indices_backward.default": functools.partial(_max_pool_backward, axes=2),
     "aten.max_pool3d_with_indices_backward.default": functools.partial(_max_pool_backward, axes=3),
     "aten.embedding_dense_backward.default": _embedding_backward,
+    "aten._fake_quantize_per_tensor_affine_cachemask_tensor_qparams.default": _fake_quantize,
     "aten.mkldnn_rnn_layer.default": _rnn_layer,
     "aten.mkldnn_rnn_layer_backward.default": _rnn_layer_backward,
 }

@@ -18,7 +18,7 @@ from torch_odt import _extensions
 from torch_odt.capture import accumulate, pack_dropout_masks  # noqa: F401  (they register operators of graphs)
 from torch_odt.capture.accumulate import ACCUMULATING
 from torch_odt.capture.draws import Draw
-from torch_odt.capture.fused_updates import FUSED_UPDATE
+from torch_odt.capture.fused_updates import FUSED_UPDATE, changed_by
 from torch_odt.capture.graph import Op, Ref, TrainingGraph
 from torch_odt.capture.machine import machine_name, settings_name
 from torch_odt.capture.separation import Separation, ancestors
@@ -246,8 +246,10 @@ def _require_updates(graph: TrainingGraph, updates: OptimizerUpdates | None) -> 
 
 def _is_update(graph: TrainingGraph, op: Op, rule: UpdateRule) -> bool:
     if op.target == FUSED_UPDATE:
-        # Graphs of files hold none, and those of this process are the rewrite's.
-        return op.args[0] == rule.text
+        changed, weight = changed_by(op)
+        held = graph.values[graph.values[weight].base]
+        wanted = ("buffer", rule.into) if rule.into else ("parameter", graph.values[changed].target)
+        return op.args[0] == rule.text and (held.kind, held.target) == wanted
     parameter, _, *state = op.reads
     name = str(graph.values[parameter].target)
     taken = [(graph.values[v].kind, graph.values[v].target) for v in (parameter, *state)]

@@ -151,7 +151,7 @@ def _average_pool_backward(
     ceil_mode: bool,
     count_include_pad: bool,
 ) -> Tensor:
-    like = torch.empty(input_shape, memory_format=torch.channels_last)
+    like = _input_of(gradient, input_shape)
     found = torch.ops.aten.avg_pool2d_backward(
         gradient, like, kernel_size, stride, padding, ceil_mode, count_include_pad, None
     )
@@ -174,6 +174,13 @@ def _average_gradient(ctx: Any, of_values: Any, gradient: Tensor) -> tuple[Any, 
 
 
 _average_pool.register_autograd(_average_gradient, setup_context=_keep_window)
+
+
+def _input_of(gradient: Tensor, shape: Sequence[int]) -> Tensor:
+    """An empty tensor of the input's shape. Torch's own kernels do not look whether a gradient has as many images."""
+    if gradient.dim() != 4 or len(shape) != 4 or list(gradient.shape[:2]) != list(shape[:2]):
+        raise RuntimeError(f"a gradient of {list(gradient.shape)} is none of a pool of {list(shape)}")
+    return torch.empty(shape, memory_format=torch.channels_last)
 
 
 def _is_global(input_shape: Sequence[int], output_size: Sequence[int]) -> bool:
@@ -202,7 +209,7 @@ def _(values: Tensor, slot: Tensor, grid: Tensor, output_size: list[int]) -> tup
 
 @torch.library.custom_op("torch_odt::int8_adaptive_average_pool_backward", mutates_args=())
 def _adaptive_backward(gradient: Tensor, input_shape: list[int]) -> Tensor:
-    like = torch.empty(input_shape, memory_format=torch.channels_last)
+    like = _input_of(gradient, input_shape)
     if _is_global(input_shape, gradient.shape[2:]):
         return like.copy_(gradient / like[0, 0].numel())
     found = torch.ops.aten._adaptive_avg_pool2d_backward(gradient, like)

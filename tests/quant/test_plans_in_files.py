@@ -1,0 +1,208 @@
+"""Plans of int8 steps that travel in files with their graphs: the same bits, and nothing that a file could forge."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from quantized_models import calibration, images, labels, trained_a_little
+from torch import nn
+
+import torch_odt as odt
+from torch_odt.capture.update_in_backward import FUSED_UPDATE
+from torch_odt.planning.plan_file import read_plan_file, write_plan_file
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::torch_odt.OdtWarning"),
+    pytest.mark.filterwarnings("ignore::UserWarning"),
+]
+
+ROOMY = odt.Budget("2GiB", of="training")
+Prepare = Callable[[nn.Module], torch.optim.Optimizer]
+
+
+def qas(model: nn.Module) -> torch.optim.Optimizer:
+    odt.quant.convert_(model, calibration(), qas=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    odt.quant.train_int8_(model, optimizer)
+    return optimizer
+
+
+def niti(model: nn.Module) -> torch.optim.Optimizer:
+    odt.quant.niti_(model)
+    return odt.quant.NitiSGD(model, lr=0.05)
+
+
+def octo(model: nn.Module) -> torch.optim.Optimizer:
+    made = odt.quant.octo_(model, sample=images(2, 0))
+    return torch.optim.SGD(made.parameter_groups(), lr=0.05)
+
+
+def fake(model: nn.Module) -> torch.optim.Optimizer:
+    odt.quant.fake_quantize_(model)
+    return torch.optim.SGD(model.parameters(), lr=0.05)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A network, and how it becomes one of integers."""
+
+    network: str
+    prepare: Prepare
+    has_fused_updates: bool
+
+    def train(self, steps: int = 2, **options: Any) -> tuple[odt.TrainStep, list[torch.Tensor]]:
+        """A step after some batches; losses, and the model's state."""
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            model = trained_a_little(self.network).train()
+            optimizer = self.prepare(model)
+            step = odt.TrainStep(model.train(), F.cross_entropy, optimizer, **options)
+            losses = []
+            for number in range(steps):
+                torch.manual_seed(number)
+                losses.append(step(images(8, number), labels(8, number)))
+        return step, [*losses, *(tensor.clone() for tensor in model.state_dict().values())]
+
+
+CASES = {
+    **{f"qas-{name}": Case(name, qas, True) for name in ("residual", "excited", "fire", "mlp", "vgg")},
+    "niti-residual": Case("residual", niti, True),
+    "niti-vgg": Case("vgg", niti, True),
+    "octo": Case("residual", octo, False),
+    "fake": Case("residual", fake, False),
+}
+
+
+@functools.cache
+def planned(name: str) -> tuple[dict[str, Any], list[torch.Tensor]]:
+    """A plan file's content, and what training came to without it."""
+    with TemporaryDirectory() as folder:
+        step, expected = CASES[name].train(budget=ROOMY)
+        step.plan.save(Path(folder) / "plan.json")
+        return read_plan_file(Path(folder) / "plan.json"), expected
+
+
+def follow(name: str, content: dict[str, Any]) -> list[torch.Tensor]:
+    with TemporaryDirectory() as folder:
+        write_plan_file(Path(folder) / "plan.json", content)
+        return CASES[name].train(plan=Path(folder) / "plan.json")[1]
+
+
+def ops_of(content: dict[str, Any]) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = content["program"]["parts"][0]["first"]["graph"]["ops"]
+    return found
+
+
+def fused(content: dict[str, Any]) -> list[dict[str, Any]]:
+    return [op for op in ops_of(content) if op["target"] == FUSED_UPDATE]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_step_from_a_file_has_the_bits_of_the_one_that_was_saved(name: str) -> None:
+    content, expected = planned(name)
+    assert bool(fused(content)) == CASES[name].has_fused_updates
+    # NITI's layers count in numbers of which some are NaN until they are needed.
+    torch.testing.assert_close(follow(name, content), expected, rtol=0, atol=0, equal_nan=True)
+
+
+def other_weight(content: dict[str, Any]) -> None:
+    """The first layer's update takes the gradient off the second one's weight."""
+    first, second = fused(content)[:2]
+    arguments = first["args"]
+    of_first, of_second = (op["args"][4 + WEIGHT] for op in (first, second))
+    first["args"] = [of_second if argument == of_first else argument for argument in arguments]
+    first.pop("reads", None)
+
+
+def other_parameter(content: dict[str, Any]) -> None:
+    first, second = fused(content)[:2]
+    first["args"][3] = second["args"][3]
+    first.pop("reads", None)
+
+
+def other_rule(content: dict[str, Any]) -> None:
+    fused(content)[0]["args"][0] = "sgd"
+
+
+def other_operator(content: dict[str, Any]) -> None:
+    fused(content)[0]["args"][1] = "torch_odt.int8_conv2d_update_weight_.default"
+
+
+def other_results(content: dict[str, Any]) -> None:
+    fused(content)[-1]["args"][2] = {"tuple": [2, 0]}
+
+
+def the_gradient_too(content: dict[str, Any]) -> None:
+    op = fused(content)[-1]
+    op["args"][2] = {"tuple": [0, 1]}
+
+
+def fewer_arguments(content: dict[str, Any]) -> None:
+    fused(content)[0]["args"].pop()
+
+
+def less_to_read(content: dict[str, Any]) -> None:
+    op = fused(content)[0]
+    op["reads"] = [int(op["args"][3][1:])]
+
+
+def may_run_twice(content: dict[str, Any]) -> None:
+    fused(content)[0]["is"] = []
+
+
+WEIGHT = 4
+FORGERIES = (
+    other_weight,
+    other_parameter,
+    other_rule,
+    other_operator,
+    other_results,
+    the_gradient_too,
+    fewer_arguments,
+    less_to_read,
+    may_run_twice,
+)
+
+
+@pytest.mark.parametrize("forge", FORGERIES)
+def test_forged_updates_are_refused(forge: Callable[[dict[str, Any]], None]) -> None:
+    content = copy.deepcopy(planned("qas-residual")[0])
+    forge(content)
+    with pytest.raises(odt.PlanError, match=r"no update that an operator makes|updates .* in another way"):
+        follow("qas-residual", content)
+
+
+def places(data: Any) -> Iterator[tuple[Any, Any]]:
+    for key in data if isinstance(data, dict) else range(len(data)):
+        yield data, key
+        if isinstance(data[key], (dict, list)):
+            yield from places(data[key])
+
+
+numbers = st.sampled_from([-1, 0, 1, 2, 7, 10**6, 2**40])
+others = st.sampled_from([None, True, 1.5, "", "%0", "%7", "torch_odt.int8_add.default", "int8", "uint8", [], [1, 2]])
+
+
+@pytest.mark.parametrize("name", ["qas-residual", "niti-vgg"])
+@settings(max_examples=40)
+@given(data=st.data())
+def test_whatever_is_changed_ends_in_an_error_or_a_run(name: str, data: st.DataObject) -> None:
+    content = copy.deepcopy(planned(name)[0])
+    found = list(places(ops_of(content)))
+    holder, key = found[data.draw(st.integers(0, len(found) - 1))]
+    holder[key] = data.draw(numbers | others)
+    # Operators refuse tensors that are not as they must be by themselves.
+    with contextlib.suppress(odt.PlanError, odt.InfeasibleBudget, RuntimeError, IndexError):
+        follow(name, content)
