@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -132,6 +133,10 @@ def test_a_schedule_that_reads_a_weight_after_its_update_is_refused() -> None:
         simulate(graph, NO_COSTS, Schedule(tuple(instructions), schedule.boundary))
 
 
-def test_a_graph_of_a_file_holds_none() -> None:
-    with pytest.raises(PlanError, match="may carry; save the plan with carry_graph=False"):
-        check_graph(graph_of(network(), *batch()))
+def test_a_graph_of_a_file_may_hold_them() -> None:
+    graph = graph_of(network(), *batch())
+    check_graph(graph)
+    op = updated(graph, FUSED_UPDATE)["0.weight"]
+    graph.ops[op.index] = replace(op, args=("descent", "aten.mm.default", *op.args[2:]))
+    with pytest.raises(PlanError, match=rf"op {op.index} of the graph.* no update that an operator makes"):
+        check_graph(graph)

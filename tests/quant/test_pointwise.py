@@ -187,6 +187,11 @@ def test_bad_input_is_named() -> None:
         pointwise.add(x, activation(2, 4, 1, 1), GRID)
     with pytest.raises(RuntimeError, match="does not broadcast"):
         pointwise.multiply(activation(2, 4, 1, 1), x, GRID)
+    ops, gradient = torch.ops.torch_odt, torch.ones(8, 4, 2, 2)
+    with pytest.raises(RuntimeError, match="none of a pool of"):
+        ops.int8_average_pool_backward(gradient, [2, 4, 4, 4], [2, 2], [2, 2], [0, 0], False, True)
+    with pytest.raises(RuntimeError, match="none of a pool of"):
+        ops.int8_adaptive_average_pool_backward(gradient, [2, 8, 4, 4])
 
 
 def test_grids() -> None:
