@@ -7,7 +7,7 @@ A narrow network is pretrained on one half of the classes, gets a new classifier
 samples, from the same start and with the same layers (`--layers`: the last ones, and the classifier) by SGD with
 momentum: in float32 with BatchNorm folded as int8 has it; in int8, whose weights are int8 alone and are rounded
 stochastically; the same with QAS; and with QAS and masters in float32. Each way has the learning rate (`--rates`) that
-is best on samples held out of the training set, in the mean over some trainings (`--rate-seeds`) with seeds of their own.
+is best on samples held out of the training set, in the mean over some trainings (`--rate-seeds`) with their own seeds.
 
 The recipe ends with code 1 where int8 with QAS is more than a point less accurate than float32, as the mean over seeds,
 or where the task says nothing: int8 without QAS has to trail float32 by three points or more.

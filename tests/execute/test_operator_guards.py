@@ -98,6 +98,11 @@ FORGERIES = {
     "a negative index": Forgery(
         "max_pool2d_with_indices_backward.default", (*POOL, INDICES), {7: torch.full((1, 1, 2, 2), -1)}
     ),
+    "maxima of more images": Forgery(
+        "max_pool2d_with_indices_backward.default", (*POOL, INDICES), {0: torch.ones(2, 1, 2, 2)}
+    ),
+    "indices of no image": Forgery("max_pool2d_with_indices_backward.default", (*POOL, INDICES), {7: INDICES[:0]}),
+    "another shape": Forgery("gelu_backward.default", (IMAGE, IMAGE), {1: IMAGE[None]}),
     "a far row": Forgery("embedding_dense_backward.default", EMBEDDING, {1: torch.tensor([0, 1 << 34])}),
     "many units": Forgery("mkldnn_rnn_layer.default", lstm(), {10: 1 << 16}),
     "a small weight": Forgery("mkldnn_rnn_layer.default", lstm(), {2: torch.ones(1, 1)}),

@@ -109,6 +109,10 @@ def _same_shape(named: Named) -> bool:
     return named["grad_output"].shape == named["output"].shape
 
 
+def _gelu_backward(named: Named) -> bool:
+    return named["grad_output"].shape == named["self"].shape
+
+
 def _attention(named: Named) -> bool:
     query, key, value = named["query"], named["key"], named["value"]
     if not query.dim() == key.dim() == value.dim() == 4:
@@ -141,8 +145,10 @@ def _fake_quantize(named: Named) -> bool:
 
 
 def _max_pool_backward(named: Named, axes: int) -> bool:
-    x, indices = named["self"], named["indices"]
-    return x.dim() >= axes and indices.dtype == torch.int64 and _are_below(indices, prod(x.shape[-axes:]))
+    gradient, x, indices = named["grad_output"], named["self"], named["indices"]
+    if not gradient.shape == indices.shape or indices.shape[:-axes] != x.shape[:-axes] or indices.dtype != torch.int64:
+        return False
+    return gradient.dim() == x.dim() >= axes and _are_below(indices, prod(x.shape[-axes:]))
 
 
 def _embedding_backward(named: Named) -> bool:
@@ -195,6 +201,7 @@ _CHECKS: dict[str, Callable[[Named], bool]] = {
     "aten.native_layer_norm_backward.default": _layer_norm_backward,
     "aten._log_softmax_backward_data.default": _same_shape,
     "aten._softmax_backward_data.default": _same_shape,
+    "aten.gelu_backward.default": _gelu_backward,
     "aten._scaled_dot_product_flash_attention_for_cpu.default": _attention,
     "aten._scaled_dot_product_flash_attention_for_cpu_backward.default": _attention_backward,
     "aten._adaptive_avg_pool2d_backward.default": functools.partial(_average_backward, axes=2),
