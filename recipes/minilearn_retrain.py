@@ -52,6 +52,7 @@ PRETRAINING_RATE = 0.02
 USER_CLASSES = 3
 LABEL_BYTES = 8
 TIMED_PAIRS = 15
+CALIBRATION_SAMPLES, CALIBRATION_BATCH = 96, 32
 
 Samples = tuple[Tensor, Tensor]
 
@@ -88,6 +89,7 @@ class Row:
         classes: which.
         deployed, restricted: accuracy of the deployed network on them, naming any class and of theirs only.
         minilearn: of the small network.
+        minilearn_int8: of it when it computes in int8 as well, with ranges from the user's samples.
         feature_bytes: of a sample.
         stored_bytes: features, labels and the small network in int8.
         inputs_bytes: inputs, labels and the full network in int8.
@@ -100,6 +102,7 @@ class Row:
     deployed: float
     restricted: float
     minilearn: float
+    minilearn_int8: float
     feature_bytes: float
     stored_bytes: int
     inputs_bytes: int
@@ -107,7 +110,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Inference:
-    """What one sample takes in float32, batch 1.
+    """What one sample takes, batch 1.
 
     Attributes:
         seconds: of processor time, the least of many runs.
@@ -149,13 +152,16 @@ def main(arguments: list[str] | None = None) -> int:
         task = TASKS[name](options)
         deployed, accuracy = _deployed(name, task, options)
         rows, made = _rows(name, task, deployed, options)
-        inferences = _inferences(deployed, made, task)
+        inferences = {
+            "float32": _inferences(deployed, made, task),
+            "int8": _inferences(deployed, made, task, in_int8=True),
+        }
         _print(name, rows, inferences, made)
-        missed += [f"{name}: {text}" for text in _missed(accuracy, rows, inferences)]
+        missed += [f"{name}: {text}" for text in _missed(accuracy, rows, inferences["float32"])]
         report[name] = {
             "deployed_accuracy": accuracy,
             "rows": [asdict(row) for row in rows],
-            "inference": [asdict(each) for each in inferences],
+            "inference": {kind: [asdict(each) for each in both] for kind, both in inferences.items()},
             "pruned": list(made.pruning.kept),
             "not_pruned": dict(made.pruning.not_pruned),
         }
@@ -303,6 +309,7 @@ def _rows(name: str, task: Task, deployed: nn.Module, options: argparse.Namespac
                         deployed=_accuracy(deployed, test, list(range(10))),
                         restricted=_accuracy(deployed, test, classes),
                         minilearn=_accuracy(made.model, test, classes, names_all=False),
+                        minilearn_int8=_accuracy(_in_int8(made.model, data[0]), test, classes, names_all=False),
                         feature_bytes=made.feature_bytes / taken - LABEL_BYTES,
                         stored_bytes=made.feature_bytes + made.weight_bytes,
                         inputs_bytes=taken * (task.input_bytes + LABEL_BYTES) + full_bytes,
@@ -359,11 +366,24 @@ def _accuracy(model: nn.Module, test: Samples, classes: list[int], *, names_all:
     return right / len(test[1])
 
 
-def _inferences(deployed: nn.Module, made: MiniLearned, task: Task) -> tuple[Inference, Inference]:
-    """The deployed network and the small one, run in turn; both with their weights in float32."""
-    models = [copy.deepcopy(deployed).eval(), copy.deepcopy(made.model).eval()]
-    for model in models:
-        restore_float_weights_(model)
+def _in_int8(model: nn.Module, samples: Tensor) -> nn.Module:
+    """A copy that computes in int8."""
+    model = copy.deepcopy(model).eval()
+    restore_float_weights_(model)
+    odt.quant.convert_(model, samples[:CALIBRATION_SAMPLES].split(CALIBRATION_BATCH))
+    return model
+
+
+def _inferences(
+    deployed: nn.Module, made: MiniLearned, task: Task, *, in_int8: bool = False
+) -> tuple[Inference, Inference]:
+    """The deployed network and the small one, run in turn; both with their weights in float32, or both in int8."""
+    models = []
+    for model in (deployed, made.model):
+        model = _in_int8(model, task.user[0]) if in_int8 else copy.deepcopy(model).eval()
+        if not in_int8:
+            restore_float_weights_(model)
+        models.append(model)
     x = task.test[0][:1]
     seconds: list[list[float]] = [[], []]
     with torch.no_grad():
@@ -371,10 +391,16 @@ def _inferences(deployed: nn.Module, made: MiniLearned, task: Task) -> tuple[Inf
             for model, times in zip(models, seconds, strict=True):
                 times.append(_seconds(model, x))
     first, second = (
-        Inference(min(times), footprint(model).weight_bytes, _activation_bytes(model, x))
+        Inference(min(times), _weight_bytes(model), _activation_bytes(model, x))
         for model, times in zip(models, seconds, strict=True)
     )
     return first, second
+
+
+def _weight_bytes(model: nn.Module) -> int:
+    """Of parameters and buffers; what stands for a gradient of an int8 weight has one number."""
+    storages = [each.untyped_storage() for each in (*model.parameters(), *model.buffers())]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
 def _seconds(model: nn.Module, x: Tensor, runs: int = 20) -> float:
@@ -422,26 +448,28 @@ def _missed(accuracy: float, rows: list[Row], inferences: tuple[Inference, Infer
     return missed
 
 
-def _print(name: str, rows: list[Row], inferences: tuple[Inference, Inference], made: MiniLearned) -> None:
+def _print(name: str, rows: list[Row], inferences: dict[str, tuple[Inference, Inference]], made: MiniLearned) -> None:
     print(f"\n{name}: means over seeds")
-    header = ("filters by", "samples", "deployed", "restricted", "MiniLearn", "stored KiB", "with inputs KiB", "saved")
+    header = ("filters by", "samples", "deployed", "restricted", "MiniLearn", "in int8")
+    header += ("stored KiB", "with inputs KiB", "saved")
     print("".join(f"{text:>17}" for text in header))
     for key in dict.fromkeys((row.criterion, row.samples) for row in rows):
         found = [row for row in rows if (row.criterion, row.samples) == key]
         accuracies = [
-            statistics.mean(getattr(row, name) for row in found) for name in ("deployed", "restricted", "minilearn")
+            statistics.mean(getattr(row, name) for row in found)
+            for name in ("deployed", "restricted", "minilearn", "minilearn_int8")
         ]
         stored, inputs = found[0].stored_bytes, found[0].inputs_bytes
         cells = (*(f"{value:.1%}" for value in accuracies), f"{stored / 1024:.1f}", f"{inputs / 1024:.1f}")
         taken = round(statistics.mean(row.taken for row in found))
         print("".join(f"{cell:>17}" for cell in (key[0], taken, *cells, f"{1 - stored / inputs:.0%}")))
-    full, small = inferences
     print(f"a sample: {rows[0].feature_bytes:.0f} bytes of features")
-    print(
-        f"inference in float32, batch 1: {1e3 * full.seconds:.2f} -> {1e3 * small.seconds:.2f} ms "
-        f"({1 - small.seconds / full.seconds:.0%} less), {full.bytes / 1024:.0f} -> {small.bytes / 1024:.0f} KiB "
-        f"({1 - small.bytes / full.bytes:.0%} less)"
-    )
+    for kind, (full, small) in inferences.items():
+        print(
+            f"inference in {kind}, batch 1: {1e3 * full.seconds:.2f} -> {1e3 * small.seconds:.2f} ms "
+            f"({1 - small.seconds / full.seconds:.0%} less), {full.bytes / 1024:.0f} -> {small.bytes / 1024:.0f} KiB "
+            f"({1 - small.bytes / full.bytes:.0%} less)"
+        )
     print(f"weights in int8: {made.weight_bytes_before / 1024:.0f} -> {made.weight_bytes / 1024:.0f} KiB")
     print(f"pruned: {', '.join(made.pruning.kept)}")
     print(f"not pruned behind the front: {'; '.join(f'{k}: {v}' for k, v in made.pruning.not_pruned.items())}\n")
