@@ -82,6 +82,9 @@ FORGERIES = {
     "few averages": Forgery(
         "_adaptive_avg_pool2d_backward.default", (torch.ones(2, 8, 2, 2), IMAGE), {0: torch.ones(2, 1, 2, 2)}
     ),
+    "averages of no pixels": Forgery(
+        "_adaptive_avg_pool2d_backward.default", (torch.ones(2, 8, 2, 2), IMAGE), {1: torch.ones(2, 8, 4, 0)}
+    ),
     "averages of more images": Forgery(
         "avg_pool2d_backward.default",
         (torch.ones(2, 8, 2, 2), IMAGE, [2, 2], [2, 2], [0, 0], False, True, None),

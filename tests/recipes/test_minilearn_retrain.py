@@ -27,13 +27,16 @@ def test_a_small_network_stands_beside_the_deployed_one(tmp_path: Path, monkeypa
     assert row["feature_bytes"] == pytest.approx(16 * 4 * 4, rel=0.05) and row["taken"] <= 24
     assert row["stored_bytes"] < row["inputs_bytes"]
     assert found["pruned"] == ["conv3.0", "conv4.0", "fc1"]
-    full, pruned = found["inference"]
+    full, pruned = found["inference"]["float32"]
     assert pruned["weight_bytes"] < full["weight_bytes"] / 2
     assert ended == bool(report["missed"])
 
 
 def test_what_is_missed_is_named() -> None:
-    rows = [Row("l1", count, count, (1, 2), 0.8, 0.9, small, 10.0, 5, 9) for count, small in ((100, 0.5), (600, 0.79))]
+    rows = [
+        Row("l1", count, count, (1, 2), 0.8, 0.9, small, small, 10.0, 5, 9)
+        for count, small in ((100, 0.5), (600, 0.79))
+    ]
     inferences = (Inference(1.0, 100, 100), Inference(0.6, 60, 45))
     assert minilearn_retrain._missed(0.6, rows, inferences) == [
         "the task says nothing: the deployed network reaches 60.0%, not 70%",
@@ -42,7 +45,10 @@ def test_what_is_missed_is_named() -> None:
         "inference takes 48% less bytes, not 50%",
     ]
     met = Inference(0.5, 40, 40)
-    assert minilearn_retrain._missed(0.9, [Row("l1", 9, 9, (1,), 0.8, 0.9, 0.8, 1.0, 1, 2)], (inferences[0], met)) == []
+    assert (
+        minilearn_retrain._missed(0.9, [Row("l1", 9, 9, (1,), 0.8, 0.9, 0.8, 0.8, 1.0, 1, 2)], (inferences[0], met))
+        == []
+    )
 
 
 def test_answers_are_counted_as_the_model_counts_its_classes() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -12,8 +13,9 @@ import torch
 from torch import nn
 
 from recipes import tinytl_transfer
+from recipes.common import spoken_digits, transfer_task
 from recipes.common.process_bytes import Training, TrainingBytes
-from recipes.common.transfer_task import Samples, accuracy, make_task, pretrained
+from recipes.common.transfer_task import Samples, accuracy, make_task, other_speakers, pretrained
 from recipes.common.transfer_ways import Way, adapt, make_network, make_step
 from torch_odt.adapt.lite_residual import LiteResidual
 from torch_odt.commands.data import ImageData
@@ -100,6 +102,30 @@ def test_a_task_has_other_classes_than_its_source_and_no_sample_twice() -> None:
     assert [len(part) for part in parts] == [6, 6, 5]
     assert len(set.union(*parts)) == 17 and all(number % 2 == 0 for part in parts for number in part)
     assert [int(label) * 2 for label in task.test.labels] == [int(image[0, 0, 0]) % 4 for image in task.test.images]
+
+
+def test_samples_for_training_that_are_left_are_tested_with_where_there_are_too_few() -> None:
+    pictures = [(torch.full((3, 4, 4), float(n)), n % 2) for n in range(40)]
+    data = ImageData("few", pictures[:36], pictures[36:], ["a", "b"], 4)  # type: ignore[arg-type]
+    task = make_task(data, [1], source=10, train=5, held_out=5, test=6)
+    parts = [{int(image[0, 0, 0]) for image in part.images} for part in (task.train, task.held_out, task.test)]
+    assert [len(part) for part in parts] == [5, 5, 6] and len(set.union(*parts)) == 16
+    assert {36, 38} < parts[2]
+
+
+def test_other_speakers_are_adapted_to(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def of(voice: float, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.full((count, 1, 32, 40), voice), torch.arange(count) % 3
+
+    voices = {"ann": 1.0, "bob": 2.0, "cid": 3.0, "dan": 4.0}
+    speakers = {name: spoken_digits.Samples(of(voice, 9), of(voice, 3)) for name, voice in voices.items()}
+    monkeypatch.setattr(transfer_task, "load_speakers", lambda data_dir, cache: speakers)
+    sizes = {"image_size": 24, "source_samples": 99, "samples": 6, "test_samples": 10}
+    task = other_speakers(argparse.Namespace(data_dir=tmp_path, cache=tmp_path, **sizes))
+    parts = (task.source, task.train, task.held_out, task.test)
+    assert [len(part.labels) for part in parts] == [18, 6, 6, 10] and task.classes == 3
+    assert [set(part.images.unique().tolist()) <= {3.0, 4.0} for part in parts] == [True, False, False, False]
+    assert all(part.images.shape[1:] == (3, 24, 24) and not part.mirrors for part in parts)
 
 
 def test_pretraining_is_remembered(tmp_path: Path) -> None:

@@ -136,7 +136,8 @@ def _attention_backward(named: Named) -> bool:
 
 def _average_backward(named: Named, axes: int) -> bool:
     gradient, x = named["grad_output"], named["self"]
-    return gradient.dim() == x.dim() > axes and gradient.shape[:-axes] == x.shape[:-axes]
+    are_alike = gradient.dim() == x.dim() > axes and gradient.shape[:-axes] == x.shape[:-axes]
+    return are_alike and (x.numel() > 0 or gradient.numel() == 0)
 
 
 def _fake_quantize(named: Named) -> bool:

@@ -178,7 +178,8 @@ _average_pool.register_autograd(_average_gradient, setup_context=_keep_window)
 
 def _input_of(gradient: Tensor, shape: Sequence[int]) -> Tensor:
     """An empty tensor of the input's shape. Torch's own kernels do not look whether a gradient has as many images."""
-    if gradient.dim() != 4 or len(shape) != 4 or list(gradient.shape[:2]) != list(shape[:2]):
+    is_of_it = gradient.dim() == len(shape) == 4 and list(gradient.shape[:2]) == list(shape[:2])
+    if not is_of_it or (0 in shape and gradient.numel() > 0):
         raise RuntimeError(f"a gradient of {list(gradient.shape)} is none of a pool of {list(shape)}")
     return torch.empty(shape, memory_format=torch.channels_last)
 
