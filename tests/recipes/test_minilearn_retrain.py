@@ -32,6 +32,10 @@ def test_a_small_network_stands_beside_the_deployed_one(tmp_path: Path, monkeypa
     assert ended == bool(report["missed"])
 
 
+def row(samples: int, accuracy: float) -> Row:
+    return Row("l1", samples, samples, (1, 2), 0.8, 0.9, accuracy, accuracy, 10.0, 5, 9)
+
+
 def test_what_is_missed_is_named() -> None:
     rows = [
         Row("l1", count, count, (1, 2), 0.8, 0.9, small, small, 10.0, 5, 9)
