@@ -45,12 +45,38 @@ Pair output_sizes(const Tensor& values, const Tensor& output) {
   return sizes;
 }
 
+// Sizes may be an argument, which is nobody's before it is compared.
+bool have_elements(const Pair& sizes, int64_t wanted) {
+  int64_t count = 1;
+  for (const int64_t size : sizes) {
+    if (size < 0 || (size > 0 && count > wanted / size)) {
+      return false;
+    }
+    count *= size;
+  }
+  return count == wanted;
+}
+
 Tensor shaped(const Tensor& tensor, const Pair& sizes) {
-  return sizes.size() == 4 ? tensor : seen_contiguous(tensor, sizes);
+  if (sizes.size() == 4) {
+    return tensor;
+  }
+  STD_TORCH_CHECK(
+      have_elements(sizes, tensor.numel()), kName, ": input_shape has another number of elements than the input had");
+  return seen_contiguous(tensor, sizes);
+}
+
+int64_t channels_of(const Tensor& weight) {
+  STD_TORCH_CHECK(weight.dim() == 2 || weight.dim() == 4, kName, ": weight must have two dimensions or four");
+  return weight.size(0);
 }
 
 // A weight's gradient in the order of memory, which is that of its slot.
 Tensor by_rows(const Tensor& gradient, const Tensor& weight) {
+  STD_TORCH_CHECK(
+      gradient.size(0) == weight.size(0) && gradient.numel() == weight.numel(),
+      kName,
+      ": the weight is not of the layer that gradient and input are of");
   return weight.dim() == 4
       ? seen_contiguous(gradient, {weight.size(0), weight.size(2), weight.size(3), weight.size(1)})
       : seen_contiguous(gradient, {weight.size(0), weight.size(1)});
@@ -99,7 +125,7 @@ std::tuple<Tensor, Tensor, Tensor> layer(
   static_cast<void>(scales_gradients);
   const Grid from(kName, grid, "grid");
   const Grid to(kName, output_grid, "output_grid");
-  const int64_t channels = weight.size(0);
+  const int64_t channels = channels_of(weight);
   const float* const scales = floats_of(kName, weight_scale, channels, "weight_scale");
   const auto [least, most] = to.bounds(low, high);
   const auto [output, mask] = int8_conv2d_quantized(
@@ -125,7 +151,7 @@ Tensor layer_to_float(
   static_cast<void>(weight_slot);
   static_cast<void>(scales_gradients);
   const Grid from(kName, grid, "grid");
-  const int64_t channels = weight.size(0);
+  const int64_t channels = channels_of(weight);
   const float* const scales = floats_of(kName, weight_scale, channels, "weight_scale");
   const Tensor output = int8_conv2d_scaled(
       image(values), image(weight), whole_bias(bias, input_step, from, channels),
@@ -151,11 +177,25 @@ struct LayerGradients {
       bool scales,
       const Sizes& of_windows)
       : weight(of_weight),
-        scales(floats_of(kName, weight_scale, of_weight.size(0), "weight_scale")),
+        scales(floats_of(kName, weight_scale, channels_of(of_weight), "weight_scale")),
         scales_gradients(scales),
         windows(of_windows),
         rounded(int8_quantize_gradient(
-            image(gradient), mask, for_input ? std::optional<Tensor>(weight_scale) : std::nullopt, for_weight)) {}
+            of_layer(image(gradient), of_weight),
+            mask,
+            for_input ? std::optional<Tensor>(weight_scale) : std::nullopt,
+            for_weight)) {}
+
+  static Tensor of_layer(Tensor gradient, const Tensor& weight) {
+    STD_TORCH_CHECK(
+        gradient.size(1) == weight.size(0),
+        kName,
+        ": gradient has ",
+        gradient.size(1),
+        " channels, and the weight makes ",
+        weight.size(0));
+    return gradient;
+  }
 
   // The gradient of what is counted in units of a real number is that of the real number times the unit; QAS divides by
   // the unit's square.

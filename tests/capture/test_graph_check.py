@@ -193,10 +193,81 @@ def overwriting() -> tuple[TrainingGraph, Op]:
     return graph, next(op for op in graph.ops if op.overwrites is not None)
 
 
+def is_called_a_part_of_a_parameter(graph: TrainingGraph) -> None:
+    parameter = next(value.index for value in graph.values if value.kind == "parameter")
+    next(value for value in graph.values if value.kind == "computed" and not value.is_view).base = parameter
+
+
+def is_called_a_view_of_another_parameter(graph: TrainingGraph) -> None:
+    view = next(value for value in graph.values if value.kind == "computed" and value.is_view)
+    view.base = next(v.index for v in graph.values if v.kind == "parameter" and v.index != view.base)
+
+
+def is_called_another_ops_result(graph: TrainingGraph) -> None:
+    found = [value for value in graph.values if value.kind == "computed"]
+    found[-1].producer = found[0].producer
+
+
+def writes_to_a_parameter(graph: TrainingGraph) -> None:
+    parameter = next(value.index for value in graph.values if value.kind == "parameter")
+    op = next(op for op in graph.program if len(op.results) == 1)
+    op.writes = (parameter,)
+
+
+def writes_what_another_has_written(graph: TrainingGraph) -> None:
+    first, second = [op for op in graph.program if len(op.results) == 1][:2]
+    second.writes = first.writes
+
+
+def reads_what_comes_later(graph: TrainingGraph) -> None:
+    last = graph.program[-1]
+    first = next(op for op in graph.program if op.reads)
+    first.reads = (*first.reads, last.results[0])
+
+
+def gives_a_parameter_twice(graph: TrainingGraph) -> None:
+    one, other = [value for value in graph.values if value.kind == "parameter"][:2]
+    one.target = other.target
+
+
+def gives_a_part_of_another(graph: TrainingGraph) -> None:
+    one, other = [value for value in graph.values if value.kind == "parameter"][:2]
+    one.base = other.index
+
+
+def belongs_to_no_half(graph: TrainingGraph) -> None:
+    graph.ops[0].phase = "x"  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize(
+    ("forge", "text"),
+    [
+        (is_called_a_part_of_a_parameter, "other memory than its op says"),
+        (is_called_a_view_of_another_parameter, "other memory than its op says"),
+        (is_called_another_ops_result, r"is computed by op \d+, and not by \d+"),
+        (writes_to_a_parameter, "is computed"),
+        (writes_what_another_has_written, r"is computed by ops \d+ and \d+"),
+        (reads_what_comes_later, "before it is computed"),
+        (gives_a_parameter_twice, "a second time"),
+        (gives_a_part_of_another, "a part of another one"),
+        (belongs_to_no_half, "belongs to no half of the step"),
+    ],
+)
+def test_where_a_value_comes_from_is_not_taken_on_trust(forge: Callable[[TrainingGraph], None], text: str) -> None:
+    graph = copied()
+    check_graph(graph)
+    forge(graph)
+    with pytest.raises(PlanError, match=text):
+        check_graph(graph)
+
+
 def test_a_parameter_is_not_overwritten() -> None:
     graph, op = overwriting()
     parameter = next(value.index for value in graph.values if value.kind == "parameter")
     op.args, op.reads, op.overwrites = (Ref(parameter), *op.args[1:]), (parameter, *op.reads[1:]), parameter
+    base = graph.values[op.results[0]].base
+    for value in graph.values:
+        value.base = parameter if value.base == base and value.index != base else value.base
     with pytest.raises(PlanError, match=f"{op.target}, overwrites what is not its own"):
         check_graph(graph)
 

@@ -106,6 +106,24 @@ FORGERIES = {
     ),
     "indices of no image": Forgery("max_pool2d_with_indices_backward.default", (*POOL, INDICES), {7: INDICES[:0]}),
     "another shape": Forgery("gelu_backward.default", (IMAGE, IMAGE), {1: IMAGE[None]}),
+    "a far class": Forgery(
+        "nll_loss_backward.default",
+        (torch.ones(2), torch.ones(2, 3), torch.tensor([0, -100]), None, 0, -100, torch.tensor(1.0)),
+        {2: torch.tensor([0, 1 << 40])},
+    ),
+    "a wide pad": Forgery(
+        "reflection_pad2d_backward.default", (torch.ones(2, 8, 6, 6), IMAGE, [1, 1, 1, 1]), {1: WIDE}
+    ),
+    "few pads": Forgery(
+        "replication_pad2d_backward.default",
+        (torch.ones(2, 8, 6, 6), IMAGE, [1, 1, 1, 1]),
+        {0: torch.ones(1, 8, 6, 6)},
+    ),
+    "another type of scale": Forgery(
+        "_fake_quantize_per_tensor_affine_cachemask_tensor_qparams.default",
+        (IMAGE, ONE, torch.zeros(1, dtype=torch.int32), torch.ones(1, dtype=torch.int64), -128, 127),
+        {1: ONE.bool()},
+    ),
     "a far row": Forgery("embedding_dense_backward.default", EMBEDDING, {1: torch.tensor([0, 1 << 34])}),
     "many units": Forgery("mkldnn_rnn_layer.default", lstm(), {10: 1 << 16}),
     "a small weight": Forgery("mkldnn_rnn_layer.default", lstm(), {2: torch.ones(1, 1)}),
@@ -128,6 +146,13 @@ def test_what_a_kernel_would_follow_blindly_is_refused(name: str) -> None:
     forged = [forgery.forged.get(position, argument) for position, argument in enumerate(forgery.args)]
     with pytest.raises(PlanError, match=rf"op 3 of the graph, aten\.{forgery.target}.*forged"):
         call(*forged)
+
+
+def test_the_smallest_integer_is_not_divided() -> None:
+    op = Op(3, "aten.div.Tensor_mode", (Ref(0), Ref(1)), {"rounding_mode": "trunc"}, (0, 1), (), (2,))
+    assert torch.equal(guarded(op)(IMAGE, 2 * IMAGE, rounding_mode="trunc"), torch.zeros_like(IMAGE))
+    with pytest.raises(PlanError, match="op 3 of the graph"):
+        guarded(op)(torch.tensor([-(2**63)]), torch.tensor([-1]), rounding_mode="trunc")
 
 
 def test_ordinary_operators_are_called_as_they_are() -> None:

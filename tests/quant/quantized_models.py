@@ -66,6 +66,22 @@ class Fire(nn.Module):
         return torch.flatten(self.pool(self.scores(x)), 1)
 
 
+class ChannelsBehind(nn.Module):
+    """Linear layers over the channels of images that have these last, as in ConvNeXt."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 8, 3, 2)
+        self.wide = nn.Linear(8, 16)
+        self.narrow = nn.Linear(16, 8)
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        y = self.narrow(F.gelu(self.wide(x.permute(0, 2, 3, 1))))
+        return self.head((x + y.permute(0, 3, 1, 2)).mean([2, 3]))
+
+
 def mlp() -> nn.Sequential:
     return nn.Sequential(
         nn.Flatten(), nn.Linear(3 * SIZE * SIZE, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.2), nn.Linear(16, 8),
@@ -81,7 +97,14 @@ def vgg() -> nn.Sequential:
     )  # fmt: skip
 
 
-NETWORKS = {"residual": Residual, "excited": Excited, "fire": Fire, "mlp": mlp, "vgg": vgg}
+NETWORKS = {
+    "residual": Residual,
+    "excited": Excited,
+    "fire": Fire,
+    "mlp": mlp,
+    "vgg": vgg,
+    "channels_behind": ChannelsBehind,
+}
 
 
 def trained_a_little(name: str) -> nn.Module:

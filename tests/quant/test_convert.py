@@ -28,6 +28,7 @@ LAYERS = {
     "fire": ("squeeze", "narrow", "wide", "scores"),
     "mlp": ("1", "5"),
     "vgg": ("0", "1", "4"),
+    "channels_behind": ("stem", "wide", "narrow"),
 }
 
 

@@ -66,6 +66,23 @@ def run(layer: NitiLayer, image: Scaled, gradient: Scaled) -> dict[str, Tensor]:
     return {name: tensor.clone() for name, tensor in found.items()}  # type: ignore[union-attr]
 
 
+@pytest.mark.parametrize("shape", [(20,), (3, 20), (2, 3, 20), (2, 3, 4, 20), (2, 0, 20)])
+def test_a_linear_layer_takes_rows_of_any_number_of_dimensions(shape: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    layer, x = NitiLinear(nn.Linear(20, 6)), torch.randn(shape)
+    rows, alike = copy.deepcopy(layer), x.reshape(-1, 20).requires_grad_()
+    x.requires_grad_()
+    found = [niti_dequantize(each(inputs)) for each, inputs in ((layer, x), (rows, alike))]
+    assert found[0].shape == (*shape[:-1], 6)
+    assert torch.equal(found[0].reshape(-1, 6), found[1])
+    gradient = torch.randn(found[1].shape)
+    found[0].backward(gradient.view_as(found[0]))
+    found[1].backward(gradient)
+    assert x.grad is not None and alike.grad is not None and torch.equal(x.grad.reshape(-1, 20), alike.grad)
+    assert layer.weight.grad is not None and rows.weight.grad is not None
+    assert torch.equal(as_int8(layer.weight.grad), as_int8(rows.weight.grad))
+
+
 @settings(max_examples=15)
 @given(st.sampled_from(GEOMETRIES), st.integers(1, 3), st.integers(-20, 4), st.integers(1, 7), st.booleans())
 def test_a_step_has_the_integers_of_the_reference(

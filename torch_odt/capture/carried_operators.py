@@ -51,7 +51,7 @@ _OWN_NAMES = """
     int8_adaptive_average_pool_backward int8_concatenate int8_concatenate_backward int8_training_conv2d
     int8_training_conv2d_backward niti_quantize niti_dequantize niti_layer niti_layer_backward niti_add niti_relu
     niti_relu_backward niti_max_pool2d niti_max_pool2d_backward niti_avg_pool2d niti_avg_pool2d_backward
-    niti_cross_entropy octo_conv2d octo_conv2d_backward observed_range learned_steps weight_steps
+    niti_cross_entropy octo_conv2d octo_conv2d_backward observed_range weight_steps
 """
 _ATEN, _OWN = frozenset(_ATEN_NAMES.split()), frozenset(_OWN_NAMES.split())
 # Words that an operator compares with those that it knows, or names in its errors.
@@ -67,7 +67,6 @@ _WORDS = {
     "octo_conv2d": "layer",
     "octo_conv2d_backward": "layer",
     "observed_range": "layer",
-    "learned_steps": "layer",
     "weight_steps": "layer",
 }
 _TYPES = frozenset({"Tensor", "number", "int", "float", "bool", "SymInt"})

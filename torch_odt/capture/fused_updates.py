@@ -10,11 +10,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from torch_odt.capture.graph import Op, Ref, TrainingGraph, Value, refs
 from torch_odt.capture.operators import of_torch, register_operator
+from torch_odt.capture.strides import is_channels_last, is_contiguous
 
 FUSED_UPDATE = "odt.fused_update"
 
@@ -103,22 +103,25 @@ def require_fused_update(graph: TrainingGraph, op: Op) -> None:
     """
     rule, target, returned, parameter, *arguments = op.args
     how = _FUSED[rule.partition(" ")[0], target]
+    schema = of_torch(target)._schema
+    if len(arguments) != len(schema.arguments) or op.kwargs or op.shape_reads:
+        raise ValueError("it has other arguments")
     weight = arguments[how.weight]
-    values = (parameter, weight, *(Ref(value) for value in refs(arguments)))
-    if op.reads != tuple(dict.fromkeys(each.value for each in values)) or op.shape_reads or op.kwargs:
+    if op.reads != tuple(dict.fromkeys((parameter.value, weight.value, *refs(arguments)))):
         raise ValueError("it does not read what its arguments are")
+    kept = [position for position in range(len(schema.returns)) if position != how.gradient]
+    if type(returned) is not tuple or any(type(position) is not int for position in returned):
+        raise TypeError("it returns what has no number")
+    if list(returned) != [position for position in kept if position in returned]:
+        raise ValueError("it returns the gradient, or in another order")
+    if len(op.writes) != len(returned) or None in op.writes:
+        raise ValueError("it has other results")
     if graph.values[parameter.value].kind != "parameter":
         raise ValueError("it updates something else than a parameter")
     if how.in_memory_order and not _lies_in_order(graph.values[weight.value]):
         raise ValueError("it updates a weight that lies in another order than it goes through")
-    schema = of_torch(target)._schema
-    kept = [position for position in range(len(schema.returns)) if position != how.gradient]
-    if len(arguments) != len(schema.arguments) or len(op.writes) != len(returned) or None in op.writes:
-        raise ValueError("it has other arguments or results")
-    if list(returned) != [position for position in kept if position in returned]:
-        raise ValueError("it returns other results than there are")
-    if op.is_view or op.is_random or not op.is_pinned or op.overwrites is not None or op.index >= graph.program_length:
-        raise ValueError("it is more than an update, or stands behind the program")
+    if op.is_view or op.is_random or not op.is_pinned or op.overwrites is not None:
+        raise ValueError("it is more than an update")
 
 
 def _maker(graph: TrainingGraph, gradient: int) -> tuple[Op | None, list[int]]:
@@ -138,9 +141,9 @@ def _maker(graph: TrainingGraph, gradient: int) -> tuple[Op | None, list[int]]:
 
 
 def _lies_in_order(weight: Value) -> bool:
-    tensor = torch.empty_strided(weight.shape, weight.stride, device="meta")
-    order = torch.channels_last if tensor.dim() == 4 else torch.contiguous_format
-    return tensor.is_contiguous(memory_format=order)
+    if len(weight.shape) == 4:
+        return is_channels_last(weight.shape, weight.stride)
+    return is_contiguous(weight.shape, weight.stride)
 
 
 def changed_by(op: Op) -> tuple[int, int]:

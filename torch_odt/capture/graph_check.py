@@ -16,10 +16,11 @@ from torch_odt.capture.accumulate import ACCUMULATING
 from torch_odt.capture.carried_operators import are_plain, may_be_carried
 from torch_odt.capture.fused_updates import FUSED_UPDATE, require_fused_update
 from torch_odt.capture.graph import Op, OutputKind, Ref, TrainingGraph, ValueKind, refs
+from torch_odt.capture.graph_origins import check_origins
 from torch_odt.capture.overwrite import function_of
 from torch_odt.capture.pack_dropout_masks import PACKED
 from torch_odt.capture.rewrite import convolved
-from torch_odt.capture.update_in_backward import UPDATE
+from torch_odt.capture.update_in_backward import UPDATES
 from torch_odt.errors import PlanError
 
 _RNN, _RNN_BACKWARD = "aten.mkldnn_rnn_layer.default", "aten.mkldnn_rnn_layer_backward.default"
@@ -46,6 +47,7 @@ def check_graph(graph: TrainingGraph) -> None:
     _check_numbers(graph)
     for value in graph.values:
         _check_value(graph, value.index)
+    check_origins(graph)
     for op in graph.ops:
         _check_op(graph, op)
 
@@ -86,18 +88,20 @@ def _check_value(graph: TrainingGraph, index: int) -> None:
 
 
 def _check_op(graph: TrainingGraph, op: Op) -> None:
-    if op.target == UPDATE:
+    if op.phase not in ("forward", "backward"):
+        raise _is_not(op, f"belongs to no half of the step, but to {op.phase!r}")
+    if op.target in UPDATES:
         # The door compares those of the program with the optimizer.
-        if op.index >= graph.program_length:
-            raise _is_not(op, "may not stand behind the program")
-        return
-    if op.target == FUSED_UPDATE:
-        _check_fused_update(graph, op)
+        if op.index >= graph.program_length or op.phase != "backward":
+            raise _is_not(op, "may not stand in the forward pass, nor behind the program")
+        if op.target == FUSED_UPDATE:
+            _check_fused_update(graph, op)
         return
     try:
         function_of(op)
     except (KeyError, ValueError, StopIteration) as error:
-        text = f"the plan uses {op.target!r}, which is no operator in this process; import the package that has it"
+        package = "torch_odt.quant" if op.target.startswith("torch_odt.") else "the package that has it"
+        text = f"the plan uses {op.target!r}, which is no operator in this process; import {package}"
         raise PlanError(text) from error
     used = set(refs((op.args, op.kwargs)))
     if {*op.reads, *op.shape_reads} != used or not used.difference(op.reads) == set(op.shape_reads):

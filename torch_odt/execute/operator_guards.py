@@ -142,14 +142,38 @@ def _average_backward(named: Named, axes: int) -> bool:
 
 def _fake_quantize(named: Named) -> bool:
     one_each = (named["scale"], named["zero_point"], named["fake_quant_enabled"])
-    return all(tensor.numel() == 1 for tensor in one_each)
+    types = [tensor.dtype for tensor in one_each if tensor.numel() == 1]
+    return types[:1] == [torch.float32] and set(types[1:]) <= {torch.int32, torch.int64} and len(types) == 3
 
 
 def _max_pool_backward(named: Named, axes: int) -> bool:
     gradient, x, indices = named["grad_output"], named["self"], named["indices"]
-    if not gradient.shape == indices.shape or indices.shape[:-axes] != x.shape[:-axes] or indices.dtype != torch.int64:
+    if gradient.shape != indices.shape or indices.shape[:-axes] != x.shape[:-axes] or indices.dtype != torch.int64:
         return False
     return gradient.dim() == x.dim() >= axes and _are_below(indices, prod(x.shape[-axes:]))
+
+
+def _nll_loss_backward(named: Named) -> bool:
+    x, target, weight = named["self"], named["target"], named["weight"]
+    classes = x.shape[1] if x.dim() > 1 else x.shape[0]
+    if target.dtype not in (torch.int64, torch.uint8) or (weight is not None and weight.numel() != classes):
+        return False
+    numbers = target.numpy()
+    return bool(((numbers == named["ignore_index"]) | ((numbers >= 0) & (numbers < classes))).all())
+
+
+def _pad_backward(named: Named) -> bool:
+    gradient, x = named["grad_output"], named["self"]
+    return gradient.dim() == x.dim() and gradient.shape[:-2] == x.shape[:-2]
+
+
+def _divides(named: Named) -> bool:
+    """The smallest integer by -1 ends the process where the quotient is truncated."""
+    operands = (named["self"], named["other"])
+    types = [
+        each.dtype.is_floating_point if isinstance(each, torch.Tensor) else type(each) is float for each in operands
+    ]
+    return named.get("rounding_mode") != "trunc" or any(types)
 
 
 def _embedding_backward(named: Named) -> bool:
@@ -211,6 +235,12 @@ _CHECKS: dict[str, Callable[[Named], bool]] = {
     "aten.avg_pool3d_backward.default": functools.partial(_average_backward, axes=3),
     "aten.max_pool2d_with_indices_backward.default": functools.partial(_max_pool_backward, axes=2),
     "aten.max_pool3d_with_indices_backward.default": functools.partial(_max_pool_backward, axes=3),
+    "aten.div.Tensor_mode": _divides,
+    "aten.div.Scalar_mode": _divides,
+    "aten.nll_loss_backward.default": _nll_loss_backward,
+    "aten.nll_loss2d_backward.default": _nll_loss_backward,
+    "aten.reflection_pad2d_backward.default": _pad_backward,
+    "aten.replication_pad2d_backward.default": _pad_backward,
     "aten.embedding_dense_backward.default": _embedding_backward,
     "aten._fake_quantize_per_tensor_affine_cachemask_tensor_qparams.default": _fake_quantize,
     "aten.mkldnn_rnn_layer.default": _rnn_layer,

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -103,7 +104,7 @@ class GivenPlan:
             for part in parts.values():
                 for graph in (part.graph, *([part.later.graph] if part.later else [])):
                     _require_known(graph, part, program.requirements)
-                    _require_updates(graph, request.updates)
+                    _require_updates(graph, request.updates, len(program.sizes))
             candidate = Candidate.of(program.sizes, parts, self.plan.step_seconds, self.plan.step_joules)
         allowance = _take_stock(request, candidate)
         if not allowance.admits(candidate):
@@ -230,15 +231,19 @@ def _require_known(graph: TrainingGraph, part: PlannedPart, requirements: Requir
             raise PlanError(f"the plan's graph gives the {output.kind} of {output.target}, which the model has not")
 
 
-def _require_updates(graph: TrainingGraph, updates: OptimizerUpdates | None) -> None:
-    """The optimizer must make the updates that stand in the graph."""
+def _require_updates(graph: TrainingGraph, updates: OptimizerUpdates | None, micro_batches: int) -> None:
+    """The optimizer must make the updates that stand in the graph, each once in a step."""
     ops = [op for op in graph.program if op.target in UPDATES]
     if not ops:
         return
     reason = "nothing updates parameters here" if updates is None else updates.waits_for
     rules = {} if updates is None or reason else updates.rules_for(graph)
+    done = {output.target for output in graph.outputs_of("gradient")}
     for op in ops:
         name = str(graph.values[op.reads[0]].target) if op.reads else ""
+        if micro_batches > 1 or name in done:
+            raise PlanError(f"the plan updates {name} more than once in a step")
+        done.add(name)
         if name not in rules or not _is_update(graph, op, rules[name]):
             reason = reason or f"the optimizer updates {name} in another way than the plan ({op.args[:1]})"
             raise PlanError(f"the plan updates parameters in the backward pass, which cannot be done here: {reason}")
@@ -246,10 +251,11 @@ def _require_updates(graph: TrainingGraph, updates: OptimizerUpdates | None) -> 
 
 def _is_update(graph: TrainingGraph, op: Op, rule: UpdateRule) -> bool:
     if op.target == FUSED_UPDATE:
-        changed, weight = changed_by(op)
-        held = graph.values[graph.values[weight].base]
-        wanted = ("buffer", rule.into) if rule.into else ("parameter", graph.values[changed].target)
-        return op.args[0] == rule.text and (held.kind, held.target) == wanted
+        changed, weight = (graph.values[value] for value in changed_by(op))
+        held = graph.values[weight.base]
+        wanted = ("buffer", rule.into) if rule.into else ("parameter", changed.target)
+        is_whole = (weight.dtype, prod(weight.shape)) == (held.dtype, prod(held.shape))
+        return op.args[0] == rule.text and (held.kind, held.target) == wanted and is_whole
     parameter, _, *state = op.reads
     name = str(graph.values[parameter].target)
     taken = [(graph.values[v].kind, graph.values[v].target) for v in (parameter, *state)]

@@ -14,6 +14,7 @@ from torch_odt.quant.activation import (
     WEIGHT_MOST,
     Int8Activation,
     by_rows,
+    in_memory_order,
     new_weight_slot,
     order_of,
     require_activation,
@@ -192,6 +193,17 @@ class Int8Conv2d(Int8Layer):
 
 class Int8Linear(Int8Layer):
     """A linear layer in int8, see `Int8Layer`."""
+
+    def forward(self, x: Int8Activation) -> Int8Activation | Tensor:
+        if require_activation(x, type(self).__name__).values.dim() != 4:
+            return super().forward(x)
+        # Four dimensions are images to what computes in int8.
+        output = super().forward(Int8Activation(x.values.flatten(0, 2), x.slot.flatten(0, 2), x.grid))
+        shape = x.values.shape[:3]
+        if isinstance(output, Tensor):
+            return output.unflatten(0, shape)
+        values, slot, grid = output
+        return Int8Activation(in_memory_order(values.unflatten(0, shape)), slot.unflatten(0, shape), grid)
 
 
 class Quantize(nn.Module):

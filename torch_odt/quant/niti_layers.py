@@ -153,20 +153,19 @@ class NitiConv2d(NitiLayer):
 class NitiLinear(NitiLayer):
     """A linear layer in NITI's arithmetic; made of an ordinary one by `niti_`.
 
-    It takes mantissas or float32 of shape (N, features), and returns mantissas, or float32 with `to_float`.
+    It takes mantissas or float32 of shape (..., features), and returns mantissas, or float32 with `to_float`.
     """
 
     def forward(self, x: Scaled | Tensor) -> Scaled | Tensor:
-        if isinstance(x, Tensor):
-            found = self._convolve(_pixel(x), _pixel(self.weight), POINTWISE)
-        else:
-            pixel = Scaled(_pixel(x.mantissas), x.exponent)
-            found = self._convolve(pixel, _pixel(self.weight), POINTWISE)
+        shape = (*(x if isinstance(x, Tensor) else x.mantissas).shape[:-1], self.weight.shape[0])
+        pixels = _pixels(x) if isinstance(x, Tensor) else Scaled(_pixels(x.mantissas), x.exponent)
+        found = self._convolve(pixels, self.weight[:, :, None, None], POINTWISE)
         if isinstance(found, Tensor):
-            return found.flatten(1)
-        return Scaled(found.mantissas.flatten(1), found.exponent)
+            return found.view(shape)
+        return Scaled(found.mantissas.view(shape), found.exponent)
 
 
-def _pixel(rows: Tensor) -> Tensor:
+def _pixels(rows: Tensor) -> Tensor:
     """Rows as images of one pixel."""
+    rows = rows if rows.dim() == 2 else rows.reshape(-1, rows.shape[-1])
     return rows[:, :, None, None]
