@@ -8,7 +8,8 @@ A network is trained on all classes and deployed with int8 weights. The user's d
 classes, which the network has not seen; it keeps int8 features of them, prunes 75 % of the filters behind the front,
 trains what is left, and fine-tunes the fully connected layers. Beside it stands the deployed network on the same
 classes, as it is (any class may be named) and with its answers restricted to the three. Tasks: a small CNN on
-Fashion-MNIST, one on spoken digits (log-mel images), and torchvision's ResNet-18 on Fashion-MNIST.
+Fashion-MNIST, one on spoken digits (log-mel images), and torchvision's ResNet-18 on Fashion-MNIST. Inference is
+measured of both networks in float32, which is judged, and in int8 (`odt.quant.convert_`), which is reported.
 
 The recipe ends with code 1 where the deployed network recognises less than 70 % of all classes, so that the comparison
 says nothing, and where, with the most samples, MiniLearn in the mean over seeds is less accurate than the
@@ -152,9 +153,10 @@ def main(arguments: list[str] | None = None) -> int:
         task = TASKS[name](options)
         deployed, accuracy = _deployed(name, task, options)
         rows, made = _rows(name, task, deployed, options)
+        pair = (deployed, made.model)
         inferences = {
-            "float32": _inferences(deployed, made, task),
-            "int8": _inferences(deployed, made, task, in_int8=True),
+            "float32": _inferences([_in_float32(model) for model in pair], task),
+            "int8": _inferences([_in_int8(model, task.user[0]) for model in pair], task),
         }
         _print(name, rows, inferences, made)
         missed += [f"{name}: {text}" for text in _missed(accuracy, rows, inferences["float32"])]
@@ -366,24 +368,22 @@ def _accuracy(model: nn.Module, test: Samples, classes: list[int], *, names_all:
     return right / len(test[1])
 
 
-def _in_int8(model: nn.Module, samples: Tensor) -> nn.Module:
-    """A copy that computes in int8."""
+def _in_float32(model: nn.Module) -> nn.Module:
+    """A copy that computes with weights in float32."""
     model = copy.deepcopy(model).eval()
     restore_float_weights_(model)
+    return model
+
+
+def _in_int8(model: nn.Module, samples: Tensor) -> nn.Module:
+    """A copy that computes in int8, with ranges from some samples."""
+    model = _in_float32(model)
     odt.quant.convert_(model, samples[:CALIBRATION_SAMPLES].split(CALIBRATION_BATCH))
     return model
 
 
-def _inferences(
-    deployed: nn.Module, made: MiniLearned, task: Task, *, in_int8: bool = False
-) -> tuple[Inference, Inference]:
-    """The deployed network and the small one, run in turn; both with their weights in float32, or both in int8."""
-    models = []
-    for model in (deployed, made.model):
-        model = _in_int8(model, task.user[0]) if in_int8 else copy.deepcopy(model).eval()
-        if not in_int8:
-            restore_float_weights_(model)
-        models.append(model)
+def _inferences(models: Sequence[nn.Module], task: Task) -> tuple[Inference, Inference]:
+    """The deployed network and the small one, run in turn."""
     x = task.test[0][:1]
     seconds: list[list[float]] = [[], []]
     with torch.no_grad():

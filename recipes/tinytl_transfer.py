@@ -39,7 +39,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch_odt as odt
 from recipes.common.process_bytes import TrainingBytes, training_bytes
 from recipes.common.transfer_task import Samples, TransferTask, accuracy, first_half, other_speakers, pretrained
-from recipes.common.transfer_ways import NETWORKS, Way, adapt, make_network, make_step, training
+from recipes.common.transfer_ways import NETWORKS, PRETRAINING_RATES, Way, adapt, make_network, make_step, training
 from torch_odt.cache import default_folder
 
 FULL, NORMS = Way("full", "plain"), Way("norm+last", "plain")
@@ -65,8 +65,6 @@ TIMES_LESS_THAN_FULL, TIMES_LESS_THAN_NORMS, TIMES_LESS_OF_BIASES = 6.0, 5.0, 8.
 POINTS_BELOW_FULL, POINTS_ABOVE_LAST = 0.005, 0.05
 BATCH, MEASURED_SIZE = 8, 224
 SPOKEN_DIGITS = "spoken-digits"
-# The highest rate of pretraining; MobileNetV2 diverges at the other's.
-PRETRAINING_RATES = {"proxyless_mobile": 0.1, "mobilenet_v2": 0.02}
 
 
 @dataclass(frozen=True)
@@ -99,7 +97,8 @@ def main(arguments: list[str] | None = None) -> int:
     if not options.memory_only:
         task = other_speakers(options) if options.data == SPOKEN_DIGITS else first_half(options)
         model = _start(options, task)
-        print(f"pretrained: {accuracy(model, task.source):.1%} of what it was trained on", file=sys.stderr, flush=True)
+        sizes = f"{len(task.train.labels)} samples to adapt to, {len(task.test.labels)} to test with"
+        print(f"pretrained: {accuracy(model, task.source):.1%} of its own; {sizes}", file=sys.stderr, flush=True)
         accuracies = {str(way): _accuracies(options, model, task, way) for way in TRAINED}
         _print_accuracies(accuracies)
     tables: dict[str, Bytes] = {}
@@ -114,15 +113,18 @@ def main(arguments: list[str] | None = None) -> int:
         missed += _missed_bytes(title, rows) if f"{BATCH} of" in title else []
     if options.out is not None:
         options.out.mkdir(parents=True, exist_ok=True)
+        plain = {name: value for name, value in vars(options).items() if not isinstance(value, Path)}
         report = {
-            "options": {name: value for name, value in vars(options).items() if not isinstance(value, Path)},
+            "options": plain | {"data": Path(options.data).resolve().name},
             "torch": torch.__version__,
             "accuracies": {name: asdict(each) for name, each in accuracies.items()},
             "bytes": {title: {name: asdict(row) for name, row in rows.items()} for title, rows in tables.items()},
             "missed": missed,
         }
         name = (
-            "tinytl_memory" if options.memory_only else f"tinytl_transfer_{options.network}_{Path(options.data).name}"
+            "tinytl_memory"
+            if options.memory_only
+            else f"tinytl_transfer_{options.network}_{Path(options.data).resolve().name}"
         )
         (options.out / f"{name}.json").write_text(json.dumps(report, indent=1) + "\n")
     print("target met" if not missed else f"missed: {'; '.join(missed)}")
@@ -159,6 +161,8 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     if options.data is None:
         options.data = "digits" if options.data_dir is None else "fashion-mnist"
+    if options.data == SPOKEN_DIGITS and options.data_dir is None:
+        parser.error("--data spoken-digits: name the folder of the recordings by --data-dir")
     if options.quick:
         quick = {"image_size": 32, "width": 0.25, "source_samples": 600, "samples": 200, "test_samples": 150}
         quick |= {"pretrain_epochs": 4, "epochs": 3, "rates": [1e-2], "seeds": 1, "networks": NETWORKS[:1]}

@@ -50,7 +50,7 @@ class TransferTask:
     """What a network is pretrained on, and what it is adapted to.
 
     Attributes:
-        source: of the classes that it is pretrained on.
+        source: of the classes, or speakers, that it is pretrained on.
         train: of the others, to adapt to.
         held_out: more of these, from the training set: learning rates are chosen by them.
         test: of these, by which nothing was chosen.

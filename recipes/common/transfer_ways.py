@@ -19,6 +19,8 @@ from torch_odt.adapt.head import find_head
 from torch_odt.adapt.tinytl import Mode
 
 NETWORKS = ("proxyless_mobile", "mobilenet_v2")
+# The highest learning rate of pretraining; MobileNetV2 diverges at the other's.
+PRETRAINING_RATES = {"proxyless_mobile": 0.1, "mobilenet_v2": 0.02}
 CLASSES = 10
 
 

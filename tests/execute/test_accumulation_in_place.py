@@ -154,6 +154,7 @@ def test_a_micro_batch_without_valid_targets(ignored: slice) -> None:
     assert step.plan.micro_batch == 2
 
 
+@pytest.mark.filterwarnings("ignore:the optimizer holds:torch_odt.OdtWarning")
 def test_gradients_that_lie_otherwise() -> None:
     """What the optimizer does not reset may have any strides."""
     model, outside = Language(False), nn.Parameter(torch.zeros(1))

@@ -39,13 +39,13 @@ def test_a_second_start_takes_the_plan_of_the_first(
     first: float, second: float, plans_made: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made: list[int] = []
-    fastest = Candidates.fastest
+    make = Candidates.make
 
-    def count(self: Candidates, limit: int, *options: Any) -> Candidate | None:
-        made.append(limit)
-        return fastest(self, limit, *options)
+    def count(self: Candidates, sizes: tuple[int, ...], limit: int | None, **options: Any) -> Candidate:
+        made.append(len(sizes))
+        return make(self, sizes, limit, **options)
 
-    monkeypatch.setattr(Candidates, "fastest", count)
+    monkeypatch.setattr(Candidates, "make", count)
     for share in (first, second):
         step = make_step(Net(), budget=odt.Budget(int(share * GIB), of="training"), cache=tmp_path)
         step(*make_batches(1)[0])

@@ -25,7 +25,7 @@ def relative_error(found: Tensor, expected: Tensor) -> float:
 LAYERS = {
     "residual": ("stem", "depthwise", "pointwise"),
     "excited": ("conv.0", "squeeze.1", "attention"),
-    "fire": ("squeeze", "narrow", "wide", "scores"),
+    "fire": ("squeeze", "narrow", "wide"),
     "mlp": ("1", "5"),
     "vgg": ("0", "1", "4"),
     "channels_behind": ("stem", "wide", "narrow"),
@@ -41,11 +41,8 @@ def test_it_computes_nearly_the_same(name: str, classifier: Any) -> None:
     conversion = odt.quant.convert_(model, calibration(), classifier=classifier)
     assert conversion.model is model and type(model).__name__ == type(trained_a_little(name)).__name__
     assert conversion.layers[: len(LAYERS[name])] == LAYERS[name]
-    # Where scores are averaged, a convolution makes them, in the midst of the network.
-    has_classifier = name != "fire"
-    assert len(conversion.layers) == len(LAYERS[name]) + (classifier == "int8" and has_classifier)
-    named = any("classifier" in reason for reason in conversion.kept.values())
-    assert named == (classifier == "fp32" and has_classifier)
+    assert len(conversion.layers) == len(LAYERS[name]) + (classifier == "int8")
+    assert any("classifier" in reason for reason in conversion.kept.values()) == (classifier == "fp32")
     assert relative_error(model(x), expected) < 0.06
     for layer in int8_layers(model).values():
         assert layer.weight.dtype == torch.int8 and layer.weight_slot.untyped_storage().nbytes() == 4

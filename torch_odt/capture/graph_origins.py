@@ -30,12 +30,12 @@ def check_origins(graph: TrainingGraph) -> None:
     for op in graph.ops[graph.program_length :]:
         if any(value not in makers for value in op.results):
             raise PlanError(f"op {op.index} of the graph computes again what nothing has computed")
-    for value in graph.values:
-        maker = makers.get(value.index)
-        if (value.kind == "computed") != (maker is not None):
-            raise _is_not(graph, value.index, "is computed by no op, or is both computed and given")
+    for found in graph.values:
+        maker = makers.get(found.index)
+        if (found.kind == "computed") != (maker is not None):
+            raise _is_not(graph, found.index, "is computed by no op, or is both computed and given")
         if maker is not None:
-            _check_computed(graph, value.index, maker)
+            _check_computed(graph, found.index, maker)
 
 
 def _check_given(graph: TrainingGraph) -> None:

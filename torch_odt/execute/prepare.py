@@ -34,6 +34,7 @@ from torch_odt.runtime.budget import Allotment, ResolvedBudget
 _MOST_ATTEMPTS = 3
 _NOISE_BYTES = 1 << 20
 _SPARE_SHARE = 0.03
+_NO_LIMIT = 1 << 50
 
 
 @no_collection()
@@ -143,6 +144,8 @@ def _plan_inside(
     candidate = _load(request, candidates, take_stock(collects=False))
     if candidate is None:
         allowance = take_stock(collects)
+        candidate = _everything_kept(request, candidates, allowance)
+    if candidate is None:
         spare_bytes = allowance.planning_bytes + _spare_for_return(request, allowance)
         candidate = _fastest(request, candidates, allowance, spare_bytes)
     # Where budgets pass, to look twice for what hardly fits takes longer than it gains.
@@ -166,6 +169,19 @@ def _plan_inside(
     refusal = infeasible(request, candidates, allowance, smallest)
     request.refused[candidates.fingerprint] = Refused(smallest.total_bytes, refusal.smallest_feasible_bytes)
     raise refusal
+
+
+def _everything_kept(request: StepRequest, candidates: Candidates, allowance: Allowance) -> Candidate | None:
+    """The whole batch at once with nothing computed twice, if that fits.
+
+    There is nothing to look for then, which leaves nothing behind that room would have to be kept for.
+    """
+    is_cut = request.micro_batch is not None and request.micro_batch < candidates.batch
+    if request.planner != "auto" or is_cut or isinstance(request.budget, Allotment):
+        return None
+    candidate = candidates.make((candidates.batch,), _NO_LIMIT)
+    fits = candidate.total_bytes <= rounded(max(0, allowance.step_bytes - _NOISE_BYTES))
+    return candidate if fits and allowance.admits(candidate) else None
 
 
 def _spare_for_return(request: StepRequest, allowance: Allowance) -> int:

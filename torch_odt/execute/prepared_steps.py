@@ -18,6 +18,7 @@ from torch_odt.execute.optimizer_updates import OptimizerUpdates, updates_of
 from torch_odt.execute.planned import GivenPlan
 from torch_odt.execute.prepared import Prepared
 from torch_odt.execute.request import StepRequest
+from torch_odt.execute.step_checks import left_out, require_updatable
 from torch_odt.planning.plan import Plan
 from torch_odt.runtime.budget import Allotment, Budget, format_bytes
 
@@ -134,6 +135,8 @@ class PreparedSteps:
         if lowered is not None and not (ordinary is not None and ordinary.fallback is not None):
             key = replace(key, lowered=lowered)
         prepared = self._prepared.get(key)
+        if prepared is None:
+            require_updatable(optimizer, tensors.parameters)
         if prepared is None and self.kept is not None and lowered is None:
             self._make_room()
             cost = optimizer_cost(optimizer)
@@ -158,6 +161,8 @@ class PreparedSteps:
                 key = replace(refused, lowered=lowered)
                 self._refused[outline] = values
             self._prepared[key] = prepared
+            note = left_out(optimizer, tensors.parameters)
+            prepared.plan.notes = (*prepared.plan.notes, *([note] if note else []))
         self._prepared.move_to_end(key)
         self._last = key, prepared
         return self._entered(prepared, tensors, lowered)
@@ -184,6 +189,7 @@ class PreparedSteps:
         updates = self._updates(optimizer, tensors, needs_all) if given.program.makes_updates else None
         key = _Key((want_results, None if updates is None else updates.signature), self._request.budget)
         if key not in self._prepared:
+            require_updatable(optimizer, tensors.parameters)
             self._make_room()
             self._request.renew(optimizer_cost(optimizer), updates)
             self._prepared[key] = given.prepare(self._request, args, kwargs, want_results=want_results)

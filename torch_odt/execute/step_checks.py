@@ -5,17 +5,18 @@ from __future__ import annotations
 import inspect
 import math
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
 import torch
 from torch import nn
 
-from torch_odt.errors import NonFiniteLossWarning
+from torch_odt.errors import NonFiniteLossWarning, OdtWarning
 from torch_odt.execute.compiled import refuse_compiled
 from torch_odt.execute.named_tensors import named_parameters
-from torch_odt.execute.optimizer_updates import require_own_parameters
+from torch_odt.execute.optimizer_updates import IN_STEP, require_own_parameters
 
+_MOST_NAMES = 3
 NonFinite = Literal["warn", "raise", "ignore"]
 
 
@@ -38,7 +39,59 @@ def check_roles(model: nn.Module, loss_fn: Any, optimizer: Any) -> None:
         raise TypeError(f"the optimizer is a {type(optimizer).__name__}; TrainStep takes model, loss_fn, optimizer")
     if loss_fn is not None and (not callable(loss_fn) or isinstance(loss_fn, torch.optim.Optimizer)):
         raise TypeError(f"the loss_fn is a {type(loss_fn).__name__}; TrainStep takes model, loss_fn, optimizer")
-    require_own_parameters(optimizer, named_parameters(model, loss_fn).values())
+    parameters = named_parameters(model, loss_fn)
+    require_own_parameters(optimizer, parameters.values())
+    _refuse_integers(optimizer, parameters)
+
+
+def _refuse_integers(optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter]) -> None:
+    """What torch calls floats of 8 bits are integers to NITI's layers, which its own optimizer changes."""
+    kind, held = type(optimizer), _held_by(optimizer)
+    integers = [name for name, p in parameters.items() if p.requires_grad and p.element_size() == 1 and id(p) in held]
+    if integers and kind.__module__.startswith("torch.optim"):
+        raise ValueError(
+            f"{integers[0]} holds integers of 8 bits, which {kind.__name__} cannot change: use NitiSGD(model)"
+        )
+
+
+def require_updatable(optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter]) -> None:
+    """Raises ValueError where an optimizer would fail at a parameter in the midst of its step."""
+    held, in_own_way = _held_by(optimizer), vars(optimizer).get(IN_STEP, {})
+    for name, parameter in parameters.items():
+        is_changed = parameter.requires_grad and id(parameter) in held and id(parameter) not in in_own_way
+        if is_changed and parameter.nbytes > parameter.untyped_storage().nbytes():
+            raise ValueError(
+                f"the elements of {name} share memory, so that an optimizer cannot change them: where it is the weight "
+                "of an int8 layer, call odt.quant.train_int8_(model, optimizer) first"
+            )
+
+
+def _held_by(optimizer: torch.optim.Optimizer) -> set[int]:
+    return {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+
+
+def left_out(optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter]) -> str:
+    """What to say of parameters that require gradients and are not the optimizer's; empty where there are none.
+
+    Where the optimizer holds some that the step does not have, it was made before these took their place: that is told
+    by a warning.
+    """
+    held = _held_by(optimizer)
+    missing = [name for name, parameter in parameters.items() if parameter.requires_grad and id(parameter) not in held]
+    if not missing:
+        return ""
+    names = ", ".join(missing[:_MOST_NAMES]) + (", ..." if len(missing) > _MOST_NAMES else "")
+    strangers = held.difference(map(id, parameters.values()))
+    if strangers:
+        warnings.warn(
+            f"the optimizer holds {len(strangers)} parameters that the model does not have, and lacks {len(missing)} "
+            f"that require gradients ({names}), which are not updated: make it from model.parameters() as they are now",
+            OdtWarning,
+            stacklevel=7,
+        )
+    return (
+        f"{len(missing)} parameters that require gradients are not the optimizer's, which does not update them: {names}"
+    )
 
 
 def check_batch(model: nn.Module, loss_fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -79,7 +79,8 @@ def convert_(
         calibration_batches: inputs as the model is to see, some hundred samples in all; each a tensor, a tuple that
             begins with it, or a dict of keyword arguments.
         observer: how ranges are put together over batches, see `Range`.
-        classifier: the last linear layer in "fp32", as in TTE, or in "int8" with an output in float32.
+        classifier: the layer that makes the scores, a linear one or a convolution whose output is averaged, in "fp32",
+            as in TTE, or in "int8" with an output in float32.
         masters: "none" holds weights in int8 alone, which `train_int8_` updates; "fp32" holds float32 masters beside
             them, for any optimizer: four more bytes a weight.
         qas: quantization-aware scaling of gradients, see `scale_gradients_`.

@@ -64,6 +64,8 @@ class NitiSGD(torch.optim.Optimizer):
     ) -> None:
         if min(lr, momentum, weight_decay) < 0:
             raise ValueError("lr, momentum and weight_decay must not be negative")
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"NitiSGD takes the model, not its parameters: it was given a {type(model).__name__}")
         layers = [module for module in model.modules() if isinstance(module, NitiLayer)]
         if not layers:
             raise ValueError("no layer of the model is in NITI's arithmetic: convert it by odt.quant.niti_")

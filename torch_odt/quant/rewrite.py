@@ -62,6 +62,10 @@ class Rewritten:
     operators: int
 
 
+_AVERAGES = frozenset({"adaptive_pool", "average_pool", "mean"})
+_BEHIND_SCORES = _AVERAGES | {"clamp", "dropout", "reshape", "same"}
+
+
 @dataclass
 class _Value:
     """A tensor of the new graph, as float32, as int8, or as both."""
@@ -97,6 +101,8 @@ class _Rewriter:
                 calls[module] = calls.get(module, 0) + 1
         self.called_once = {module for module, count in calls.items() if count == 1}
         self.done: set[fx.Node] = set()
+        # What is computed of scores, in float32.
+        self.scores: set[fx.Node] = set()
         self.order = {node: position for position, node in enumerate(self.part.graph.nodes)}
 
     def run(self) -> Rewritten:
@@ -193,6 +199,8 @@ class _Rewriter:
     def _convert(self, node: fx.Node) -> bool:
         """Put a node into the new graph in int8; False where it is to be copied."""
         kind = self.kinds[node]
+        if node in self.scores:
+            return False
         if kind.name == "size":
             return self._size(node, kind)
         if node not in self.part.ranges:
@@ -217,7 +225,9 @@ class _Rewriter:
     def _int8_layer(self, node: fx.Node, kind: Kind) -> bool:
         layer = self.modules[str(node.target)]
         assert isinstance(layer, (nn.Conv2d, nn.Linear))
-        is_last = all(user.op == "output" for user in node.users)
+        behind = self._behind_scores(node)
+        is_last = behind is not None
+        self.scores.update(behind or ())
         if is_last and self.options.classifier == "fp32":
             self.kept[self._name_of(node)] = 'it is the classifier (classifier="fp32")'
             return False
@@ -232,6 +242,21 @@ class _Rewriter:
         self._replace(node, norm, (layer, normalization), weight, bias, windows)
         self.replaced[str(norm.target)] = nn.Identity()
         return True
+
+    def _behind_scores(self, node: fx.Node) -> list[fx.Node] | None:
+        """The nodes between a layer that makes the model's scores and the output; None where it makes something else.
+
+        Scores outgrow the range that they had at calibration. A convolution makes them where they are averaged.
+        """
+        behind: list[fx.Node] = []
+        while any(user.op != "output" for user in node.users):
+            users = [user for user in node.users if self.kinds[user].name != "size"]
+            if len(users) != 1 or self.kinds[users[0]].name not in _BEHIND_SCORES or self.part.name:
+                return None
+            (node,) = users
+            behind.append(node)
+        is_averaged = any(self.kinds[each].name in _AVERAGES for each in behind)
+        return behind if is_averaged or not behind else None
 
     def _replace(
         self,
