@@ -98,6 +98,8 @@ def test_bad_input_is_named() -> None:
         estimate_batch_norm_(nn.Linear(2, 2), [torch.ones(1, 2)])
     with pytest.raises(ValueError, match="no batches"):
         estimate_batch_norm_(nn.BatchNorm1d(2), [])
+    with pytest.raises(ValueError, match="not finite"):
+        estimate_batch_norm_(nn.BatchNorm1d(2), [torch.full((2, 2), float("nan"))])
     for classes in ([], [3]):
         with pytest.raises(ValueError, match="not some of 0 to 2"):
             MaskedCrossEntropy(classes, of=3)

@@ -273,3 +273,38 @@ def test_inputs_that_require_gradients() -> None:
 def test_options_that_make_no_sense(options: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=next(iter(options))):
         make_step(Net(), budget=PLENTY, **options)
+
+
+def test_an_optimizer_from_before_parameters_were_replaced_is_told() -> None:
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    last = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)][-1]
+    head = model.get_submodule(last)
+    assert isinstance(head, nn.Linear)
+    model.set_submodule(last, nn.Linear(head.in_features, head.out_features))
+    step = make_step(model, optimizer=optimizer)
+    with pytest.warns(OdtWarning, match=rf"holds 2 parameters that the model does not have, and lacks 2 .*{last}"):
+        step(*make_batches(1)[0])
+
+
+def test_what_the_optimizer_leaves_out_is_noted() -> None:
+    model = Net()
+    first, *others = model.parameters()
+    step = make_step(model, optimizer=torch.optim.SGD([first], lr=0.1))
+    step(*make_batches(1)[0])
+    wanted = f"{len(others)} parameters that require gradients are not the optimizer's"
+    assert any(note.startswith(wanted) for note in step.plan.notes)
+    whole = make_step(Net())
+    whole(*make_batches(1)[0])
+    assert not any("not the optimizer's" in note for note in whole.plan.notes)
+
+
+def test_a_parameter_whose_elements_share_memory_is_refused_before_anything_changes() -> None:
+    model = Net()
+    name, parameter = next(iter(model.named_parameters()))
+    parameter.data = parameter.data.flatten()[:1].clone().expand(parameter.shape)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    before = state_of(model, optimizer)
+    with pytest.raises(ValueError, match=rf"{name} share memory.*train_int8_"):
+        make_step(model, optimizer=optimizer)(*make_batches(1)[0])
+    assert_same_state(before, state_of(model, optimizer))

@@ -50,3 +50,17 @@ def test_a_second_start_takes_the_plan_of_the_first(
         step = make_step(Net(), budget=odt.Budget(int(share * GIB), of="training"), cache=tmp_path)
         step(*make_batches(1)[0])
     assert len(made) == plans_made
+
+
+def test_what_fits_as_it_is_needs_no_room_for_a_search(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    roomy = make_step(Net(), budget=odt.Budget(GIB, of="training"), cache=tmp_path / "one")
+    roomy(*make_batches(1)[0])
+
+    def search(self: Candidates, *options: Any) -> None:
+        raise AssertionError("a plan is looked for")
+
+    monkeypatch.setattr(Candidates, "fastest", search)
+    close = odt.Budget(roomy.plan.peak_bytes + (3 << 20), of="training")
+    step = make_step(Net(), budget=close, cache=tmp_path / "other")
+    step(*make_batches(1)[0])
+    assert step.plan.peak_bytes <= roomy.plan.peak_bytes + (3 << 20)

@@ -351,3 +351,18 @@ def test_an_error_leaves_the_model_as_it_was() -> None:
         odt.quant.convert_(model, [torch.full((2, 3, 12, 12), float("inf"))])
     assert torch.equal(model(x), expected) and type(model) is NETWORKS["residual"]
     assert isinstance(model.norm, nn.BatchNorm2d)
+
+
+@pytest.mark.parametrize("classifier", ["fp32", "int8"])
+def test_scores_of_a_convolution_may_outgrow_the_calibration(classifier: Any) -> None:
+    model, x = trained_a_little("fire"), images(8, 0)
+    most = float(model(x).detach().abs().max())
+    conversion = odt.quant.convert_(model, [x], classifier=classifier)
+    assert ("scores" in conversion.kept) == (classifier == "fp32")
+    with torch.no_grad():
+        layer = model.get_submodule("scores")
+        if classifier == "fp32":
+            layer.weight.mul_(10)  # type: ignore[operator, union-attr]
+        else:
+            layer.weight_scale.mul_(10)  # type: ignore[operator, union-attr]
+        assert float(model(x).abs().max()) > 2 * most

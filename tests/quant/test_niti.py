@@ -476,3 +476,11 @@ def test_operators_are_registered_as_torch_wants_them(make: Callable[[], nn.Modu
     optimizer = NitiSGD(wrapped)
     assert train(compiled, optimizer, data) == expected  # type: ignore[arg-type]
     assert bytes_of(wrapped) == bytes_of(model)
+
+
+def test_other_optimizers_are_refused() -> None:
+    model = niti_(small_net()).model
+    with pytest.raises(ValueError, match="holds integers of 8 bits, which SGD cannot change: use NitiSGD"):
+        odt.TrainStep(model, niti_cross_entropy, torch.optim.SGD(model.parameters(), lr=0.1), budget="2GiB")
+    with pytest.raises(TypeError, match="takes the model, not its parameters"):
+        NitiSGD(model.parameters())  # type: ignore[arg-type]

@@ -16,10 +16,13 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from niti_cases import Residual as SumsOfIntegers
+from niti_cases import small_net
 from quantized_models import calibration, images, labels, trained_a_little
 from torch import nn
 
 import torch_odt as odt
+from torch_odt.capture.carried_operators import _OWN
 from torch_odt.capture.update_in_backward import FUSED_UPDATE
 from torch_odt.planning.plan_file import read_plan_file, write_plan_file
 
@@ -32,8 +35,8 @@ ROOMY = odt.Budget("2GiB", of="training")
 Prepare = Callable[[nn.Module], torch.optim.Optimizer]
 
 
-def qas(model: nn.Module) -> torch.optim.Optimizer:
-    odt.quant.convert_(model, calibration(), qas=True)
+def qas(model: nn.Module, **options: Any) -> torch.optim.Optimizer:
+    odt.quant.convert_(model, calibration(), qas=True, **options)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     odt.quant.train_int8_(model, optimizer)
     return optimizer
@@ -54,21 +57,64 @@ def fake(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.05)
 
 
+def qas_to_the_scores(model: nn.Module) -> torch.optim.Optimizer:
+    return qas(model, classifier="int8")
+
+
+def clamped() -> nn.Module:
+    """A clamp without a layer in front of it."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv2d(3, 6, 3), nn.MaxPool2d(2), nn.ReLU6(), nn.Flatten(), nn.Linear(150, 4))
+
+
+class ConvolvesInInt8(nn.Sequential):
+    """Float tensors."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        super().__init__(nn.Flatten(), nn.Linear(432, 4))
+        self.kernel = nn.Parameter(torch.randn(3, 3, 1, 1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = super().forward(odt.ops.int8_training_conv2d(x, self.kernel, seed=1))
+        return found
+
+
+def plain(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.05)
+
+
+def grey(network: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
+    """For images of one channel, eight pixels wide."""
+
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(Grey(), network())
+
+    return make
+
+
+class Grey(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x[:, :1, :8, :8]
+
+
 @dataclass(frozen=True)
 class Case:
     """A network, and how it becomes one of integers."""
 
-    network: str
+    network: str | Callable[[], nn.Module]
     prepare: Prepare
     has_fused_updates: bool
+    loss_fn: Callable[..., torch.Tensor] = F.cross_entropy
 
     def train(self, steps: int = 2, **options: Any) -> tuple[odt.TrainStep, list[torch.Tensor]]:
         """A step after some batches; losses, and the model's state."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
-            model = trained_a_little(self.network).train()
-            optimizer = self.prepare(model)
-            step = odt.TrainStep(model.train(), F.cross_entropy, optimizer, **options)
+            model = trained_a_little(self.network) if isinstance(self.network, str) else self.network()
+            optimizer = self.prepare(model.train())
+            step = odt.TrainStep(model.train(), self.loss_fn, optimizer, **options)
             losses = []
             for number in range(steps):
                 torch.manual_seed(number)
@@ -80,6 +126,11 @@ class Case:
 
 CASES = {
     **{f"qas-{name}": Case(name, qas, True) for name in ("residual", "excited", "fire", "mlp", "vgg")},
+    "qas-scores": Case("residual", qas_to_the_scores, True),
+    "qas-clamped": Case(clamped, qas, True),
+    "float": Case(ConvolvesInInt8, plain, False),
+    "niti-small": Case(grey(small_net), niti, True, odt.quant.niti_cross_entropy),
+    "niti-sums": Case(grey(SumsOfIntegers), niti, True, odt.quant.niti_cross_entropy),
     "niti-residual": Case("residual", niti, True),
     "niti-vgg": Case("vgg", niti, True),
     "octo": Case("residual", octo, False),
@@ -217,6 +268,13 @@ def test_forged_updates_are_refused(name: str) -> None:
     forge(content)
     with pytest.raises((odt.PlanError, RuntimeError), match=text):
         follow(f"qas-{network}", content)
+
+
+def test_every_operator_of_integers_that_a_file_may_name_is_in_some_plan() -> None:
+    named = {str(op["target"]) for name in CASES for op in ops_of(planned(name)[0])}
+    named |= {str(op["args"][1]) for name in CASES for op in fused(planned(name)[0])}
+    of_integers = {name for name in _OWN if name.startswith(("int8", "niti", "octo", "observed", "weight"))}
+    assert of_integers - {each.removeprefix("torch_odt.").removesuffix(".default") for each in named} == set()
 
 
 def places(data: Any) -> Iterator[tuple[Any, Any]]:

@@ -114,7 +114,7 @@ def _scaled(name: str, layer: nn.Module, rate: float) -> _Scaled:
     return scaled
 
 
-def estimate_batch_norm_(model: nn.Module, batches: Iterable[Tensor], *, reset: bool = True) -> None:
+def estimate_batch_norm_(model: nn.Module, batches: Iterable[Any], *, reset: bool = True) -> None:
     """Set BatchNorm's statistics to the mean over batches, after training.
 
     The model sees each batch once, in training mode and without gradients. Dropout is off. No client has to show its
@@ -122,11 +122,11 @@ def estimate_batch_norm_(model: nn.Module, batches: Iterable[Tensor], *, reset: 
 
     Args:
         model: with BatchNorms that have running statistics; others are left as they are.
-        batches: inputs.
+        batches: inputs, or tuples whose first element is the input, as a loader yields them.
         reset: forget what was tracked before.
 
     Raises:
-        ValueError: there are no batches, or no BatchNorm has running statistics.
+        ValueError: there are no batches, one is not finite, or no BatchNorm has running statistics.
 
     Example:
         >>> model, x = nn.BatchNorm1d(2), torch.tensor([[0.0, 1.0], [2.0, 5.0]])
@@ -149,7 +149,10 @@ def estimate_batch_norm_(model: nn.Module, batches: Iterable[Tensor], *, reset: 
     seen = False
     try:
         with torch.no_grad():
-            for x in batches:
+            for batch in batches:
+                x = batch[0] if isinstance(batch, (tuple, list)) else batch
+                if not bool(x.isfinite().all()):
+                    raise ValueError("a batch holds numbers that are not finite; the statistics are of those before it")
                 model(x)
                 seen = True
     finally:

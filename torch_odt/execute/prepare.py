@@ -177,7 +177,7 @@ def _everything_kept(request: StepRequest, candidates: Candidates, allowance: Al
     There is nothing to look for then, which leaves nothing behind that room would have to be kept for.
     """
     is_cut = request.micro_batch is not None and request.micro_batch < candidates.batch
-    if request.planner != "auto" or is_cut or isinstance(request.budget, Allotment):
+    if request.planner != "auto" or is_cut or isinstance(request.budget, Allotment) or allowance.step_bytes <= 0:
         return None
     candidate = candidates.make((candidates.batch,), _NO_LIMIT)
     fits = candidate.total_bytes <= rounded(max(0, allowance.step_bytes - _NOISE_BYTES))

@@ -97,13 +97,13 @@ def train_int8_(model: nn.Module, optimizer: torch.optim.Optimizer, *, in_backwa
     schedulers step behind `optimizer.step()`, as everywhere. A backward pass that fails has changed the layers that it
     had come to. Before another optimizer takes over, `stop` what this returns: else both update.
 
-    `TrainStep` needs none of this: with SGD without momentum it updates int8 weights inside of its schedule, and each
-    gradient is gone before the next one is there. Where it needs all gradients (an accumulation, clipping, a
-    transaction) it refuses `in_backward`; the optimizer's step changes the weights then, and a call that fails puts
-    them back. Batches of a converted model are not cut into micro-batches, since its gradients are rounded to the range
-    of the whole batch.
+    `TrainStep` needs this call, but not `in_backward`: with SGD without momentum it updates int8 weights inside of
+    its schedule, and each gradient is gone before the next one is there. Where it needs all gradients (an
+    accumulation, clipping, a transaction) it refuses `in_backward`; the optimizer's step changes the weights then,
+    and a call that fails puts them back. Batches of a converted model are not cut into micro-batches, since its
+    gradients are rounded to the range of the whole batch.
 
-    Without it the optimizer ends with torch's error that a tensor's elements share memory.
+    Without this call a loop ends with torch's error that a tensor's elements share memory.
 
     Args:
         model: a converted one.
