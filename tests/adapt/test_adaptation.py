@@ -170,3 +170,15 @@ def test_a_new_convolution_has_the_geometry_of_the_old_one() -> None:
     adaptation.unload()
     with pytest.raises(ValueError, match="a convolution of 2 groups"):
         odt.adapt.bias_only_(model, classes=5)
+
+
+def test_what_came_last_is_taken_back_first() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
+    head = model[2]
+    first = odt.adapt.bias_only_(model, classes=5)
+    second = odt.adapt.bias_only_(model, classes=3)
+    with pytest.raises(ValueError, match="Linear that bias_only has put into the model is not in it any more"):
+        first.unload()
+    assert model[2].out_features == 3
+    second.unload()
+    assert first.unload()[2] is head

@@ -95,10 +95,25 @@ class Adaptation:
         What the method added (a new classifier, lite residual modules) is removed with what it has learnt: choose
         `merge` to use the trained model. Frozen weights that were stored in 8 bits stay what these bits say. Where the
         model was moved to another device or type since, what comes back is moved, too. A second call does nothing.
+
+        Raises:
+            ValueError: something else stands where this method has put a module: a later method's changes are to be
+                taken back first. Nothing has changed then.
         """
+        present = set(self.model.modules())
+        for undo in (change.undo for change in self._changes):
+            if isinstance(undo, _Return) and undo.new not in present and not self._is_replaced_later(undo.new):
+                raise ValueError(
+                    f"a {type(undo.new).__name__} that {self.method} has put into the model is not in it any more: "
+                    "take back what was changed afterwards first, by its unload()"
+                )
         while self._changes:
             self._changes.pop().undo()
         return self.model
+
+    def _is_replaced_later(self, module: nn.Module) -> bool:
+        """By this method itself."""
+        return any(isinstance(change.undo, _Return) and change.undo.old is module for change in self._changes)
 
     def merge(self) -> nn.Module:
         """Make an ordinary model of what was trained, which computes in evaluation mode what the adapted one does.
@@ -241,13 +256,13 @@ class _Return:
     """
 
     def __init__(self, model: nn.Module, old: nn.Module, new: nn.Module) -> None:
-        self._model, self._old, self._new = model, old, new
+        self._model, self.old, self.new = model, old, new
         self._parameters = _common(old._parameters, new._parameters)
         self._buffers = _common(old._buffers, new._buffers)
         self._placement = self._find_placement()
 
     def __call__(self) -> None:
-        old, new = self._old, self._new
+        old, new = self.old, self.new
         old._parameters.update({name: new._parameters[name] for name in self._parameters})
         old._buffers.update({name: new._buffers[name] for name in self._buffers})
         placement = self._find_placement()
@@ -257,7 +272,7 @@ class _Return:
         _swap(self._model, new, old)
 
     def _find_placement(self) -> tuple[torch.device, torch.dtype] | None:
-        tensors = (*self._new.parameters(), *self._new.buffers(), *self._model.parameters())
+        tensors = (*self.new.parameters(), *self.new.buffers(), *self._model.parameters())
         return next(((each.device, each.dtype) for each in tensors if each.is_floating_point()), None)
 
 
