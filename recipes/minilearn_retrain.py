@@ -391,16 +391,10 @@ def _inferences(models: Sequence[nn.Module], task: Task) -> tuple[Inference, Inf
             for model, times in zip(models, seconds, strict=True):
                 times.append(_seconds(model, x))
     first, second = (
-        Inference(min(times), _weight_bytes(model), _activation_bytes(model, x))
+        Inference(min(times), footprint(model).weight_bytes, _activation_bytes(model, x))
         for model, times in zip(models, seconds, strict=True)
     )
     return first, second
-
-
-def _weight_bytes(model: nn.Module) -> int:
-    """Of parameters and buffers; what stands for a gradient of an int8 weight has one number."""
-    storages = [each.untyped_storage() for each in (*model.parameters(), *model.buffers())]
-    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
 def _seconds(model: nn.Module, x: Tensor, runs: int = 20) -> float:

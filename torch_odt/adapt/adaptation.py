@@ -47,7 +47,8 @@ def footprint(model: nn.Module) -> Footprint:
         sum(parameter.numel() for parameter in parameters)
         + sum(math.prod(module.stored_shape) for module in model.modules() if isinstance(module, StoresWeight)),
         sum(parameter.numel() for parameter in trained),
-        sum(tensor.nbytes for tensor in (*parameters, *model.buffers())),
+        # What takes the gradient of an int8 weight is large by its shape alone.
+        sum(min(each.nbytes, each.untyped_storage().nbytes()) for each in (*parameters, *model.buffers())),
         sum(parameter.nbytes for parameter in trained),
     )
 

@@ -29,10 +29,9 @@ _ATEN_NAMES = """
     max_pool3d_with_indices_backward reflection_pad1d reflection_pad2d reflection_pad2d_backward
     replication_pad2d replication_pad2d_backward upsample_bilinear2d upsample_bilinear2d_backward
     upsample_nearest2d upsample_nearest2d_backward _fake_quantize_per_tensor_affine_cachemask_tensor_qparams
-    fake_quantize_per_tensor_affine_cachemask fake_quantize_per_channel_affine_cachemask
-    native_batch_norm native_batch_norm_backward _native_batch_norm_legit _native_batch_norm_legit_functional
-    _native_batch_norm_legit_no_training native_group_norm native_group_norm_backward native_layer_norm
-    native_layer_norm_backward _log_softmax
+    fake_quantize_per_channel_affine_cachemask native_batch_norm native_batch_norm_backward
+    _native_batch_norm_legit _native_batch_norm_legit_functional _native_batch_norm_legit_no_training
+    native_group_norm native_group_norm_backward native_layer_norm native_layer_norm_backward _log_softmax
     _log_softmax_backward_data _safe_softmax _softmax _softmax_backward_data _prelu_kernel
     _prelu_kernel_backward elu_backward hardsigmoid_backward hardswish hardswish_backward leaky_relu_backward
     hardtanh_backward hardshrink_backward log_sigmoid_backward log_sigmoid_forward mish_backward softplus_backward

@@ -59,11 +59,10 @@ def _check_computed(graph: TrainingGraph, value: int, maker: Op) -> None:
     found = graph.values[value]
     if found.producer != maker.index:
         raise _is_not(graph, value, f"is computed by op {maker.index}, and not by {found.producer}")
-    if maker.is_view:
-        bases = {graph.values[read].base for read in maker.reads[:1]}
-    else:
-        bases = {value, *(graph.values[each].base for each in (maker.overwrites,) if each is not None)}
-    if found.base not in bases:
+    source = maker.reads[0] if maker.is_view and maker.reads else maker.overwrites
+    shared = set() if source is None else {graph.values[source].base}
+    own = set() if maker.is_view else {value}
+    if found.base not in own | shared:
         raise _is_not(graph, value, "lies in other memory than its op says")
 
 
