@@ -5,11 +5,13 @@
 
 Accuracy: a narrow network (`--network`) is pretrained on small images of one half of the classes and adapted to the
 other half from a few samples, by equal epochs of Adam from the same start: everything trains, the classifier, the
-norms and it, the biases and it, lite residual modules and it, or modules and biases (TinyTL-L+B). `--data
-spoken-digits` takes spectrograms of one half of the speakers, and adapts to the voices of the others. Each way has the
-learning rate (`--rates`) that is best on samples held out of the training set, in the mean over `--rate-seeds`
-trainings with seeds of their own. Where BatchNorm is frozen, its statistics are those of the samples to adapt to,
-taken in a forward pass (`odt.adapt.estimate_batch_norm_`); in plain PyTorch it follows the batch.
+norms and it, the biases and it, lite residual modules and it, or modules and biases (TinyTL-L+B). As in the paper the
+modules were pretrained with the network; two more rows tell what that is worth: TinyTL-L+B with new modules, and
+everything in plain PyTorch of the network that was pretrained with them. `--data spoken-digits` takes spectrograms of
+one half of the speakers, and adapts to the voices of the others. Each way has the learning rate (`--rates`) that is
+best on samples held out of the training set, in the mean over `--rate-seeds` trainings with seeds of their own. Where
+BatchNorm is frozen, its statistics are those of the samples to adapt to, taken in a forward pass
+(`odt.adapt.estimate_batch_norm_`); in plain PyTorch it follows the batch.
 
 Memory: each way trains in a process of its own, the network in full width, batch 8, 224x224, Adam; bytes are what the
 process holds above its level before there was a model, with everything counted. `--micro-batches 8 1` adds a table
@@ -28,7 +30,7 @@ import copy
 import json
 import statistics
 import sys
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -43,10 +45,19 @@ from recipes.common.transfer_ways import NETWORKS, PRETRAINING_RATES, Way, adapt
 from torch_odt.cache import default_folder
 
 FULL, NORMS = Way("full", "plain"), Way("norm+last", "plain")
-TINYTL = Way("lite+bias", weight_code="affine")
+TINYTL = Way("lite+bias", weight_code="affine", pretrained_modules=True)
 BIASES = Way("bias", weight_code="affine")
 # Accuracy is measured of these; in plain PyTorch BatchNorm follows the batch where something of it trains.
-TRAINED = (FULL, NORMS, Way("last"), BIASES, Way("lite", weight_code="affine"), TINYTL)
+TRAINED = (
+    FULL,
+    NORMS,
+    Way("last"),
+    BIASES,
+    Way("lite", weight_code="affine", pretrained_modules=True),
+    TINYTL,
+    replace(TINYTL, pretrained_modules=False),
+    replace(FULL, pretrained_modules=True),
+)
 JUDGED = (FULL, NORMS, BIASES, TINYTL)
 MEASURED = (
     FULL,
@@ -55,10 +66,10 @@ MEASURED = (
     Way("norm+last"),
     Way("last"),
     BIASES,
-    Way("lite", weight_code="affine"),
-    Way("lite+bias"),
+    Way("lite", weight_code="affine", pretrained_modules=True),
+    Way("lite+bias", pretrained_modules=True),
     TINYTL,
-    Way("lite+bias", weight_code="codebook"),
+    Way("lite+bias", weight_code="codebook", pretrained_modules=True),
 )
 RATES = (1e-3, 3e-3, 1e-2, 3e-2)
 TIMES_LESS_THAN_FULL, TIMES_LESS_THAN_NORMS, TIMES_LESS_OF_BIASES = 6.0, 5.0, 8.0
@@ -96,10 +107,11 @@ def main(arguments: list[str] | None = None) -> int:
     accuracies: dict[str, Accuracies] = {}
     if not options.memory_only:
         task = other_speakers(options) if options.data == SPOKEN_DIGITS else first_half(options)
-        model = _start(options, task)
+        starts = {with_modules: _start(options, task, with_modules) for with_modules in (False, True)}
+        own = ", ".join(f"{accuracy(model, task.source):.1%}" for model in starts.values())
         sizes = f"{len(task.train.labels)} samples to adapt to, {len(task.test.labels)} to test with"
-        print(f"pretrained: {accuracy(model, task.source):.1%} of its own; {sizes}", file=sys.stderr, flush=True)
-        accuracies = {str(way): _accuracies(options, model, task, way) for way in TRAINED}
+        print(f"pretrained without and with modules: {own} of its own; {sizes}", file=sys.stderr, flush=True)
+        accuracies = {str(way): _accuracies(options, starts[way.pretrained_modules], task, way) for way in TRAINED}
         _print_accuracies(accuracies)
     tables: dict[str, Bytes] = {}
     for network in options.networks:
@@ -171,13 +183,14 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     return options
 
 
-def _start(options: argparse.Namespace, task: TransferTask) -> nn.Module:
+def _start(options: argparse.Namespace, task: TransferTask, with_modules: bool) -> nn.Module:
     """The pretrained network."""
     names = ("network", "data", "width", "image_size", "source_samples", "pretrain_epochs")
-    name = "tinytl-" + "-".join(str(getattr(options, each)) for each in names)
+    name = "tinytl-" + "-".join(str(getattr(options, each)) for each in names) + "-modules" * with_modules
     classes = int(task.source.labels.max()) + 1
+    modules_for = options.image_size if with_modules else None
     return pretrained(
-        lambda: make_network(options.network, classes, options.width),
+        lambda: make_network(options.network, classes, options.width, modules_for=modules_for),
         task.source,
         options.pretrain_epochs,
         options.cache / f"{name.replace('/', '_')}.pt",

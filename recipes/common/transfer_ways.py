@@ -22,6 +22,7 @@ NETWORKS = ("proxyless_mobile", "mobilenet_v2")
 # The highest learning rate of pretraining; MobileNetV2 diverges at the other's.
 PRETRAINING_RATES = {"proxyless_mobile": 0.1, "mobilenet_v2": 0.02}
 CLASSES = 10
+BLOCKS: dict[type[nn.Module], str] = {InvertedResidual: "conv"}
 
 
 @dataclass(frozen=True)
@@ -32,24 +33,35 @@ class Way:
         trains: what does, beside the classifier.
         engine: "plain" is PyTorch as it is, in which BatchNorm follows the batch where something of it may train.
         weight_code: how frozen weights are stored: in float32, or in 8 bits.
+        pretrained_modules: the network was pretrained with lite residual modules beside its blocks.
     """
 
     trains: Mode
     engine: Literal["plain", "torch_odt"] = "torch_odt"
     weight_code: Literal["float32", "affine", "codebook"] = "float32"
+    pretrained_modules: bool = False
 
     def __str__(self) -> str:
         bits = "" if self.weight_code == "float32" else f", 8 bits ({self.weight_code})"
-        return f"{self.engine} {self.trains}{bits}"
+        modules = ", pretrained modules" if self.pretrained_modules else ""
+        return f"{self.engine} {self.trains}{bits}{modules}"
 
 
-def make_network(name: str, classes: int, width: float = 1.0) -> nn.Module:
-    """A network of random weights."""
+def make_network(name: str, classes: int, width: float = 1.0, *, modules_for: int | None = None) -> nn.Module:
+    """A network of random weights.
+
+    Args:
+        modules_for: with lite residual modules beside its blocks, for images of that size; None for none.
+    """
     if name == "proxyless_mobile":
-        return ProxylessMobile(classes, width=width)
-    from torchvision.models import mobilenet_v2
+        model: nn.Module = ProxylessMobile(classes, width=width)
+    else:
+        from torchvision.models import mobilenet_v2
 
-    return mobilenet_v2(weights=None, num_classes=classes, width_mult=width)
+        model = mobilenet_v2(weights=None, num_classes=classes, width_mult=width)
+    if modules_for is not None:
+        odt.adapt.add_lite_residuals_(model, blocks=BLOCKS, without=[_first_block(model)], input_size=modules_for)
+    return model
 
 
 def adapt(model: nn.Module, way: Way, classes: int, input_size: int) -> list[nn.Parameter]:
@@ -66,7 +78,7 @@ def adapt(model: nn.Module, way: Way, classes: int, input_size: int) -> list[nn.
             mode=way.trains,
             classes=classes,
             input_size=input_size,
-            blocks={InvertedResidual: "conv"},
+            blocks=BLOCKS,
             without=[_first_block(model)] if "lite" in way.trains else (),
             **options,
         )
@@ -116,7 +128,9 @@ def make_step(
 
 def training(network: str, way: Way, size: int, batch: int, micro_batch: int) -> Training:
     """Steps of Adam on random images, for `training_bytes`."""
-    model = make_network(network, 1000).to(memory_format=torch.channels_last)
+    model = make_network(network, 1000, modules_for=size if way.pretrained_modules else None).to(
+        memory_format=torch.channels_last
+    )
     optimizer = torch.optim.Adam(adapt(model, way, CLASSES, size), lr=1e-4)
     x = torch.randn(batch, 3, size, size).contiguous(memory_format=torch.channels_last)
     return Training(make_step(model, optimizer, way, micro_batch), optimizer, (x, torch.randint(CLASSES, (batch,))))

@@ -298,3 +298,92 @@ def test_trains_through_wrap_within_a_budget() -> None:
 def test_channels_between_are_the_nearest_multiple_of_8(channels: int, expand: float, middle: int) -> None:
     shape = LiteShape(channels, (8, 8), 8, (8, 8))
     assert LiteResidual(shape, expand=expand).conv.out_channels == middle
+
+
+class OwnSequence(nn.Sequential):
+    """A block as a whole, whose class a module that runs beside it does not keep."""
+
+
+def pretrained_with_modules(name: str) -> tuple[nn.Module, dict[type[nn.Module], str]]:
+    if name == "own":
+        block = OwnSequence(nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4))
+        layers = (nn.Conv2d(3, 4, 3, padding=1), block, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 2))
+        return nn.Sequential(*layers), {OwnSequence: ""}
+    if name.startswith("timm."):
+        return timm.create_model(name.removeprefix("timm."), num_classes=4), {}
+    return torchvision.models.get_model(name, weights=None, num_classes=4), {}
+
+
+@pytest.mark.parametrize("name", ["mobilenet_v2", "resnet18", "timm.mobilenetv3_small_050", "own"])
+def test_modules_that_were_pretrained_train_on(name: str) -> None:
+    torch.manual_seed(0)
+    model, blocks = pretrained_with_modules(name)
+    x = torch.randn(2, 3, SIZE, SIZE)
+    with torch.no_grad():
+        before = model.eval()(x)
+        added = odt.adapt.add_lite_residuals_(model.train(), blocks=blocks, input_size=SIZE)
+        count = len(lites(model))
+        assert count > 0
+        torch.testing.assert_close(model.eval()(x), before)
+    assert added.trained == tuple(dict(model.named_parameters()))
+    assert any(isinstance(module, nn.BatchNorm2d) for module in model.modules())
+    for lite in lites(model):
+        nn.init.normal_(lite.last_norm.weight, std=0.1)
+        nn.init.normal_(lite.last_norm.bias, std=0.1)
+    on_device, _ = pretrained_with_modules(name)
+    odt.adapt.add_lite_residuals_(on_device, blocks=blocks, input_size=SIZE)
+    on_device.load_state_dict(model.state_dict())
+    with torch.no_grad():
+        known = model.eval()(x)
+        adaptation = odt.adapt.tinytl_(on_device.eval(), blocks=blocks, input_size=SIZE)
+        torch.testing.assert_close(on_device(x), known, rtol=1e-3, atol=1e-4)
+    assert len(lites(on_device)) == count
+    of_lite = {each for each in dict(on_device.named_parameters()) if ".lite." in each}
+    kept = {each for each in of_lite if each.endswith(".lite.last_norm.bias")}
+    assert len(kept) == count
+    assert set(adaptation.trained) & of_lite == of_lite - kept
+    assert any("as they were pretrained" in note for note in adaptation.notes)
+    adaptation.unload()
+    assert len(lites(on_device)) == count
+    assert set(odt.adapt.tinytl_(on_device, mode="lite", blocks=blocks, input_size=SIZE).trained) > of_lite
+    added.unload()
+    with torch.no_grad():
+        torch.testing.assert_close(model.eval()(x), before)
+
+
+def test_modules_that_were_pretrained_train_as_in_plain_pytorch() -> None:
+    model = MOBILENET_V2.model()
+    odt.adapt.add_lite_residuals_(model, input_size=SIZE)
+    for lite in lites(model):
+        nn.init.normal_(lite.last_norm.weight, std=0.1)
+    odt.adapt.tinytl_(model, classes=5, input_size=SIZE)
+    assert_trained_alike(train_both(model, batches(MOBILENET_V2)))
+
+
+def test_blocks_without_a_module_get_one_beside_those_that_have() -> None:
+    model = own_model()
+    model.insert(2, OwnBlock())
+    options = {"blocks": {OwnBlock: "branch"}, "input_size": 16}
+    odt.adapt.add_lite_residuals_(model, without=["1"], **options)  # type: ignore[arg-type]
+    assert not lites(model[1]) and len(lites(model[2])) == 1
+    adaptation = odt.adapt.tinytl_(model, **options)  # type: ignore[arg-type]
+    assert adaptation.notes == (
+        "1 lite residual modules, 1 to 1",
+        "1 lite residual modules, 2 to 2, as they were pretrained",
+    )
+    adaptation.merge()
+    with pytest.raises(ValueError, match=r"each of the 2 blocks of Sequential has a lite residual module"):
+        odt.adapt.add_lite_residuals_(model, **options)  # type: ignore[arg-type]
+    left_out = odt.adapt.tinytl_(model, without=["2"], **options)  # type: ignore[arg-type]
+    assert len(lites(model)) == 2
+    assert not any(name.startswith("2.branch.lite.conv") for name in left_out.trained)
+    assert any(name.startswith("1.branch.lite.conv") for name in left_out.trained)
+
+
+def test_what_cannot_be_given_modules_says_why() -> None:
+    with pytest.raises(ValueError, match="kernel_size=4"):
+        odt.adapt.add_lite_residuals_(MOBILENET_V2.model(), kernel_size=4)
+    with pytest.raises(ValueError, match="no block of a known type"):
+        odt.adapt.add_lite_residuals_(nn.Sequential(nn.Conv2d(3, 4, 3)))
+    with pytest.raises(ValueError, match=r"without=9: the blocks are 1"):
+        odt.adapt.add_lite_residuals_(own_model(), blocks={OwnBlock: "branch"}, without=["9"], input_size=16)

@@ -70,6 +70,7 @@ def frozen(model: Net) -> None:
         (nn.Module.double, "parameter first.weight is float64"),
         (nn.Module.eval, "the model is to be in training mode, and is in evaluation mode"),
         (lambda model: model.norm.eval(), "module norm is to be in training mode"),
+        (lambda model: setattr(model.norm, "eps", 0.1), r"norm\.eps is 0\.1; the plan is for 1e-05"),
     ],
 )
 def test_another_model(change: Callable[[Net], Any], text: str, plan_path: Path) -> None:

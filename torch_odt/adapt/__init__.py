@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torch_odt.adapt.adaptation import Adaptation, Footprint
+    from torch_odt.adapt.add_lite_residuals import add_lite_residuals_
     from torch_odt.adapt.bias_only import bias_only_
     from torch_odt.adapt.blocks import Blockwise, Stage, blockwise
     from torch_odt.adapt.contributions import Contributions, FineTuning, measure_contributions
@@ -58,6 +59,7 @@ __all__ = [
     "StoredOutputs",
     "SubModel",
     "WithHints",
+    "add_lite_residuals_",
     "bias_only_",
     "blockwise",
     "distillation_loss",
@@ -99,6 +101,7 @@ _LAZY = {
     "StoredOutputs": "stored_outputs",
     "SubModel": "sub_model",
     "WithHints": "hints",
+    "add_lite_residuals_": "add_lite_residuals",
     "bias_only_": "bias_only",
     "blockwise": "blocks",
     "distillation_loss": "distillation",

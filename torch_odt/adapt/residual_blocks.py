@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 
 from torch_odt.adapt.layers import run_layers
-from torch_odt.adapt.lite_residual import LiteShape
+from torch_odt.adapt.lite_residual import LiteBranch, LiteShape
 
 # By the type's full name, so that neither library is imported: the attribute to whose result the module's is added,
 # before the block's own shortcut is or an activation follows. "" is the block as a whole, which ends without an
@@ -49,7 +49,7 @@ class Block:
 
 
 def find_blocks(model: nn.Module, example: Any, *, blocks: Mapping[type[nn.Module], str] | None = None) -> list[Block]:
-    """The blocks of known types, in order, with their shapes.
+    """The blocks of known types, in order, with their shapes; those with a lite residual module are among them.
 
     Args:
         model: runs once, without gradients and in evaluation mode.
@@ -62,8 +62,13 @@ def find_blocks(model: nn.Module, example: Any, *, blocks: Mapping[type[nn.Modul
     branches = {**BRANCHES, **{_full_name(kind): branch for kind, branch in (blocks or {}).items()}}
     found: dict[str, str] = {}
     for name, module in model.named_modules():
+        if any(name.startswith(f"{outer}.") for outer in found):
+            continue
         known = [_full_name(kind) for kind in type(module).__mro__ if _full_name(kind) in branches]
-        if known and not any(name.startswith(f"{outer}.") for outer in found):
+        if isinstance(module, LiteBranch):
+            # In the place of a whole block.
+            found[name] = name
+        elif known:
             branch = branches[known[0]]
             if branch and not hasattr(module, branch):
                 raise ValueError(f"{name or 'the model'} is a {type(module).__name__}, but has no {branch!r}")

@@ -8,17 +8,23 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any, Literal
 
-import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from torch_odt.adapt.adaptation import Adaptation, Adapting
+from torch_odt.adapt.add_lite_residuals import (
+    blocks_beside_which,
+    check_kernel,
+    insert,
+    lite_beside,
+    lite_parameters,
+)
 from torch_odt.adapt.bias_only import NORMALIZES_ITS_INPUT, bias_names
 from torch_odt.adapt.frozen_batch_norm import FrozenBatchNorm, freeze_batch_norms
 from torch_odt.adapt.group_norm import group_batch_norms
 from torch_odt.adapt.head import find_head, replace_head
-from torch_odt.adapt.lite_residual import LiteBranch, LiteResidual
-from torch_odt.adapt.residual_blocks import Block, find_blocks
+from torch_odt.adapt.lite_residual import LiteResidual
+from torch_odt.adapt.residual_blocks import Block
 from torch_odt.adapt.stored_weights import WEIGHT_CODES, WeightCode, store_frozen_weights
 from torch_odt.adapt.weight_standardization import standardize_convolutions
 
@@ -51,6 +57,9 @@ def tinytl_(
     an inverted residual. Just after the call the model computes what it computed before (`norm="frozen"`,
     `weight_bits=32`, and no new classifier).
 
+    Modules that were pretrained with the network (`add_lite_residuals_`, or an earlier `tinytl_` whose modules `merge`
+    has kept) train as they are; blocks without one get a new one. Those that were pretrained adapt better.
+
     Args:
         model: changed in place. Blocks are found by their type: torchvision's and timm's ResNets, MobileNets and
             EfficientNets; others with `blocks`.
@@ -68,10 +77,10 @@ def tinytl_(
             values that k-means has found for the layer (`StoredLinear` says which to choose).
         blocks: further types of blocks: each with the attribute to whose result a lite module's is added, before the
             block's own shortcut; "" for a block without an activation at its end.
-        without: names of blocks that get no lite module. The first block's input is the largest by far; the paper's own
-            networks have none beside it.
-        kernel_size, expand: of lite residual modules: the convolution's k, odd, and its channels as a multiple of the
-            block's input.
+        without: names of blocks that get no lite module, or whose own does not train. The first block's input is the
+            largest by far; the paper's own networks have none beside it.
+        kernel_size, expand: of new lite residual modules: the convolution's k, odd, and its channels as a multiple of
+            the block's input.
         input_size: height and width of images, in pixels; it decides where kernels must be smaller. An int is both.
         example: one sample with the batch dimension, for a model that takes something else than images of that size.
 
@@ -83,6 +92,7 @@ def tinytl_(
         ValueError: an argument is wrong, or the model has no block of a known type, or no classifier that can be found.
 
     Example:
+        >>> import torch
         >>> from torchvision.models import mobilenet_v2
         >>> import torch_odt as odt
         >>> model = mobilenet_v2()
@@ -95,11 +105,10 @@ def tinytl_(
     with Adapting(model) as adapting:
         found: list[Block] = []
         if mode.startswith("lite"):
-            found = find_blocks(model, _example(model, input_size) if example is None else example, blocks=blocks)
-            found = _leave_out(found, without)
+            found = blocks_beside_which(model, input_size, example, blocks, without)
         head_name = find_head(model, head) if classes is None else replace_head(adapting, classes, head=head)
         of_head = [f"{head_name}.{local}" for local, _ in model.get_submodule(head_name).named_parameters()]
-        of_model = [name for name in _selected(model, mode) if name not in of_head]
+        of_model = [name for name in _selected(model, mode, found) if name not in of_head]
         # The last to be taken back: what other changes put in place has the flags of this one.
         adapting.train_only([*of_model, *of_head])
         if norm == "frozen":
@@ -108,16 +117,19 @@ def tinytl_(
             group_batch_norms(adapting)
         if weight_standardization:
             standardize_convolutions(adapting)
-        for block in found:
+        bare = [block for block in found if lite_beside(model, block) is None]
+        for block in bare:
             lite = LiteResidual(
                 block.shape, kernel_size=kernel_size, expand=expand, weight_standardization=weight_standardization
             )
-            _insert(adapting, block, lite, train_last_bias=mode == "lite")
+            lite.last_norm.bias.requires_grad_(mode == "lite")
+            insert(adapting, block, lite)
         normalizing = sum(isinstance(module, NORMALIZES_ITS_INPUT) for module in model.modules())
         if norm == "group":
             adapting.notes.append(f"{normalizing} layers normalize, and keep their input for the gradient that goes on")
-        if found:
-            adapting.notes.append(f"{len(found)} lite residual modules, {found[0].name} to {found[-1].name}")
+        for some, how in ((bare, ""), ([block for block in found if block not in bare], ", as they were pretrained")):
+            if some:
+                adapting.notes.append(f"{len(some)} lite residual modules, {some[0].name} to {some[-1].name}{how}")
         if weight_bits == 8:
             # The last change, because what it frees comes back rounded.
             stored = store_frozen_weights(adapting, weight_code)
@@ -140,54 +152,19 @@ def _check(
         raise ValueError(f"weight_code={weight_code!r}: it is one of {', '.join(WEIGHT_CODES)}")
     if weight_code != "affine" and weight_bits != 8:
         raise ValueError(f"weight_code={weight_code!r} is of weights in 8 bits: give weight_bits=8 as well")
-    if kernel_size < 1 or kernel_size % 2 == 0:
-        raise ValueError(f"kernel_size={kernel_size}: it is odd")
+    check_kernel(kernel_size)
 
 
-def _example(model: nn.Module, input_size: int | tuple[int, int]) -> torch.Tensor:
-    first = next((module for module in model.modules() if isinstance(module, nn.Conv2d)), None)
-    if first is None:
-        raise ValueError(f"{type(model).__name__} has no 2-D convolution: lite residual modules are for CNNs")
-    size = (input_size, input_size) if isinstance(input_size, int) else input_size
-    return first.weight.new_zeros(1, first.in_channels, *size)
-
-
-def _leave_out(found: list[Block], without: Collection[str]) -> list[Block]:
-    names = [block.name for block in found]
-    unknown = [name for name in without if name not in names]
-    if unknown:
-        raise ValueError(f"without={', '.join(unknown)}: the blocks are {', '.join(names)}")
-    return [block for block in found if block.name not in without]
-
-
-def _selected(model: nn.Module, mode: Mode) -> list[str]:
+def _selected(model: nn.Module, mode: Mode, blocks: list[Block]) -> list[str]:
     """Names of the model's own parameters that train, the classifier's apart."""
     if mode == "full":
         return [name for name, _ in model.named_parameters()]
     if mode == "norm+last":
         norms = [(name, module) for name, module in model.named_modules() if isinstance(module, NORMS)]
         return [f"{name}.{local}" for name, module in norms for local, _ in module.named_parameters()]
-    return bias_names(model) if "bias" in mode else []
-
-
-def _insert(adapting: Adapting, block: Block, lite: LiteResidual, *, train_last_bias: bool) -> None:
-    """Put a lite residual module beside a block's branch."""
-    lite.last_norm.bias.requires_grad_(train_last_bias)
-    model = adapting.model
-    parent = model.get_submodule(block.name)
-    reference = next(parent.parameters())
-    lite.to(reference.device, reference.dtype)
-    attribute = block.branch.removeprefix(block.name).strip(".")
-    old = getattr(parent, attribute) if attribute else parent
-    branch = LiteBranch(old, lite).train(parent.training)
-    if not attribute:
-        adapting.replace(block.name, branch, is_added=True)
-        return
-    setattr(parent, attribute, branch)
-
-    def take_back() -> None:
-        if old is not None:
-            old.training = branch.training
-        setattr(parent, attribute, old)
-
-    adapting.also_undo(take_back, is_added=True)
+    biases = bias_names(model) if "bias" in mode else []
+    if not mode.startswith("lite"):
+        return biases
+    of_lite = set(lite_parameters(model, blocks, last_bias=True))
+    trained = lite_parameters(model, blocks, last_bias=mode == "lite")
+    return [*trained, *(name for name in biases if name not in of_lite)]

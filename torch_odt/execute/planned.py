@@ -81,7 +81,10 @@ class GivenPlan:
 
     def require(self, model: nn.Module, loss_fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Raises PlanError when a step is not the one that the plan was made for; the text names what differs."""
-        difference = self.program.requirements.difference(Requirements.of(model, loss_fn, args, kwargs))
+        wanted, found = self.program.requirements, Requirements.of(model, loss_fn, args, kwargs)
+        difference = wanted.difference(found)
+        if not difference and self.program.carries_graph:
+            difference = wanted.difference_of_settings(found)
         if difference:
             raise PlanError(f"the plan is for another step: {difference}")
 

@@ -10,7 +10,9 @@ import torch
 import torch.utils._pytree as pytree
 from torch import nn
 
+from torch_odt.capture.library import is_library_class
 from torch_odt.capture.loss_modules import loss_module
+from torch_odt.capture.reads import MODULE_OWN
 from torch_odt.capture.strides import same_layout
 
 _PLAIN = (bool, int, float, str, type(None))
@@ -63,6 +65,8 @@ class Requirements:
         parameters, buffers: by the names that the graph uses.
         tied: parameters that are another one under a second name, with the first.
         modes: whether each module is in training mode.
+        settings: plain values that torch's modules and this package's hold (a dropout's rate, a BatchNorm's epsilon),
+            as text. Those of other classes may count steps or name files.
         autocast: the type of autocast; empty without it.
     """
 
@@ -71,6 +75,7 @@ class Requirements:
     buffers: Mapping[str, TensorForm]
     tied: Mapping[str, str] = field(default_factory=dict)
     modes: Mapping[str, bool] = field(default_factory=dict)
+    settings: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     autocast: str = ""
 
     @classmethod
@@ -89,6 +94,7 @@ class Requirements:
             buffers={p + n: TensorForm.of(t) for p, m in roots for n, t in m.named_buffers(remove_duplicate=False)},
             tied=_tied(parameters),
             modes={p + name: module.training for p, m in roots for name, module in m.named_modules()},
+            settings={p + n: own for p, m in roots for n, module in m.named_modules() if (own := _settings(module))},
             autocast=str(torch.get_autocast_dtype("cpu")) if torch.is_autocast_enabled("cpu") else "",
         )
 
@@ -119,6 +125,17 @@ class Requirements:
             return f"it is for {_autocast(self.autocast)}, and runs under {_autocast(found.autocast)}"
         return ""
 
+    def difference_of_settings(self, found: Requirements) -> str:
+        """The same of settings, which a graph that is traced anew follows by itself."""
+        for name, wanted in self.settings.items():
+            # Other versions of a class may have other ones.
+            there = found.settings.get(name, {})
+            for setting in wanted.keys() & there.keys():
+                if wanted[setting] != there[setting]:
+                    path = f"{name}.{setting}" if name else setting
+                    return f"{path} is {there[setting]}; the plan is for {wanted[setting]}"
+        return ""
+
     def to_data(self) -> dict[str, Any]:
         """For JSON."""
         return {
@@ -128,6 +145,7 @@ class Requirements:
             "tied parameters": dict(self.tied),
             "modules in training mode": [name for name, trains in self.modes.items() if trains],
             "modules in evaluation mode": [name for name, trains in self.modes.items() if not trains],
+            "settings": _grouped(self.settings),
             "autocast": self.autocast,
         }
 
@@ -150,6 +168,8 @@ class Requirements:
             tied={str(name): str(first) for name, first in data["tied parameters"].items()},
             modes=dict.fromkeys(data["modules in training mode"], True)
             | dict.fromkeys(data["modules in evaluation mode"], False),
+            # Files of earlier versions have none.
+            settings={str(name): dict(own) for own, names in data.get("settings", []) for name in names},
             autocast=str(data["autocast"]),
         )
 
@@ -166,6 +186,25 @@ def _tied(parameters: Mapping[str, nn.Parameter]) -> dict[str, str]:
     first: dict[int, str] = {}
     named = {name: first.setdefault(id(parameter), name) for name, parameter in parameters.items()}
     return {name: other for name, other in named.items() if name != other}
+
+
+def _settings(module: nn.Module) -> dict[str, str]:
+    if not is_library_class(type(module)):
+        return {}
+    own = {name: value for name, value in vars(module).items() if name not in MODULE_OWN and _is_plain(value)}
+    return {name: repr(value) for name, value in own.items()}
+
+
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, _PLAIN) or (isinstance(value, tuple) and all(map(_is_plain, value)))
+
+
+def _grouped(settings: Mapping[str, Mapping[str, str]]) -> list[Any]:
+    """Each with the names of the modules that have it: networks repeat their layers."""
+    groups: dict[str, tuple[dict[str, str], list[str]]] = {}
+    for name, own in settings.items():
+        groups.setdefault(repr(sorted(own.items())), (dict(own), []))[1].append(name)
+    return [list(group) for group in groups.values()]
 
 
 def _place(path: Any) -> str:

@@ -79,8 +79,8 @@ class TrainStep:
             calls then, calls evict what they may no longer hold, and less than the smallest plan is only a warning.
         plan: a plan that was made before, or the path of its file (see `Plan.save`); nothing is measured or planned
             then: `planner`, `disable_rewrites` and `micro_batch` are the plan's, and `planning_seconds` must be 0. A
-            plan that carries its graph is the program: neither the model's code nor `loss_fn` is run or compared, and
-            nothing is traced. The model's parameters, buffers and modes and every batch must be as the plan's.
+            plan that carries its graph is the program: no code of the model or `loss_fn` is run, compared or traced.
+            Parameters, buffers, modes and settings (a dropout's rate) and every batch must be as the plan's.
         planner: "auto", or the name of one planner.
         disable_rewrites: names of rewrites that are not to be made ("fuse_batch_norm"); the plan names those that are.
         page_to: a folder on a disk, or a `PageFile`, to which tensors may be moved while the step does not need them;
