@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from torch import nn
+from torch import Tensor, nn
 
 from torch_odt.adapt import Scheme
 
@@ -43,6 +43,24 @@ def test_it_says_what_it_trains() -> None:
 def test_a_model_that_it_does_not_fit_is_refused(scheme: Scheme, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         scheme.check(_model())
+
+
+class Padding(nn.Conv2d):
+    """As timm's Conv2dSame: more than a convolution."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(nn.functional.pad(x, (1, 1, 1, 1)))
+
+
+def test_slices_of_layers_that_compute_more_are_refused() -> None:
+    model = _model()
+    model.insert(3, Padding(6, 6, 3))
+    with pytest.raises(ValueError, match=r"'3' is a Padding.*trains as a whole \(ratio 1\)"):
+        Scheme(weights={"3": 0.5}).check(model)
+    assert Scheme(weights={"3": 1}).check(model) == {"3": model[3]}
+    attention = nn.ModuleList([nn.MultiheadAttention(8, 2), nn.Linear(8, 2)])
+    with pytest.raises(ValueError, match=r"'0.out_proj' is a NonDynamicallyQuantizableLinear.*read by another module"):
+        Scheme(weights={"0.out_proj": 0.5}).check(attention)
 
 
 @pytest.mark.parametrize(

@@ -280,6 +280,30 @@ def test_dropout_follows_the_mode() -> None:
     assert torch.equal(model(x), model(x))
 
 
+class AlwaysDropping(nn.Module):
+    """Functions with a mode of their own, among them a BatchNorm that standardizes weights (timm's ScaledStdConv)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.head = nn.Conv2d(3, 8, 3), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.conv.weight
+        even = F.batch_norm(weight.view(1, 8, -1), None, None, training=True).view_as(weight)
+        x = F.dropout(self.head(F.conv2d(x, even).relu().mean((2, 3))), 0.5, training=True)
+        return F.dropout(x, 0.5, self.training)
+
+
+def test_functions_with_a_mode_of_their_own_keep_it() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 3, 1), AlwaysDropping())
+    odt.quant.convert_(model.eval(), calibration())
+    x = images(8, 1)
+    dropped = [float((model.train(training)(x) == 0).float().mean()) for training in (False, True)]
+    assert 0.2 < dropped[0] < 0.8 < 0.9 * dropped[1] + 0.3
+    assert not model.training or not torch.equal(model(x), model(x))
+
+
 def test_what_was_frozen_stays_so() -> None:
     model = trained_a_little("residual")
     model.stem.requires_grad_(False)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from quantized_models import calibration, images, trained_a_little
-from torch import nn
+from torch import Tensor, nn
 
 import torch_odt as odt
 
@@ -21,6 +21,29 @@ def test_shares_grow_with_the_numbers() -> None:
     assert after["depthwise"].activations > 10 * before["depthwise"].activations + 0.01
     assert after["pointwise"].activations > before["pointwise"].activations
     assert model.training and not any(module._forward_hooks for module in model.modules())
+
+
+class Branching(nn.Module):
+    """Behind ReLUs half of what is put side by side, added or multiplied is 0, the least of its range."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other, self.head = nn.Conv2d(3, 8, 1), nn.Conv2d(3, 8, 1), nn.Linear(16, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        one, other = self.one(x).relu(), self.other(x).relu()
+        return self.head(torch.cat([one + other, one * other], 1).mean((2, 3)))
+
+
+def test_zeros_of_relus_do_not_count_where_branches_join() -> None:
+    torch.manual_seed(0)
+    model = Branching()
+    odt.quant.convert_(model, calibration())
+    found = odt.quant.saturation(model, calibration())
+    assert len(found) == 6
+    assert all(each.activations < 0.02 for each in found.values())
+    after = odt.quant.saturation(model, [5 * x for x in calibration()])
+    assert all(after[name].activations > found[name].activations + 0.01 for name in found)
 
 
 def test_weights_at_their_ends_are_counted() -> None:

@@ -180,6 +180,18 @@ def test_layers_that_do_not_train_and_stopped_updates_stay_out() -> None:
     assert layers[1].weight_slot.grad is not None and int(layers[1].rounding[1]) == 1
 
 
+def test_two_optimizers_do_not_both_update_in_the_backward_pass() -> None:
+    model = trained_a_little("residual")
+    odt.quant.convert_(model, calibration(), qas=True)
+    first = odt.quant.train_int8_(model, torch.optim.SGD(model.parameters(), **PLAIN), in_backward=True)
+    other = torch.optim.SGD(model.parameters(), **PLAIN)
+    for in_backward in (True, False):
+        with pytest.raises(ValueError, match=r"another optimizer changes these int8 weights.*stop\(\)"):
+            odt.quant.train_int8_(model, other, in_backward=in_backward)
+    first.stop()
+    odt.quant.train_int8_(model, other, in_backward=True)
+
+
 def test_other_optimizers_cannot_update_in_the_backward_pass() -> None:
     with pytest.raises(ValueError, match="OwnSGD cannot update in the backward pass; those that can: SGD, Adam"):
         stepped(OwnSGD, PLAIN, steps=0, in_backward=True)

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from torch_odt.adapt.adaptation import Adaptation
 from torch_odt.adapt.head import find_head
-from torch_odt.adapt.scheme import RATIOS, Scheme, body_biases, updatable_layers
+from torch_odt.adapt.scheme import RATIOS, Scheme, body_biases, may_be_sliced, updatable_layers
 from torch_odt.adapt.sparse_update import sparse_update_
 from torch_odt.adapt.weights_digest import weights_digest
 
@@ -119,7 +119,8 @@ def measure_contributions(
         train_and_evaluate: trains an adapted model and returns its accuracy; `FineTuning` is one.
         classes, head: as for `sparse_update_`.
         layers: whose weights are measured, by name; by default all linear layers and convolutions but the classifier.
-        ratios: of their input channels, each measured for each layer.
+        ratios: of their input channels, each measured for each layer; layers of other classes than torch's own train
+            as a whole.
         biases: numbers of last biases; by default eight of them, spread evenly.
         reference_biases: so many train while weights are measured; by default the largest of `biases`.
         cache: a JSON file that takes each result as soon as there is one, and from which an interrupted analysis goes
@@ -152,11 +153,14 @@ def measure_contributions(
 
     for name in names:
         Scheme(weights={name: 1.0}).check(model, head=head)
+    ratios_of = {name: ratios if may_be_sliced(model.get_submodule(name)) else [1.0] for name in names}
     alone = accuracy_of(Scheme(0))
     bias_gains = {count: accuracy_of(Scheme(count)) - alone for count in counts}
     with_biases = accuracy_of(Scheme(reference))
     weight_gains = {
-        (name, ratio): accuracy_of(Scheme(reference, {name: ratio})) - with_biases for name in names for ratio in ratios
+        (name, ratio): accuracy_of(Scheme(reference, {name: ratio})) - with_biases
+        for name in names
+        for ratio in ratios_of[name]
     }
     return Contributions(alone, reference, bias_gains, weight_gains)
 

@@ -79,6 +79,11 @@ class Scheme:
                 what = "the model has none of this name" if layer is None else f"it is a {type(layer).__name__}"
                 known = ", ".join(updatable_layers(model, head=head)[:5])
                 raise ValueError(f"{name!r} is no linear layer or convolution: {what}; it has {known}, ...")
+            if self.weights[name] != 1 and not may_be_sliced(layer):
+                raise ValueError(
+                    f"{name!r} is a {type(layer).__name__}, which may compute more than torch's own layer, or be read "
+                    "by another module: its weight trains as a whole (ratio 1) or not at all"
+                )
             if name == classifier:
                 raise ValueError(f"{name!r} is the classifier, which trains anyway: leave it out of the scheme")
             shape = tuple(layer.weight.shape)
@@ -139,6 +144,11 @@ def updatable_layers(model: nn.Module, *, head: str | None = None) -> list[str]:
     """Names of the layers whose weights a scheme may name: linear layers and convolutions but for the classifier."""
     classifier = find_head(model, head)
     return [name for name, module in model.named_modules() if isinstance(module, SPARSE_TYPES) and name != classifier]
+
+
+def may_be_sliced(layer: nn.Module) -> bool:
+    """Whether some of a layer's input channels may train alone: another layer stands in its place then."""
+    return type(layer) in SPARSE_TYPES
 
 
 def body_biases(model: nn.Module, *, head: str | None = None) -> list[str]:

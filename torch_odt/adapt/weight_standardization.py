@@ -50,13 +50,16 @@ class StandardizedConv2d(nn.Conv2d):
 def standardize_convolutions(adapting: Adapting) -> None:
     """Standardise every 2-D convolution without a bias: once where its weight is frozen, else in every step.
 
-    Those whose output channels have one weight each have no deviation: they stay as they are, and a note names them.
+    Those whose output channels have one weight each have no deviation: they stay as they are, and a note names them. So
+    do those of classes of their own that train: what else these compute is not known.
     """
     for name, module in list(adapting.model.named_modules()):
         if not isinstance(module, nn.Conv2d) or isinstance(module, StandardizedConv2d) or module.bias is not None:
             continue
         if module.weight[0].numel() == 1:
             adapting.notes.append(f"{name} has one weight an output channel, and is not standardized")
+        elif module.weight.requires_grad and type(module) is not nn.Conv2d:
+            adapting.notes.append(f"{name} is a {type(module).__name__}, and is not standardized")
         elif module.weight.requires_grad:
             adapting.replace(name, _standardizing(module), is_added=True)
         else:

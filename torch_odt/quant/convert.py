@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from torch_odt.quant.modules import MASTERS, Int8Conv2d, Int8Layer, Int8Linear, Masters
+from torch_odt.quant.one_way import require_plain
 from torch_odt.quant.qas import int8_layers, scale_gradients_
 from torch_odt.quant.ranges import OBSERVERS, Observer
 from torch_odt.quant.rewrite import ROOM, Classifier, Options, Rewritten, rewrite
@@ -92,7 +93,7 @@ def convert_(
 
     Raises:
         ValueError: there are no batches, nothing can be converted, a range or a weight is not finite, the model has
-            been converted, or an option is not one of those.
+            been converted or quantized in another way, or an option is not one of those.
 
     Example:
         >>> import torch_odt as odt
@@ -208,6 +209,7 @@ def _check(model: nn.Module, observer: str, classifier: str, masters: str, headr
             raise ValueError(f"{option} is {value!r}; choose one of {', '.join(known)}")
     if not 0 <= headroom < float("inf"):
         raise ValueError(f"headroom is {headroom}; it is a part of the largest weight, such as 0.5, and not negative")
+    require_plain(model, "convert_")
     if int8_layers(model):
         raise ValueError(f"{type(model).__name__} has been converted before; dequantize_ it first")
 

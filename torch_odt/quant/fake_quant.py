@@ -30,12 +30,13 @@ from torch_odt.quant.observed_ranges import (
     steps_of_range,
     weight_steps,
 )
+from torch_odt.quant.one_way import Quantized, require_plain
 
 Ranges = Literal["observed", "learned"]
 BatchNorms = Literal["keep", "fold"]
 
 
-class _FakeQuantized(nn.Module):
+class _FakeQuantized(Quantized):
     """A layer whose weight and input are rounded to what int8 can hold, before it computes in float32.
 
     Attributes:
@@ -47,6 +48,8 @@ class _FakeQuantized(nn.Module):
         input_unit, weight_unit: learned: those units.
         input_zero: learned: the value that stands for 0, float32 of shape (1,); it is rounded.
     """
+
+    verb, way_back = "fake_quantize_", "unload() or merge() of what fake_quantize_ returned"
 
     weight: Tensor
     bias: Any
@@ -199,7 +202,7 @@ def fake_quantize_(
 
     Raises:
         ValueError: an option is another, nothing can be quantized, `skip` names what is not there, or ranges are to be
-            learned without a sample, or from an input of zeros.
+            learned without a sample, or from an input of zeros; or the model is quantized in another way.
         RuntimeError: from the model, where ranges or weights have become useless: nothing was observed before
             evaluation, or a number is not finite, or a learned step is not positive. The layer is named.
 
@@ -213,6 +216,7 @@ def fake_quantize_(
         ['Conv2d', 'BatchNorm2d', 'ReLU', 'Flatten', 'Linear']
     """
     _check(ranges, batch_norm, averaging, sample)
+    require_plain(model, "fake_quantize_")
     choice = choose_layers(model, _why_not, skip=skip)
     spans = {} if sample is None else _spans(model, choice.taken, sample)
     with Adapting(model) as adapting:

@@ -150,7 +150,7 @@ def _of_function(node: fx.Node, target: Any) -> Kind:
     if target is torch.mean:
         return _mean(inputs, rest, options)
     if target is F.dropout:
-        return Kind("dropout", inputs, {"probability": rest[0] if rest else options.get("p", 0.5)})
+        return _functional_dropout(inputs, rest, options)
     if target in _FUNCTIONS_BY_NAME:
         return Kind("function", inputs, {"function": _FUNCTIONS_BY_NAME[target]()})
     return OTHER
@@ -181,6 +181,15 @@ def _concatenation(node: fx.Node) -> Kind:
     if not isinstance(parts, (list, tuple)) or not _all_nodes(parts, len(parts)) or not isinstance(dim, int):
         return OTHER
     return Kind("concatenate", tuple(parts), {"dim": dim})
+
+
+def _functional_dropout(inputs: Any, rest: Any, options: Any) -> Kind:
+    given = dict(zip(("p", "training", "inplace"), rest, strict=False)) | dict(options)
+    mode = given.get("training", True)
+    if isinstance(mode, fx.Node):
+        # The module's.
+        return Kind("dropout", inputs, {"probability": given.get("p", 0.5)})
+    return OTHER if mode else Kind("same", inputs)
 
 
 def _functional_pool(target: Any, inputs: tuple[fx.Node, ...], rest: Any, options: Any) -> Kind:

@@ -21,13 +21,14 @@ from torch_odt.quant.activation import (
     weight_of,
 )
 from torch_odt.quant.layer import LayerTensors, Windows, int8_layer, int8_layer_to_float
+from torch_odt.quant.one_way import Quantized
 from torch_odt.quant.ranges import weight_steps
 
 Masters = Literal["none", "fp32"]
 MASTERS: tuple[Masters, ...] = ("none", "fp32")
 
 
-class Int8Layer(nn.Module):
+class Int8Layer(Quantized):
     """A convolution or a linear layer in int8.
 
     With `masters="none"` the weight is int8 and nothing else: `weight_slot` takes its gradient, with input channels
@@ -53,6 +54,8 @@ class Int8Layer(nn.Module):
         saturated: int64 of shape (): how many weights updates wanted beyond 127 steps, so far.
         scales_gradients: QAS, see `scale_gradients_`.
     """
+
+    verb, way_back = "convert_", "odt.quant.dequantize_"
 
     weight: Tensor
     weight_scale: Tensor

@@ -21,6 +21,7 @@ from torch_odt.quant.fold_batch_norms import fold_batch_norms
 from torch_odt.quant.niti_convertible import layers_of, reasons
 from torch_odt.quant.niti_layers import LEAST_GRADIENT_BITS, MOST_GRADIENT_BITS, NitiConv2d, NitiLayer, NitiLinear
 from torch_odt.quant.niti_passes import ROUNDINGS
+from torch_odt.quant.one_way import require_plain
 from torch_odt.quant.packed_weights import PackedWeights
 from torch_odt.quant.rescaling import Rescaling
 
@@ -171,7 +172,8 @@ def niti_(
         What was converted, how the scales are doing, and the way back.
 
     Raises:
-        ValueError: an option is not known, a name is not that of a module, or nothing can be converted.
+        ValueError: an option is not known, a name is not that of a module, nothing can be converted, or the model is
+            quantized in another way.
 
     Example:
         >>> from torch import nn
@@ -188,6 +190,7 @@ def niti_(
     _check_bits(gradient_bits)
     _check_choices(batch_norm=batch_norm, start=start, rounding=rounding)
     _check_numbers(headroom_bits, longest_period, slack_bits, split)
+    require_plain(model, "niti_")
     unknown = set(keep_float32) - {name for name, _ in model.named_modules()}
     if unknown:
         raise ValueError(f"keep_float32 names {', '.join(sorted(unknown))}, which the model does not have")

@@ -19,6 +19,7 @@ from torch import fx, nn
 
 from torch_odt.ops.int8_arguments import Rounding, pair
 from torch_odt.quant import niti_functions as niti
+from torch_odt.quant.both_modes import trace_in_both_modes
 from torch_odt.quant.niti_layers import NitiLayer
 
 _ADDITIONS = (operator.add, operator.iadd, torch.add)
@@ -41,7 +42,7 @@ def traced(model: nn.Module) -> fx.Graph:
         ValueError: it depends on values, or is otherwise beyond `torch.fx`.
     """
     try:
-        return fx.Tracer().trace(model)
+        return trace_in_both_modes(model)
     except Exception as error:
         first_line = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise ValueError(f"torch.fx cannot trace {type(model).__name__}: {first_line}") from error

@@ -13,6 +13,7 @@ from torch_odt.quant.niti_integers import niti_layer
 from torch_odt.quant.niti_numbers import Scaled, as_carrier, as_int8, dequantized, quantized
 from torch_odt.quant.niti_packed import niti_packed_layer
 from torch_odt.quant.niti_passes import ROUNDINGS, Convolved, How
+from torch_odt.quant.one_way import Quantized
 from torch_odt.quant.packed_weights import PackedWeights
 from torch_odt.quant.rescaling import Rescaling
 
@@ -20,7 +21,7 @@ MOST_GRADIENT_BITS, LEAST_GRADIENT_BITS = 7, -8
 POINTWISE = windows_of(1, 0, 1, 1)
 
 
-class NitiLayer(nn.Module):
+class NitiLayer(Quantized):
     """What a convolution and a linear layer share: weight and bias in eight bits, and the state of three rescalings.
 
     Parameters and buffers:
@@ -38,6 +39,8 @@ class NitiLayer(nn.Module):
         part_bytes: what a part of a batch may take; 0 does not split.
         packs: where packed weights are kept, or None.
     """
+
+    verb, way_back = "niti_", "dequantize_() of what niti_ returned"
 
     weight: Tensor
     bias: Tensor | None

@@ -20,6 +20,7 @@ from torch_odt.errors import CaptureError
 from torch_odt.quant.batch_norm_pairs import batch_norms_behind
 from torch_odt.quant.layer_choice import choose_layers, copy_layer
 from torch_odt.quant.octo_layers import OctoConv2d, OctoLinear, padding_of
+from torch_odt.quant.one_way import require_plain
 
 Compensation = Literal["channel", "position", "none"]
 GradientRounding = Literal["stochastic", "nearest"]
@@ -129,7 +130,8 @@ def octo_(
         float32, and why.
 
     Raises:
-        ValueError: an option is another, nothing can be quantized, or `skip` names what is not there.
+        ValueError: an option is another, nothing can be quantized, `skip` names what is not there, or the model is
+            quantized in another way.
         RuntimeError: from the model, where an input, a weight or a gradient is not finite, or not float32; the layer is
             named.
 
@@ -144,6 +146,7 @@ def octo_(
         ['Conv2d', 'ReLU', 'Flatten', 'Linear']
     """
     _check(compensation, clip, gradient_rounding, sample)
+    require_plain(model, "octo_")
     choice = choose_layers(model, _why_not, skip=skip)
     with Adapting(model) as adapting:
         adapting.notes.extend(choice.notes())

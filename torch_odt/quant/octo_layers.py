@@ -9,11 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from torch_odt.quant.octo_conv2d import OPERANDS, octo_conv2d
+from torch_odt.quant.one_way import Quantized
 
 _SEEDS = 1 << 16  # for the layers of a step
 
 
-class _OctoLayer(nn.Module):
+class _OctoLayer(Quantized):
     """What both have beside the layer in whose place they are.
 
     Attributes:
@@ -24,6 +25,8 @@ class _OctoLayer(nn.Module):
             output's own without the batch, or None.
         steps_made: int64, so many passes that keep something for a backward pass; stochastic rounding goes by it.
     """
+
+    verb, way_back = "octo_", "unload() or merge() of what octo_ returned"
 
     weight: Tensor
     bias: Any

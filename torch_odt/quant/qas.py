@@ -115,7 +115,7 @@ def train_int8_(model: nn.Module, optimizer: torch.optim.Optimizer, *, in_backwa
 
     Raises:
         ValueError: the model has no int8 weights, or the optimizer holds none of them; or it is none of torch.optim
-            that can update in the backward pass.
+            that can update in the backward pass; or another one does so already.
 
     Example:
         >>> import torch_odt as odt

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from torch_odt.quant.activation import LEAST, MOST, WEIGHT_MOST, Int8Activation
@@ -15,7 +16,8 @@ from torch_odt.quant.modules import Int8Add, Int8Concatenate, Int8Layer, Int8Mul
 from torch_odt.quant.trace import evaluating, feed
 
 # Tables' ends may be those of their function, and what else there is passes on the grid of its input.
-_WITH_RANGES = (Int8Add, Int8Concatenate, Int8Layer, Int8Multiply, Quantize)
+_JOINING = (Int8Add, Int8Concatenate, Int8Multiply)
+_WITH_RANGES = (*_JOINING, Int8Layer, Quantize)
 
 
 @dataclass(frozen=True)
@@ -64,10 +66,10 @@ def saturation(model: nn.Module, batches: Iterable[Any]) -> dict[str, Saturation
     handles: list[RemovableHandle] = []
 
     def watch(name: str, module: nn.Module) -> None:
-        def count(_: nn.Module, __: Any, output: Any) -> None:
+        def count(_: nn.Module, args: Any, output: Any) -> None:
             if isinstance(output, Int8Activation):
                 at_ends, elements = counts.get(name, (0, 0))
-                counts[name] = (at_ends + _at_ends(module, output), elements + output.values.numel())
+                counts[name] = (at_ends + _at_ends(module, args, output), elements + output.values.numel())
 
         handles.append(module.register_forward_hook(count))
 
@@ -89,15 +91,24 @@ def saturation(model: nn.Module, batches: Iterable[Any]) -> dict[str, Saturation
     }
 
 
-def _at_ends(module: nn.Module, output: Int8Activation) -> int:
+def _at_ends(module: nn.Module, args: Any, output: Int8Activation) -> int:
     low, high = getattr(module, "low", None), getattr(module, "high", None)
     step, zero = (float(number) for number in output.grid)
+    if low is None and isinstance(module, _JOINING) and _are_without_sign(args):
+        # Zeros, which ReLUs in front have made.
+        low = 0.0
     count = 0
     if low is None or round(low / step) + zero < LEAST:
         count += int((output.values == LEAST).sum())
     if high is None or round(high / step) + zero > MOST:
         count += int((output.values == MOST).sum())
     return count
+
+
+def _are_without_sign(args: Any) -> bool:
+    """Whether nothing that a layer joins can be below 0."""
+    joined = [each for each in tree_leaves(args, lambda each: isinstance(each, Int8Activation))]
+    return all(isinstance(each, Int8Activation) and float(each.grid[1]) <= LEAST for each in joined)
 
 
 def _of(module: nn.Module, activations: float) -> Saturation:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from torch_odt.quant.both_modes import trace_in_both_modes
 from torch_odt.quant.ranges import Observer, Range
 
 
@@ -46,7 +46,7 @@ def trace_parts(model: nn.Module, kept: dict[str, str]) -> list[TracedModule]:
 
 def _trace_into(module: nn.Module, name: str, parts: list[TracedModule], kept: dict[str, str]) -> None:
     try:
-        graph = fx.Tracer().trace(module)
+        graph = trace_in_both_modes(module)
     except Exception as error:
         reason = f"{name or 'the model'} cannot be traced ({type(error).__name__}: {_first_line(error)})"
         for child_name, child in module.named_children():
@@ -56,23 +56,7 @@ def _trace_into(module: nn.Module, name: str, parts: list[TracedModule], kept: d
             elif any(True for _ in child.parameters()):
                 kept[path] = reason
         return
-    _follow_the_mode(graph)
     parts.append(TracedModule(name, module, graph))
-
-
-def _follow_the_mode(graph: fx.Graph) -> None:
-    """Functions that were traced with the mode of the moment, as dropout, follow `module.training`."""
-    for node in list(graph.nodes):
-        if node.op != "call_function":
-            continue
-        try:
-            bound = inspect.signature(node.target).bind(*node.args, **node.kwargs)
-        except (TypeError, ValueError):
-            continue
-        if isinstance(bound.arguments.get("training"), bool):
-            with graph.inserting_before(node):
-                bound.arguments["training"] = graph.create_node("get_attr", "training")
-            node.args, node.kwargs = bound.args, bound.kwargs
 
 
 def _first_line(error: Exception) -> str:

@@ -22,7 +22,7 @@ from torch_odt.capture.parameter_updates import INT8
 from torch_odt.capture.update_in_backward import UpdateRule
 from torch_odt.execute.one_operator import Number, OperatorUse
 from torch_odt.execute.optimizer_updates import IN_STEP, StepNotice
-from torch_odt.quant.in_backward import InBackward
+from torch_odt.quant.in_backward import USED_UP, InBackward
 from torch_odt.quant.layer import Descent, arguments_of_descent, pass_back_and_descend
 from torch_odt.quant.modules import Int8Layer
 
@@ -52,9 +52,17 @@ class Int8Updates:
         layers: whose weights are int8 alone.
         in_backward: update a layer in the backward pass, when its gradient is there, and drop the gradient. The
             optimizer is one of `PARTWISE` then.
+
+    Raises:
+        ValueError: another optimizer does so already.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, layers: list[Int8Layer], in_backward: bool = False) -> None:
+        if any(isinstance(getattr(layer.weight_slot, USED_UP, None), InBackward) for layer in layers):
+            raise ValueError(
+                "another optimizer changes these int8 weights in the backward pass: stop() what train_int8_ returned "
+                "for it first, else both do"
+            )
         self._optimizer = optimizer
         self._layers = layers
         self._in_parts = type(optimizer) in PARTWISE
