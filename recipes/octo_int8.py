@@ -5,10 +5,11 @@
 
 A network is pretrained in float32 on one half of the classes, and all of it is adapted to the other half from a few
 samples, by equal epochs of SGD with momentum from the same start: in float32; in plain int8, where inputs, weights and
-gradients are rounded over their whole ranges; and by Octo, with loss-aware compensation and clipped ranges.
-`--parts` adds Octo with one of both alone. All ways of int8 round gradients alike (`--gradient-rounding`). Each way has
-the learning rate (`--rates`) that is best on samples held out of the training set, with a seed of its own. Compensation
-is for each position, because BatchNorm takes that of a channel out again.
+gradients are rounded over their whole ranges; and by Octo, with loss-aware compensation and clipped ranges. Weights
+have a range for each output channel, or (`--weight-ranges tensor`) one for all, as the authors' have. `--parts` adds
+Octo with one of both alone. All ways of int8 round gradients alike (`--gradient-rounding`). Each way has the learning
+rate (`--rates`) that is best on samples held out of the training set, in the mean over `--rate-seeds` trainings.
+Compensation is for each position, because BatchNorm takes that of a channel out again.
 
 Bytes are of all tensors of a step but the weights, at the peak of the simulated step where nothing is computed twice.
 
@@ -34,6 +35,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch_odt as odt
 from recipes.common.process_bytes import ROOMY
+from recipes.common.rates import best_rate
 from recipes.common.small_resnet import SmallResNet
 from recipes.common.transfer_task import TransferTask, accuracy, first_half, pretrained
 from recipes.common.transfer_ways import PRETRAINING_RATES, make_network
@@ -56,7 +58,7 @@ class Row:
 
     Attributes:
         bytes: of a step, see the recipe's docstring.
-        held_out: accuracies by learning rate, with one seed; empty where there was no choice.
+        held_out: accuracies by learning rate, the mean over trainings; empty where there was no choice.
         rate: the best of these.
         test: of each seed, at that rate.
     """
@@ -90,7 +92,8 @@ def main(arguments: list[str] | None = None) -> int:
             "rows": {name: asdict(row) for name, row in rows.items()},
             "missed": missed,
         }
-        (options.out / f"octo_int8_{options.network}.json").write_text(json.dumps(report, indent=1) + "\n")
+        ranges = "" if options.weight_ranges == "channel" else f"_by_{options.weight_ranges}"
+        (options.out / f"octo_int8_{options.network}{ranges}.json").write_text(json.dumps(report, indent=1) + "\n")
     print("target met" if not missed else f"missed: {'; '.join(missed)}")
     return 1 if missed else 0
 
@@ -109,7 +112,9 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--epochs", type=int, default=6, help="of each way to adapt")
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--rates", type=float, nargs="+", default=(0.01, 0.03), help="learning rates to choose from")
+    parser.add_argument("--rate-seeds", type=int, default=1, help="trainings by whose mean a rate is chosen")
     parser.add_argument("--gradient-rounding", choices=("stochastic", "nearest"), default="stochastic")
+    parser.add_argument("--weight-ranges", choices=("channel", "tensor"), default="channel", help="of all ways of int8")
     parser.add_argument("--parts", action="store_true", help="compensation and clipping alone as well")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=1)
@@ -148,9 +153,11 @@ def _row(options: argparse.Namespace, model: nn.Module, task: TransferTask, way:
     adapted, optimizer = _prepared(options, model, task, way, options.rates[0], 0)
     batch = (task.train.images[: options.batch], task.train.labels[: options.batch])
     nbytes = step_bytes(adapted, cross_entropy, batch, optimizer=optimizer)
-    rates = options.rates if len(options.rates) > 1 else []
-    held_out = {rate: accuracy(_adapted(options, model, task, way, rate, 0), task.held_out) for rate in rates}
-    best = max(held_out, key=held_out.__getitem__) if held_out else options.rates[0]
+
+    def reached(rate: float, seed: int) -> float:
+        return accuracy(_adapted(options, model, task, way, rate, seed), task.held_out)
+
+    best, held_out = best_rate(options.rates, reached, trainings=options.rate_seeds)
     seeds = range(1, options.seeds + 1)
     test = [accuracy(_adapted(options, model, task, way, best, seed), task.test) for seed in seeds]
     print(f"{way}: {statistics.mean(test):.2%} at {best:g}", file=sys.stderr, flush=True)
@@ -175,6 +182,7 @@ def _prepared(
                 clip=0.95 if clips else 1.0,
                 learn_clip=clips,
                 gradient_rounding=options.gradient_rounding,
+                weight_ranges=options.weight_ranges,
                 sample=task.train.images[:1],
             )
             groups = octo.parameter_groups()

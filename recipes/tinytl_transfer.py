@@ -40,6 +40,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch_odt as odt
 from recipes.common.process_bytes import TrainingBytes, training_bytes
+from recipes.common.rates import best_rate
 from recipes.common.transfer_task import Samples, TransferTask, accuracy, first_half, other_speakers, pretrained
 from recipes.common.transfer_ways import NETWORKS, PRETRAINING_RATES, Way, adapt, make_network, make_step, training
 from torch_odt.cache import default_folder
@@ -202,10 +203,9 @@ def _accuracies(options: argparse.Namespace, model: nn.Module, task: TransferTas
     def reached(rate: float, seed: int, samples: Samples) -> float:
         return accuracy(_adapted(options, model, task, way, rate, seed), samples)
 
-    rates = options.rates if len(options.rates) > 1 else []
-    choosing = range(1000, 1000 + options.rate_seeds)
-    held_out = {rate: statistics.mean(reached(rate, seed, task.held_out) for seed in choosing) for rate in rates}
-    best = max(held_out, key=held_out.__getitem__) if held_out else options.rates[0]
+    best, held_out = best_rate(
+        options.rates, lambda rate, seed: reached(rate, seed, task.held_out), trainings=options.rate_seeds
+    )
     seeds = range(1, options.seeds + 1)
     test = [reached(best, seed, task.test) for seed in seeds]
     print(f"{way}: {statistics.mean(test):.1%} at {best:g}", file=sys.stderr, flush=True)

@@ -35,6 +35,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch_odt as odt
 from recipes.common.mcunet import MCUNetLike
+from recipes.common.rates import best_rate
 from recipes.common.transfer_task import TransferTask, accuracy, make_task, pretrained
 from torch_odt.adapt.adaptation import Adapting
 from torch_odt.adapt.head import replace_head
@@ -208,13 +209,10 @@ def _start(options: argparse.Namespace, task: TransferTask) -> nn.Module:
 
 
 def _row(options: argparse.Namespace, task: TransferTask, model: nn.Module, way: Way) -> Row:
-    held_out: dict[float, float] = {}
-    if len(options.rates) > 1:
-        for rate in options.rates:
-            seeds = range(1000, 1000 + options.rate_seeds)
-            trained = [_trained(options, task, model, way, rate, seed)[0] for seed in seeds]
-            held_out[rate] = statistics.mean(accuracy(each, task.held_out) for each in trained)
-    best = max(held_out, key=lambda rate: held_out[rate]) if held_out else options.rates[0]
+    def reached(rate: float, seed: int) -> float:
+        return accuracy(_trained(options, task, model, way, rate, seed)[0], task.held_out)
+
+    best, held_out = best_rate(options.rates, reached, trainings=options.rate_seeds)
     row = Row(held_out, best)
     for seed in range(options.seeds):
         start = time.perf_counter()

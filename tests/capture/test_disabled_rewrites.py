@@ -36,8 +36,9 @@ class EveryRewrite(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         fixed = FrozenBatchNorm(nn.BatchNorm2d(3))
+        wide = nn.Conv2d(3, 32, 1), nn.ReLU(), nn.Conv2d(32, 32, 3, 2, 1, groups=32), nn.Conv2d(32, 3, 1)
         layers = nn.Conv2d(3, 3, 1), fixed, nn.Hardswish(), nn.Conv2d(3, 3, 1), nn.Conv2d(3, 3, 1)
-        self.untrained = nn.Sequential(*layers).requires_grad_(False)
+        self.untrained = nn.Sequential(*wide, *layers).requires_grad_(False)
         self.first = nn.Conv2d(3, 16, 3)
         self.norm = nn.BatchNorm2d(16)
         self.frozen = nn.Conv2d(16, 4, 3)
@@ -53,7 +54,7 @@ class EveryRewrite(nn.Module):
 
 def images() -> Tensor:
     """A batch whose gradient autograd computes and no step delivers."""
-    return torch.randn(2, 3, 8, 8).requires_grad_()
+    return torch.randn(2, 3, 16, 16).requires_grad_()
 
 
 def names_in(notes: list[str]) -> set[str]:
@@ -75,7 +76,8 @@ def test_each_can_be_switched_off(name: str) -> None:
     expected = execute(capture(model, x, y), model, (x, y))
     assert set(found) == set(expected)
     for key, tensor in expected.items():
-        torch.testing.assert_close(found[key], tensor)
+        # A bias in front of a BatchNorm has no gradient but what rounding leaves.
+        torch.testing.assert_close(found[key], tensor, rtol=1e-5, atol=2e-4)
 
 
 def test_without_inexact_ones_every_bit_is_plain_pytorchs() -> None:

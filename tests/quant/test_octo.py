@@ -40,9 +40,8 @@ def _held_image(x: Tensor, share: float | Tensor) -> Tensor:
     return _held(x, step, float((-128 - low / step).round().clamp(-128, 127)), -128)
 
 
-def _held_weight(weight: Tensor, share: float | Tensor) -> Tensor:
-    largest = weight.abs().flatten(1).amax(1)[:, None, None, None]
-    return _held(weight, largest / 127 * share)
+def _held_weight(weight: Tensor, largest: Tensor) -> Tensor:
+    return _held(weight, largest[:, None, None, None] / 127)
 
 
 def _windows(stride: int = 1, padding: int = 0, dilation: int = 1, groups: int = 1) -> tuple[Any, ...]:
@@ -55,10 +54,16 @@ def _windows(stride: int = 1, padding: int = 0, dilation: int = 1, groups: int =
     st.integers(1, 2),
     st.integers(0, 1),
     st.sampled_from([(1.0, 1.0, 1.0), (0.7, 0.8, 0.5)]),
+    st.booleans(),
 )
 @settings(max_examples=25)
 def test_values_and_gradients_are_those_of_what_int8_holds(
-    channels: tuple[int, int, int], kernel: int, stride: int, padding: int, shares: tuple[float, float, float]
+    channels: tuple[int, int, int],
+    kernel: int,
+    stride: int,
+    padding: int,
+    shares: tuple[float, float, float],
+    by_channel: bool,
 ) -> None:
     """With rounding to the nearest everything is known: sums are exact, and compared with float64's."""
     groups, per_group, multiple = channels
@@ -66,16 +71,19 @@ def test_values_and_gradients_are_those_of_what_int8_holds(
     weight = torch.randn(groups * multiple, per_group, kernel, kernel, requires_grad=True)
     windows = _windows(stride, padding, 1, groups)
     log_clip = torch.tensor(shares).log()
-    output = octo_conv2d(x, weight, log_clip, torch.tensor(0), *windows, True, True, False, False, "layer")[0]
+    how = (True, True, False, False, by_channel, "layer")
+    output = octo_conv2d(x, weight, log_clip, torch.tensor(0), *windows, *how)[0]
     gradient = torch.randn_like(output)
     output.backward(gradient)
     with torch.no_grad():
-        expected = torch.conv2d(_held_image(x, 1), _held_weight(weight, 1), None, *windows)
+        largest = weight.abs().flatten(1).amax(1)
+        largest = largest if by_channel else largest.amax().expand(len(largest))
+        expected = torch.conv2d(_held_image(x, 1), _held_weight(weight, largest), None, *windows)
         torch.testing.assert_close(output.double(), expected, rtol=1e-5, atol=1e-5)
-        steps = weight.abs().flatten(1).amax(1)[:, None, None] / 127 * log_clip.exp()[1]
+        steps = largest[:, None, None] / 127 * log_clip.exp()[1]
         scaled = gradient * steps
         held = _held(scaled, scaled.abs().max() * log_clip.exp()[2] / 127)
-        image, kernels = _held_image(x, log_clip.exp()[0]), _held_weight(weight, log_clip.exp()[1])
+        image, kernels = _held_image(x, log_clip.exp()[0]), _held_weight(weight, largest * log_clip.exp()[1])
     image.requires_grad_()
     kernels.requires_grad_()
     torch.conv2d(image, kernels, None, *windows).backward(held / steps.double())
@@ -115,7 +123,7 @@ def test_a_rounded_gradient_is_right_on_average() -> None:
     gradient = torch.randn(2, 4, 3, 3)
 
     def of(seed: int, is_stochastic: bool = True) -> Tensor:
-        arguments = (torch.zeros(3), torch.tensor(seed), *_windows(), True, False, False, is_stochastic, "layer")
+        arguments = (torch.zeros(3), torch.tensor(seed), *_windows(), True, False, False, is_stochastic, True, "layer")
         return torch.autograd.grad(octo_conv2d(x, weight, *arguments)[0], weight, gradient)[0]
 
     assert torch.equal(of(1), of(1)) and not torch.equal(of(1), of(2))
@@ -137,7 +145,7 @@ def test_shares_have_the_gradient_of_their_rounding_error() -> None:
     x, weight = torch.randn(4, 3, 9, 9), torch.randn(5, 3, 3, 3, requires_grad=True)
     gradient = torch.randn(4, 5, 7, 7)
     log_clip = torch.tensor([0.998, 0.9999, 0.997]).log().requires_grad_()
-    output = octo_conv2d(x, weight, log_clip, torch.tensor(0), *_windows(), True, True, True, True, "layer")[0]
+    output = octo_conv2d(x, weight, log_clip, torch.tensor(0), *_windows(), True, True, True, True, True, "layer")[0]
     output.backward(gradient)
     assert log_clip.grad is not None
     with torch.no_grad():
@@ -385,6 +393,7 @@ def test_batch_norms_are_found_by_the_flow_of_data() -> None:
         ({"compensation": "position"}, "needs a sample"),
         ({"clip": 0.0}, "share of a range"),
         ({"gradient_rounding": "up"}, "stochastic or nearest"),
+        ({"weight_ranges": "layer"}, "channel or tensor"),
         ({"skip": ["0"]}, "can be quantized: 0: float32, as asked for"),
     ],
 )
@@ -419,5 +428,5 @@ def test_useless_numbers_are_named() -> None:
 def test_the_operator_is_registered_as_torch_wants_it() -> None:
     x, weight = torch.randn(2, 6, 5, 5, requires_grad=True), torch.randn(4, 3, 3, 3, requires_grad=True)
     log_clip = torch.full((3,), -0.1, requires_grad=True)
-    arguments = (x, weight, log_clip, torch.tensor(7), *_windows(2, 1, 1, 2), True, True, True, True, "layer")
+    arguments = (x, weight, log_clip, torch.tensor(7), *_windows(2, 1, 1, 2), True, True, True, True, True, "layer")
     torch.library.opcheck(octo_conv2d, arguments)

@@ -24,6 +24,7 @@ from torch_odt.quant.one_way import require_plain
 
 Compensation = Literal["channel", "position", "none"]
 GradientRounding = Literal["stochastic", "nearest"]
+WeightRanges = Literal["channel", "tensor"]
 _KINDS: dict[type[nn.Module], type[OctoConv2d] | type[OctoLinear]] = {nn.Conv2d: OctoConv2d, nn.Linear: OctoLinear}
 
 
@@ -97,6 +98,7 @@ def octo_(
     clip: float = 0.95,
     learn_clip: bool = True,
     gradient_rounding: GradientRounding = "stochastic",
+    weight_ranges: WeightRanges = "channel",
     sample: Tensor | Sequence[Any] | None = None,
     skip: Collection[str] = (),
 ) -> Octo:
@@ -104,8 +106,8 @@ def octo_(
 
     Choose it to train where the processor has dot products of bytes: products are int8 times int8 in both passes, and
     what is kept between them of inputs is a quarter of the bytes. Weights, gradients of weights and the optimizer stay
-    in float32. Each input has the range that it has in the batch, asymmetric; each output channel of a weight has its
-    own. So samples influence each other's rounding, and a step is not cut into micro-batches.
+    in float32. Each input has the range that it has in the batch, asymmetric. So samples influence each other's
+    rounding, and a step is not cut into micro-batches.
 
     Two things make up for the rounding. *Loss-aware compensation* adds `alpha * mu + delta` to each output, and learns
     these from the loss; they do not depend on the batch. *Parameterized range clipping* takes for the backward pass
@@ -121,6 +123,9 @@ def octo_(
         clip: the share of their ranges to which the backward pass's operands are clipped at first, above 0 up to 1.
         learn_clip: let the shares train. It costs a pass over each operand.
         gradient_rounding: "stochastic" rounds gradients so that they are right on average; "nearest" is the authors'.
+        weight_ranges: "channel": each output channel of a weight has a range of its own. "tensor": all have one, as the
+            authors' do, for what runs the network later and knows no other; it rounds small channels coarsely, which is
+            what compensation is for.
         sample: a tensor or a sequence of arguments to call the model with once, for the sizes of outputs.
         skip: names of layers that stay in float32; a container's name is for all inside it.
 
@@ -145,7 +150,7 @@ def octo_(
         >>> [type(layer).__name__ for layer in octo.merge()]
         ['Conv2d', 'ReLU', 'Flatten', 'Linear']
     """
-    _check(compensation, clip, gradient_rounding, sample)
+    _check(compensation, clip, gradient_rounding, weight_ranges, sample)
     require_plain(model, "octo_")
     choice = choose_layers(model, _why_not, skip=skip)
     with Adapting(model) as adapting:
@@ -153,13 +158,21 @@ def octo_(
         shapes = _compensation_shapes(adapting, choice.taken, compensation, sample)
         for number, (name, layer) in enumerate(choice.taken.items()):
             quantized = copy_layer(_KINDS[type(layer)], layer)
-            quantized.prepare(name, number, shapes.get(name), clip, learn_clip, gradient_rounding == "stochastic")
+            quantized.prepare(
+                name,
+                number,
+                shapes.get(name),
+                clip=clip,
+                learns=learn_clip,
+                is_stochastic=gradient_rounding == "stochastic",
+                by_channel=weight_ranges == "channel",
+            )
             adapting.replace(name, quantized)
         method = f"octo (compensation: {compensation})"
         return Octo(**vars(adapting.finish(method)))
 
 
-def _check(compensation: str, clip: float, gradient_rounding: str, sample: object) -> None:
+def _check(compensation: str, clip: float, gradient_rounding: str, weight_ranges: str, sample: object) -> None:
     if compensation not in ("channel", "position", "none"):
         raise ValueError(f"compensation={compensation!r}: choose channel, position or none")
     if compensation == "position" and sample is None:
@@ -168,6 +181,8 @@ def _check(compensation: str, clip: float, gradient_rounding: str, sample: objec
         raise ValueError(f"clip={clip}: it is a share of a range, above 0 up to 1")
     if gradient_rounding not in ("stochastic", "nearest"):
         raise ValueError(f"gradient_rounding={gradient_rounding!r}: choose stochastic or nearest")
+    if weight_ranges not in ("channel", "tensor"):
+        raise ValueError(f"weight_ranges={weight_ranges!r}: choose channel or tensor")
 
 
 def _why_not(layer: nn.Module) -> str | None:

@@ -49,6 +49,7 @@ def octo_conv2d(
     clips: bool,
     learns: bool,
     is_stochastic: bool,
+    by_channel: bool,
     layer: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """A convolution in int8, forward and backward.
@@ -64,6 +65,7 @@ def octo_conv2d(
         clips: whether ranges are clipped; `log_clip` is taken for 0 otherwise.
         learns: whether `log_clip` gets its gradient; that is 0 otherwise, and nothing is spent on it.
         is_stochastic: whether the output's gradient is rounded stochastically, or to the nearest.
+        by_channel: whether each output channel of the weight has a step of its own, or all have one.
         layer: a name for errors.
 
     Returns:
@@ -76,14 +78,14 @@ def octo_conv2d(
     Example:
         >>> weight = torch.tensor([[[[1.0]], [[0.5]]]], requires_grad=True)
         >>> one, seed = torch.zeros(3), torch.tensor(1)
-        >>> windows, how = ([1, 1], [0, 0], [1, 1], 1), (True, False, False, True, "first")
+        >>> windows, how = ([1, 1], [0, 0], [1, 1], 1), (True, False, False, True, True, "first")
         >>> output = octo_conv2d(torch.ones(1, 2, 1, 1), weight, one, seed, *windows, *how)[0]
         >>> output.sum().backward()
         >>> round(output.item(), 1), weight.grad.flatten()
         (1.5, tensor([1., 1.]))
     """
     low, high = _bounds(input, layer, "input")
-    largest = _largest_of_channels(weight, layer)
+    largest = _largest_of_channels(weight, by_channel, layer)
     step, zero = _affine(low, high)
     steps = largest / HIGH
     image, kernel = _rounded(input, step, zero, least=LOW), _rounded(weight, _by_channel(steps, weight))
@@ -198,7 +200,7 @@ def _(
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    _, _, log_clip, seed, *windows, keeps, clips, learns, is_stochastic, layer = inputs
+    _, _, log_clip, seed, *windows, keeps, clips, learns, is_stochastic, _, layer = inputs
     ctx.save_for_backward(*output[1:], log_clip, seed)
     ctx.mark_non_differentiable(*output[1:])
     ctx.windows, ctx.keeps, ctx.how = windows, keeps, (clips, learns, is_stochastic, layer)
@@ -216,7 +218,7 @@ def _gradients(ctx: Any, gradient: Tensor, *_: Any) -> tuple[Any, ...]:
         of_input if wants_input else None,
         of_weight if wants_weight else None,
         torch.cat([of_operands, of_share]) if wants_clip else None,
-        *[None] * 10,
+        *[None] * 11,
     )
 
 
@@ -235,11 +237,14 @@ def _bounds(values: Tensor, layer: str, what: str) -> tuple[Tensor, Tensor]:
     return low.clamp(max=0).reshape(1), high.clamp(min=0).reshape(1)
 
 
-def _largest_of_channels(weight: Tensor, layer: str) -> Tensor:
-    """Of each output channel, its largest absolute value; one that is 0 throughout has that of the largest other."""
+def _largest_of_channels(weight: Tensor, by_channel: bool, layer: str) -> Tensor:
+    """Of each output channel, its largest absolute value; one that is 0 throughout has that of the largest other.
+
+    Where steps are not by channel, each has that of the largest.
+    """
     low, high = _bounds(weight, layer, "weight")
     most = torch.maximum(-low, high)
-    largest = weight.abs().flatten(1).amax(1)
+    largest = weight.abs().flatten(1).amax(1) if by_channel else most.repeat(weight.shape[0])
     return torch.where(largest > 0, largest, torch.where(most > 0, most, 1.0))
 
 

@@ -37,7 +37,15 @@ class _OctoLayer(Quantized):
     steps_made: Tensor
 
     def prepare(
-        self, label: str, number: int, shape: tuple[int, ...] | None, clip: float, learns: bool, is_stochastic: bool
+        self,
+        label: str,
+        number: int,
+        shape: tuple[int, ...] | None,
+        *,
+        clip: float,
+        learns: bool,
+        is_stochastic: bool,
+        by_channel: bool,
     ) -> None:
         """Everything that the plain layer has not.
 
@@ -46,7 +54,7 @@ class _OctoLayer(Quantized):
             number: another one for each layer of the model.
             shape: of the compensation, or None for none.
         """
-        self.label, self.number, self.is_stochastic = label, number, is_stochastic
+        self.label, self.number, self.is_stochastic, self.by_channel = label, number, is_stochastic, by_channel
         self.clips = learns or clip < 1
         like = self.weight.detach()
         self.log_clip = nn.Parameter(like.new_full((len(OPERANDS),), math.log(clip)), requires_grad=learns)
@@ -74,7 +82,7 @@ class _OctoLayer(Quantized):
         seed = self.steps_made * _SEEDS + self.number
         output: Tensor = octo_conv2d(
             x, weight, self.log_clip, seed, stride, padding, dilation, groups, keeps, self.clips,
-            keeps and self.log_clip.requires_grad, self.is_stochastic, self.label,
+            keeps and self.log_clip.requires_grad, self.is_stochastic, self.by_channel, self.label,
         )[0]  # fmt: skip
         return output
 
