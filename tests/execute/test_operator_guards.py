@@ -49,6 +49,8 @@ def batch_norm(trains: bool) -> tuple[Any, ...]:
 
 POOL = (torch.ones(1, 1, 2, 2), torch.ones(1, 1, 4, 4), [2, 2], [2, 2], [0, 0], [1, 1], False)
 INDICES = torch.zeros(1, 1, 2, 2, dtype=torch.int64)
+THREE = torch.ones(1, 3, 2, 2)
+LEARNED = (IMAGE, ONE, torch.zeros(1), -128, 127, 1.0)
 EMBEDDING = (torch.ones(2, 4), torch.tensor([0, 3]), 4, -1, True)
 LAYER_NORM = (torch.ones(8, 4), torch.ones(8, 4), [4], torch.ones(8, 1), torch.ones(8, 1), torch.ones(4), torch.ones(4))
 
@@ -123,6 +125,20 @@ FORGERIES = {
         "_fake_quantize_per_tensor_affine_cachemask_tensor_qparams.default",
         (IMAGE, ONE, torch.zeros(1, dtype=torch.int32), torch.ones(1, dtype=torch.int64), -128, 127),
         {1: ONE.bool()},
+    ),
+    "two scales": Forgery("_fake_quantize_learnable_per_tensor_affine.default", LEARNED, {1: torch.ones(2)}),
+    "a gradient of one": Forgery(
+        "_fake_quantize_learnable_per_tensor_affine_backward.default", (IMAGE, *LEARNED), {0: ONE}
+    ),
+    "a scale too few": Forgery(
+        "_fake_quantize_learnable_per_channel_affine_backward.default",
+        (THREE, THREE, torch.ones(3), torch.zeros(3), 1, -127, 127, 1.0),
+        {2: torch.ones(2)},
+    ),
+    "another axis": Forgery(
+        "_fake_quantize_learnable_per_channel_affine.default",
+        (THREE, torch.ones(3), torch.zeros(3), 1, -127, 127, 1.0),
+        {3: 4},
     ),
     "a far row": Forgery("embedding_dense_backward.default", EMBEDDING, {1: torch.tensor([0, 1 << 34])}),
     "many units": Forgery("mkldnn_rnn_layer.default", lstm(), {10: 1 << 16}),

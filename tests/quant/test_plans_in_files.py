@@ -57,6 +57,11 @@ def fake(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.05)
 
 
+def fake_learned(model: nn.Module) -> torch.optim.Optimizer:
+    odt.quant.fake_quantize_(model, ranges="learned", sample=images(8, 0))
+    return torch.optim.SGD(model.parameters(), lr=0.001)
+
+
 def qas_to_the_scores(model: nn.Module) -> torch.optim.Optimizer:
     return qas(model, classifier="int8")
 
@@ -135,6 +140,7 @@ CASES = {
     "niti-vgg": Case("vgg", niti, True),
     "octo": Case("residual", octo, False),
     "fake": Case("residual", fake, False),
+    "fake-learned": Case("residual", fake_learned, False),
 }
 
 
@@ -273,7 +279,7 @@ def test_forged_updates_are_refused(name: str) -> None:
 def test_every_operator_of_integers_that_a_file_may_name_is_in_some_plan() -> None:
     named = {str(op["target"]) for name in CASES for op in ops_of(planned(name)[0])}
     named |= {str(op["args"][1]) for name in CASES for op in fused(planned(name)[0])}
-    of_integers = {name for name in _OWN if name.startswith(("int8", "niti", "octo", "observed", "weight"))}
+    of_integers = {name for name in _OWN if name.startswith(("int8", "niti", "octo", "observed", "weight", "learned"))}
     assert of_integers - {each.removeprefix("torch_odt.").removesuffix(".default") for each in named} == set()
 
 

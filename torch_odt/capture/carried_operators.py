@@ -29,7 +29,9 @@ _ATEN_NAMES = """
     max_pool3d_with_indices_backward reflection_pad1d reflection_pad2d reflection_pad2d_backward
     replication_pad2d replication_pad2d_backward upsample_bilinear2d upsample_bilinear2d_backward
     upsample_nearest2d upsample_nearest2d_backward _fake_quantize_per_tensor_affine_cachemask_tensor_qparams
-    fake_quantize_per_channel_affine_cachemask native_batch_norm native_batch_norm_backward
+    fake_quantize_per_channel_affine_cachemask _fake_quantize_learnable_per_tensor_affine
+    _fake_quantize_learnable_per_tensor_affine_backward _fake_quantize_learnable_per_channel_affine
+    _fake_quantize_learnable_per_channel_affine_backward native_batch_norm native_batch_norm_backward
     _native_batch_norm_legit _native_batch_norm_legit_functional _native_batch_norm_legit_no_training
     native_group_norm native_group_norm_backward native_layer_norm native_layer_norm_backward _log_softmax
     _log_softmax_backward_data _safe_softmax _softmax _softmax_backward_data _prelu_kernel
@@ -50,7 +52,7 @@ _OWN_NAMES = """
     int8_adaptive_average_pool_backward int8_concatenate int8_concatenate_backward int8_training_conv2d
     int8_training_conv2d_backward niti_quantize niti_dequantize niti_layer niti_layer_backward niti_add niti_relu
     niti_relu_backward niti_max_pool2d niti_max_pool2d_backward niti_avg_pool2d niti_avg_pool2d_backward
-    niti_cross_entropy octo_conv2d octo_conv2d_backward observed_range weight_steps
+    niti_cross_entropy octo_conv2d octo_conv2d_backward observed_range weight_steps learned_steps
 """
 _ATEN, _OWN = frozenset(_ATEN_NAMES.split()), frozenset(_OWN_NAMES.split())
 # Words that an operator compares with those that it knows, or names in its errors.
@@ -66,6 +68,7 @@ _WORDS = {
     "octo_conv2d": "layer",
     "octo_conv2d_backward": "layer",
     "observed_range": "layer",
+    "learned_steps": "layer",
     "weight_steps": "layer",
 }
 _TYPES = frozenset({"Tensor", "number", "int", "float", "bool", "SymInt"})

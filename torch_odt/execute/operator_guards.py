@@ -146,6 +146,16 @@ def _fake_quantize(named: Named) -> bool:
     return types[:1] == [torch.float32] and set(types[1:]) <= {torch.int32, torch.int64} and len(types) == 3
 
 
+def _fake_quantize_learned(named: Named, per_channel: bool) -> bool:
+    x, steps = named["self"], (named["scale"], named["zero_point"])
+    gradient = named.get("grad", x)
+    if per_channel and not 0 <= named["axis"] < x.dim():
+        return False
+    count = x.shape[named["axis"]] if per_channel else 1
+    are_floats = all(tensor.dtype == torch.float32 for tensor in (x, gradient, *steps))
+    return are_floats and gradient.shape == x.shape and all(tensor.shape == (count,) for tensor in steps)
+
+
 def _max_pool_backward(named: Named, axes: int) -> bool:
     gradient, x, indices = named["grad_output"], named["self"], named["indices"]
     if gradient.shape != indices.shape or indices.shape[:-axes] != x.shape[:-axes] or indices.dtype != torch.int64:
@@ -243,6 +253,18 @@ _CHECKS: dict[str, Callable[[Named], bool]] = {
     "aten.replication_pad2d_backward.default": _pad_backward,
     "aten.embedding_dense_backward.default": _embedding_backward,
     "aten._fake_quantize_per_tensor_affine_cachemask_tensor_qparams.default": _fake_quantize,
+    "aten._fake_quantize_learnable_per_tensor_affine.default": functools.partial(
+        _fake_quantize_learned, per_channel=False
+    ),
+    "aten._fake_quantize_learnable_per_tensor_affine_backward.default": functools.partial(
+        _fake_quantize_learned, per_channel=False
+    ),
+    "aten._fake_quantize_learnable_per_channel_affine.default": functools.partial(
+        _fake_quantize_learned, per_channel=True
+    ),
+    "aten._fake_quantize_learnable_per_channel_affine_backward.default": functools.partial(
+        _fake_quantize_learned, per_channel=True
+    ),
     "aten.mkldnn_rnn_layer.default": _rnn_layer,
     "aten.mkldnn_rnn_layer_backward.default": _rnn_layer_backward,
 }
