@@ -267,19 +267,20 @@ def _missed_bytes(title: str, rows: Bytes) -> list[str]:
 
 
 def _print_accuracies(rows: dict[str, Accuracies]) -> None:
-    print(f"{'':34}{'accuracy':>9}{'rate':>8}   of each seed")
+    width = max(map(len, rows))
+    print(f"{'':{width}}{'accuracy':>9}{'rate':>8}   of each seed")
     for name, row in rows.items():
         each = ", ".join(f"{value:.1%}" for value in row.test)
-        print(f"{name:34}{row.mean:9.1%}{row.rate:8g}   {each}")
+        print(f"{name:{width}}{row.mean:9.1%}{row.rate:8g}   {each}")
 
 
 def _print_bytes(title: str, rows: Bytes) -> None:
     full, norms = (rows[str(way)].process_bytes for way in (FULL, NORMS))
-    print(f"{title:44}{'MiB':>8}{'than full':>11}{'than norms':>12}{'trained':>12}")
+    print(f"{title:58}{'MiB':>8}{'than full':>11}{'than norms':>12}{'trained':>12}")
     for name, row in rows.items():
         less = f"{full / row.process_bytes:10.1f}x{norms / row.process_bytes:11.1f}x"
         sampled = "   (sampled)" if row.is_sampled else ""
-        print(f"  {name:42}{row.process_bytes / 2**20:8.1f}{less}{row.trained_parameters:12,}{sampled}")
+        print(f"  {name:56}{row.process_bytes / 2**20:8.1f}{less}{row.trained_parameters:12,}{sampled}")
 
 
 if __name__ == "__main__":

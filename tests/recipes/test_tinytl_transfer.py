@@ -37,7 +37,7 @@ def test_ways_to_adapt_are_compared(
     [rows] = report["bytes"].values()
     trained = {name: row["trained_parameters"] for name, row in rows.items()}
     assert trained["torch_odt last"] < trained["plain norm+last"] == trained["torch_odt norm+last"]
-    assert trained["torch_odt lite+bias"] < trained["plain full"] == trained["torch_odt full"]
+    assert trained["torch_odt lite+bias, pretrained modules"] < trained["plain full"] == trained["torch_odt full"]
     assert code == (1 if report["missed"] else 0)
     assert ("missed:" in capsys.readouterr().out) == bool(report["missed"])
 
