@@ -6,32 +6,58 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
 from collections.abc import Iterator
+from typing import Any
 
+import torch
 from torch import fx, nn
+
+_MODE = "training"
 
 
 def trace_in_both_modes(module: nn.Module) -> fx.Graph:
-    """The forward pass, in which functions that are given `self.training` follow the mode of the module.
+    """The forward pass, in which arguments that depend on a module's mode follow it.
 
     Modules without tensors that decide by the mode, as timm's DropPath, are called as they are.
 
     Raises:
-        ValueError: other code decides by the mode.
+        ValueError: other code decides by the mode what to call.
         Exception: whatever `torch.fx` raises where it cannot follow the code.
     """
     called = frozenset(id(each) for each in module.modules() if each is not module and _decides_by_the_mode(each))
-    graph = _Tracer(called).trace(module)
-    with _in_the_other_mode(module):
-        other = _Tracer(called).trace(module)
-    nodes, others = list(graph.nodes), list(other.nodes)
-    if [(node.op, node.target) for node in nodes] != [(node.op, node.target) for node in others]:
-        raise ValueError("it computes something else in evaluation mode than in training mode")
-    for node, same in zip(nodes, others, strict=True):
-        if not _is_alike(node, same):
-            _follow_the_mode(graph, node, same)
+    before = set(vars(module))
+    try:
+        graph = _Tracer(called).trace(module)
+        with _without_new_attributes(module), _in_the_other_mode(module):
+            _follow_the_mode(module, graph, _Tracer(called).trace(module))
+    except BaseException:
+        _remove_new_attributes(module, before)
+        raise
     return graph
+
+
+def _follow_the_mode(module: nn.Module, graph: fx.Graph, other: fx.Graph) -> None:
+    """Let the arguments in which two graphs differ follow the mode.
+
+    Args:
+        module: in the mode of the other one.
+    """
+    pairs = _pairs(module, graph, other)
+    if pairs is None:
+        raise ValueError(
+            "it computes something else in evaluation mode than in training mode; give functions the mode, as "
+            "F.dropout(x, p, self.training), or put the branch into a module of its own"
+        )
+    same = {there: node for node, there in pairs}
+    for node, there in pairs:
+        args, kwargs = fx.node.map_arg((there.args, there.kwargs), same.__getitem__)
+        if (args, kwargs) != (node.args, node.kwargs):
+            _Following(module, graph, node).follow(args, kwargs)
+
+
+def by_mode(training: bool, in_training: Any, in_evaluation: Any) -> Any:
+    """What an argument is in the mode of the moment."""
+    return in_training if training else in_evaluation
 
 
 class _Tracer(fx.Tracer):
@@ -49,13 +75,28 @@ def _decides_by_the_mode(module: nn.Module) -> bool:
     if any(True for _ in (*module.parameters(), *module.buffers())):
         return False
     try:
-        one = fx.Tracer().trace(module)
-        with _in_the_other_mode(module):
-            other = fx.Tracer().trace(module)
+        with _without_new_attributes(module):
+            one = fx.Tracer().trace(module)
+            with _in_the_other_mode(module):
+                return _pairs(module, one, fx.Tracer().trace(module)) is None
     except Exception:
         # What cannot be traced here cannot be traced with the rest, where the reason is told.
         return False
-    return [(node.op, node.target) for node in one.nodes] != [(node.op, node.target) for node in other.nodes]
+
+
+@contextlib.contextmanager
+def _without_new_attributes(module: nn.Module) -> Iterator[None]:
+    """Tensors that code makes become attributes of the module that is traced; they are gone afterwards."""
+    before = set(vars(module))
+    try:
+        yield
+    finally:
+        _remove_new_attributes(module, before)
+
+
+def _remove_new_attributes(module: nn.Module, before: set[str]) -> None:
+    for name in set(vars(module)) - before:
+        delattr(module, name)
 
 
 @contextlib.contextmanager
@@ -73,28 +114,57 @@ def _in_the_other_mode(module: nn.Module) -> Iterator[None]:
         change()
 
 
-def _is_alike(node: fx.Node, same: fx.Node) -> bool:
-    return str((node.args, node.kwargs)) == str((same.args, same.kwargs))
-
-
-def _follow_the_mode(graph: fx.Graph, node: fx.Node, same: fx.Node) -> None:
-    """Give a function the module's mode in the place of that in which it was traced."""
-    bound, others = _arguments(node), _arguments(same)
-    if bound is None or others is None or not isinstance(bound.arguments.get("training"), bool):
-        raise ValueError(f"{node.name} takes something else in evaluation mode than in training mode")
-    with graph.inserting_before(node):
-        mode = graph.create_node("get_attr", "training")
-    bound.arguments["training"] = others.arguments["training"] = mode
-    node.args, node.kwargs = bound.args, bound.kwargs
-    if str((node.args, node.kwargs)) != str((others.args, others.kwargs)):
-        raise ValueError(f"{node.name} takes something else in evaluation mode than in training mode")
-
-
-def _arguments(node: fx.Node) -> inspect.BoundArguments | None:
-    """Those of a function that has a signature."""
-    if node.op != "call_function":
+def _pairs(module: nn.Module, graph: fx.Graph, other: fx.Graph) -> list[tuple[fx.Node, fx.Node]] | None:
+    """The nodes of two graphs that call the same in the same order; None where they do not."""
+    nodes, others = list(graph.nodes), list(other.nodes)
+    if len(nodes) != len(others):
         return None
-    try:
-        return inspect.signature(node.target).bind(*node.args, **node.kwargs)  # type: ignore[arg-type]
-    except (TypeError, ValueError):
-        return None
+    pairs = list(zip(nodes, others, strict=True))
+    return pairs if all(_call_the_same(module, *pair) for pair in pairs) else None
+
+
+def _call_the_same(module: nn.Module, node: fx.Node, other: fx.Node) -> bool:
+    if node.op != other.op or node.target == other.target:
+        return node.op == other.op
+    if node.op != "get_attr":
+        return False
+    # The same number in the code has another name in each graph.
+    one, another = (vars(module).get(str(each.target)) for each in (node, other))
+    are_tensors = isinstance(one, torch.Tensor) and isinstance(another, torch.Tensor)
+    return are_tensors and one.dtype == another.dtype and torch.equal(one, another)  # type: ignore[union-attr,arg-type]
+
+
+class _Following:
+    """Lets the arguments of a node follow the mode of the module in whose code it stands.
+
+    Args:
+        root: in the other mode than when the graph was traced.
+    """
+
+    def __init__(self, root: nn.Module, graph: fx.Graph, node: fx.Node) -> None:
+        scopes = list((node.meta.get("nn_module_stack") or {}).values())
+        owner = str(scopes[-1][0]) if scopes else ""
+        self._was_training = not root.get_submodule(owner).training
+        self._mode = f"{owner}.{_MODE}" if owner else _MODE
+        self._graph, self._node = graph, node
+
+    def follow(self, args: Any, kwargs: Any) -> None:
+        """Take over arguments as they are in the other mode."""
+        with self._graph.inserting_before(self._node):
+            self._node.args = tuple(self._merged(self._node.args, args))
+            self._node.kwargs = self._merged(self._node.kwargs, kwargs)
+
+    def _merged(self, one: Any, other: Any) -> Any:
+        if type(one) is type(other) and one == other:
+            return one
+        if isinstance(one, dict) and isinstance(other, dict) and one.keys() == other.keys():
+            return {key: self._merged(value, other[key]) for key, value in one.items()}
+        if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)) and len(one) == len(other):
+            return [self._merged(*each) for each in zip(one, other, strict=True)]
+        if any(isinstance(each, (fx.Node, dict, list, tuple, slice)) for each in (one, other)):
+            raise ValueError(f"{self._node.name} takes something else in evaluation mode than in training mode")
+        mode = self._graph.create_node("get_attr", self._mode)
+        if one is self._was_training and other is not one and isinstance(other, bool):
+            return mode
+        in_training, in_evaluation = (one, other) if self._was_training else (other, one)
+        return self._graph.call_function(by_mode, (mode, in_training, in_evaluation))

@@ -185,10 +185,11 @@ def _concatenation(node: fx.Node) -> Kind:
 
 def _functional_dropout(inputs: Any, rest: Any, options: Any) -> Kind:
     given = dict(zip(("p", "training", "inplace"), rest, strict=False)) | dict(options)
-    mode = given.get("training", True)
+    mode, probability = given.get("training", True), given.get("p", 0.5)
     if isinstance(mode, fx.Node):
-        # The module's.
-        return Kind("dropout", inputs, {"probability": given.get("p", 0.5)})
+        # What takes its place follows the model; the mode of another module may be another.
+        is_the_models = mode.op == "get_attr" and mode.target == "training" and _are_numbers((probability,))
+        return Kind("dropout", inputs, {"probability": probability}) if is_the_models else OTHER
     return OTHER if mode else Kind("same", inputs)
 
 
