@@ -52,12 +52,18 @@ class Padding(nn.Conv2d):
         return super().forward(nn.functional.pad(x, (1, 1, 1, 1)))
 
 
+class OwnConv(nn.Conv2d):
+    """No more than a convolution."""
+
+
 def test_slices_of_layers_that_compute_more_are_refused() -> None:
     model = _model()
     model.insert(3, Padding(6, 6, 3))
     with pytest.raises(ValueError, match=r"'3' is a Padding.*trains as a whole \(ratio 1\)"):
         Scheme(weights={"3": 0.5}).check(model)
     assert Scheme(weights={"3": 1}).check(model) == {"3": model[3]}
+    model[3] = OwnConv(6, 6, 3)
+    assert list(Scheme(weights={"3": 0.5}).check(model)) == ["3"]
     attention = nn.ModuleList([nn.MultiheadAttention(8, 2), nn.Linear(8, 2)])
     with pytest.raises(ValueError, match=r"'0.out_proj' is a NonDynamicallyQuantizableLinear.*read by another module"):
         Scheme(weights={"0.out_proj": 0.5}).check(attention)

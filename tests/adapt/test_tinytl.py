@@ -376,7 +376,7 @@ def test_blocks_without_a_module_get_one_beside_those_that_have() -> None:
         odt.adapt.add_lite_residuals_(model, **options)  # type: ignore[arg-type]
     left_out = odt.adapt.tinytl_(model, without=["2"], **options)  # type: ignore[arg-type]
     assert len(lites(model)) == 2
-    assert not any(name.startswith("2.branch.lite.conv") for name in left_out.trained)
+    assert not any(name.startswith("2.branch.lite.") for name in left_out.trained)
     assert any(name.startswith("1.branch.lite.conv") for name in left_out.trained)
 
 
@@ -387,3 +387,36 @@ def test_what_cannot_be_given_modules_says_why() -> None:
         odt.adapt.add_lite_residuals_(nn.Sequential(nn.Conv2d(3, 4, 3)))
     with pytest.raises(ValueError, match=r"without=9: the blocks are 1"):
         odt.adapt.add_lite_residuals_(own_model(), blocks={OwnBlock: "branch"}, without=["9"], input_size=16)
+
+
+@pytest.mark.parametrize("name", ["resnet18", "mobilenet_v2"])
+def test_what_was_put_there_before_is_taken_back_last(name: str) -> None:
+    model = torchvision.models.get_model(name, weights=None)
+    classes = [type(module) for module in model.modules()]
+    added = odt.adapt.add_lite_residuals_(model, input_size=SIZE)
+    adaptation = odt.adapt.tinytl_(model, input_size=SIZE, weight_bits=8)
+    with pytest.raises(ValueError, match="stands where add_lite_residuals has found a"):
+        added.unload()
+    assert adaptation.unload() is added.unload()
+    assert [type(module) for module in model.modules()] == classes
+    assert all(parameter.requires_grad for parameter in model.parameters())
+
+
+def test_modes_of_layers_stay_what_they_are() -> None:
+    model = MOBILENET_V2.model().train()
+    norms = [module for module in model.modules() if isinstance(module, nn.BatchNorm2d)]
+    for norm in norms:
+        norm.eval()
+    added = odt.adapt.add_lite_residuals_(model, input_size=SIZE)
+    assert not any(norm.training for norm in norms) and all(lite.relu.training for lite in lites(model))
+    added.unload()
+    assert model.training and not any(norm.training for norm in norms)
+
+
+def test_pretrained_modules_are_standardized_where_they_were_made_so() -> None:
+    for standardized_modules in (False, True):
+        model = MOBILENET_V2.model()
+        odt.adapt.add_lite_residuals_(model, input_size=SIZE, weight_standardization=standardized_modules)
+        odt.adapt.tinytl_(model, norm="group", weight_standardization=True, input_size=SIZE)
+        kinds = {type(conv) for lite in lites(model) for conv in (lite.conv, lite.pointwise)}
+        assert kinds == {StandardizedConv2d if standardized_modules else nn.Conv2d}

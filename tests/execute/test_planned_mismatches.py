@@ -55,8 +55,34 @@ def counting(model: Net) -> None:
     model.register_buffer("count", torch.zeros(1))
 
 
+class OwnDropout(nn.Dropout):
+    pass
+
+
 def frozen(model: Net) -> None:
     model.head.weight.requires_grad_(False)
+
+
+def test_what_is_only_written_otherwise_is_accepted(plan_path: Path) -> None:
+    model = Net()
+    model.dropout.inplace = True
+    model.norm.normalized_shape = 8
+    model.count = 3
+    follow(plan_path, model)
+
+
+def test_a_loss_that_is_a_module_has_settings_as_well(tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    for smoothing in (0.1, 0.2):
+        model, loss_fn = Net(), nn.CrossEntropyLoss(label_smoothing=smoothing)
+        options = {"plan": path} if path.exists() else {"budget": PLENTY}
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        step = odt.TrainStep(model, loss_fn, optimizer, cache=False, **options)
+        if not path.exists():
+            step(*make_batches(1, SIZE)[0])
+            step.plan.save(path)
+    with pytest.raises(odt.PlanError, match=r"loss_fn:.*label_smoothing is 0\.2; the plan is for 0\.1"):
+        step(*make_batches(1, SIZE)[0])
 
 
 @pytest.mark.parametrize(
@@ -71,6 +97,8 @@ def frozen(model: Net) -> None:
         (nn.Module.eval, "the model is to be in training mode, and is in evaluation mode"),
         (lambda model: model.norm.eval(), "module norm is to be in training mode"),
         (lambda model: setattr(model.norm, "eps", 0.1), r"norm\.eps is 0\.1; the plan is for 1e-05"),
+        (lambda model: setattr(model, "dropout", nn.AlphaDropout(0.0)), r"dropout\.class is AlphaDropout"),
+        (lambda model: setattr(model, "dropout", OwnDropout(0.3)), r"dropout\.p is 0\.3; the plan is for 0\.0"),
     ],
 )
 def test_another_model(change: Callable[[Net], Any], text: str, plan_path: Path) -> None:

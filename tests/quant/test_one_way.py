@@ -36,3 +36,14 @@ def test_another_way_is_refused_until_the_first_is_taken_back(first: str, second
     assert [(name, type(module)) for name, module in model.named_modules()] == before
     BACK[first](model, made)
     VERBS[second](model)
+
+
+@pytest.mark.parametrize("verb", [odt.quant.octo_, odt.quant.fake_quantize_])
+def test_a_part_that_is_left_out_may_be_quantized_in_another_way(verb: Callable[..., Any]) -> None:
+    front = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3))
+    odt.quant.convert_(front, calibration())
+    model = nn.Sequential(front, nn.Conv2d(8, 8, 3), nn.Flatten(), nn.LazyLinear(4))
+    model(calibration()[0])
+    verb(model, skip=["0"])
+    model(calibration()[0]).sum().backward()
+    assert model[1].weight.grad is not None

@@ -180,16 +180,18 @@ def test_layers_that_do_not_train_and_stopped_updates_stay_out() -> None:
     assert layers[1].weight_slot.grad is not None and int(layers[1].rounding[1]) == 1
 
 
-def test_two_optimizers_do_not_both_update_in_the_backward_pass() -> None:
+@pytest.mark.parametrize("in_backward", [True, False])
+def test_another_optimizer_takes_over_from_one_that_updates_in_the_backward_pass(in_backward: bool) -> None:
     model = trained_a_little("residual")
     odt.quant.convert_(model, calibration(), qas=True)
-    first = odt.quant.train_int8_(model, torch.optim.SGD(model.parameters(), **PLAIN), in_backward=True)
-    other = torch.optim.SGD(model.parameters(), **PLAIN)
-    for in_backward in (True, False):
-        with pytest.raises(ValueError, match=r"another optimizer changes these int8 weights.*stop\(\)"):
-            odt.quant.train_int8_(model, other, in_backward=in_backward)
-    first.stop()
-    odt.quant.train_int8_(model, other, in_backward=True)
+    layers = list(int8_layers(model).values())
+    odt.quant.train_int8_(model, torch.optim.SGD(model.parameters(), **PLAIN), in_backward=True)
+    optimizer = torch.optim.SGD(model.parameters(), **PLAIN)
+    odt.quant.train_int8_(model, optimizer, in_backward=in_backward)
+    F.cross_entropy(model(images(8, 0)), labels(8, 0)).backward()
+    assert [int(layer.rounding[1]) for layer in layers] == [int(in_backward)] * len(layers)
+    optimizer.step()
+    assert [int(layer.rounding[1]) for layer in layers] == [1] * len(layers)
 
 
 def test_other_optimizers_cannot_update_in_the_backward_pass() -> None:

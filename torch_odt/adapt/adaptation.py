@@ -16,10 +16,15 @@ Undo = Callable[[], None]
 
 @dataclass(frozen=True)
 class _Change:
-    """How a change is taken back, and whether it added something that learns: `merge` keeps that."""
+    """How a change is taken back, and whether it added something that learns: `merge` keeps that.
+
+    Attributes:
+        held: what stands in what was changed by now, with what stood there before.
+    """
 
     undo: Undo
     is_added: bool
+    held: Callable[[], list[tuple[nn.Module, nn.Module]]] | None = None
 
 
 @dataclass(frozen=True)
@@ -102,12 +107,20 @@ class Adaptation:
                 taken back first. Nothing has changed then.
         """
         present = set(self.model.modules())
-        for undo in (change.undo for change in self._changes):
+        own = {change.undo.new for change in self._changes if isinstance(change.undo, _Return)}
+        for change in self._changes:
+            undo = change.undo
             if isinstance(undo, _Return) and undo.new not in present and not self._is_replaced_later(undo.new):
                 raise ValueError(
                     f"a {type(undo.new).__name__} that {self.method} has put into the model is not in it any more: "
                     "take back what was changed afterwards first, by its unload()"
                 )
+            for now, before in change.held() if change.held else ():
+                if now is not before and now not in own:
+                    raise ValueError(
+                        f"a {type(now).__name__} stands where {self.method} has found a {type(before).__name__}: take "
+                        "back what was changed afterwards first, by its unload()"
+                    )
         while self._changes:
             self._changes.pop().undo()
         return self.model
@@ -221,13 +234,21 @@ class Adapting:
         for parameter in parameters.values():
             self._set_requires_grad(parameter, id(parameter) in chosen)
 
-    def also_undo(self, undo: Undo, *, is_added: bool = False) -> None:
+    def also_undo(
+        self,
+        undo: Undo,
+        *,
+        is_added: bool = False,
+        held: Callable[[], list[tuple[nn.Module, nn.Module]]] | None = None,
+    ) -> None:
         """Something else to be taken back, after all that is recorded later.
 
         Args:
             is_added: what it takes back is something that learns, or without which the model computes something else.
+            held: modules that stand by now in what it takes out of the model, each with what stood there before; what
+                a later method has put there would be lost.
         """
-        self._changes.append(_Change(undo, is_added))
+        self._changes.append(_Change(undo, is_added, held))
 
     def finish(self, method: str) -> Adaptation:
         """The adaptation, from what trains now."""

@@ -20,6 +20,7 @@ def add_lite_residuals_(
     without: Collection[str] = (),
     kernel_size: int = 5,
     expand: float = 1.0,
+    weight_standardization: bool = False,
     input_size: int | tuple[int, int] = 224,
     example: Any = None,
 ) -> Adaptation:
@@ -33,7 +34,9 @@ def add_lite_residuals_(
 
     Args:
         model: changed in place; every parameter trains or does not, as before.
-        blocks, without, kernel_size, expand, input_size, example: see `tinytl_`.
+        blocks, without, kernel_size, expand, example: see `tinytl_`.
+        weight_standardization: of the modules' convolutions.
+        input_size: see `tinytl_`; kernels depend on it, so that it is the same wherever the weights go.
 
     Returns:
         What trains now; its `unload()` removes the modules.
@@ -61,7 +64,10 @@ def add_lite_residuals_(
         if not bare:
             raise ValueError(f"each of the {len(found)} blocks of {type(model).__name__} has a lite residual module")
         for block in bare:
-            insert(adapting, block, LiteResidual(block.shape, kernel_size=kernel_size, expand=expand))
+            lite = LiteResidual(
+                block.shape, kernel_size=kernel_size, expand=expand, weight_standardization=weight_standardization
+            )
+            insert(adapting, block, lite)
         adapting.notes.append(f"{len(bare)} lite residual modules, {bare[0].name} to {bare[-1].name}")
         return adapting.finish("add_lite_residuals")
 
@@ -113,7 +119,10 @@ def insert(adapting: Adapting, block: Block, lite: LiteResidual) -> None:
     lite.to(reference.device, reference.dtype)
     attribute = block.branch.removeprefix(block.name).strip(".")
     old = getattr(parent, attribute) if attribute else parent
-    branch = LiteBranch(old, lite).train(parent.training)
+    branch = LiteBranch(old, lite)
+    # The layers of the branch keep modes of their own.
+    branch.training = parent.training
+    lite.train(parent.training)
     if not attribute:
         adapting.replace(block.name, branch, is_added=True)
         return
@@ -124,7 +133,11 @@ def insert(adapting: Adapting, block: Block, lite: LiteResidual) -> None:
             old.training = branch.training
         setattr(parent, attribute, old)
 
-    adapting.also_undo(take_back, is_added=True)
+    def held() -> list[tuple[nn.Module, nn.Module]]:
+        layers = dict(old.named_children()) if isinstance(old, nn.Sequential) else {"main": old}
+        return [(now, layers[name]) for name, now in branch.named_children() if name != "lite"]
+
+    adapting.also_undo(take_back, is_added=True, held=held)
 
 
 def _example(model: nn.Module, input_size: int | tuple[int, int]) -> torch.Tensor:

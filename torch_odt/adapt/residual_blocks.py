@@ -66,7 +66,7 @@ def find_blocks(model: nn.Module, example: Any, *, blocks: Mapping[type[nn.Modul
             continue
         known = [_full_name(kind) for kind in type(module).__mro__ if _full_name(kind) in branches]
         if isinstance(module, LiteBranch):
-            # In the place of a whole block.
+            # In the place of a whole block, or inside of one whose type is not known this time.
             found[name] = name
         elif known:
             branch = branches[known[0]]

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from torch import nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from torch_odt.adapt.bias_only import bias_names
 from torch_odt.adapt.head import find_head
@@ -148,7 +149,11 @@ def updatable_layers(model: nn.Module, *, head: str | None = None) -> list[str]:
 
 def may_be_sliced(layer: nn.Module) -> bool:
     """Whether some of a layer's input channels may train alone: another layer stands in its place then."""
-    return type(layer) in SPARSE_TYPES
+    base = next((kind for kind in SPARSE_TYPES if isinstance(layer, kind)), None)
+    if base is None or isinstance(layer, NonDynamicallyQuantizableLinear) or "weight" not in layer._parameters:
+        return False
+    computes = ("forward", "_conv_forward")
+    return all(getattr(type(layer), name, None) is getattr(base, name, None) for name in computes)
 
 
 def body_biases(model: nn.Module, *, head: str | None = None) -> list[str]:

@@ -23,7 +23,7 @@ from torch_odt.adapt.bias_only import NORMALIZES_ITS_INPUT, bias_names
 from torch_odt.adapt.frozen_batch_norm import FrozenBatchNorm, freeze_batch_norms
 from torch_odt.adapt.group_norm import group_batch_norms
 from torch_odt.adapt.head import find_head, replace_head
-from torch_odt.adapt.lite_residual import LiteResidual
+from torch_odt.adapt.lite_residual import LiteBranch, LiteResidual
 from torch_odt.adapt.residual_blocks import Block
 from torch_odt.adapt.stored_weights import WEIGHT_CODES, WeightCode, store_frozen_weights
 from torch_odt.adapt.weight_standardization import standardize_convolutions
@@ -58,15 +58,16 @@ def tinytl_(
     `weight_bits=32`, and no new classifier).
 
     Modules that were pretrained with the network (`add_lite_residuals_`, or an earlier `tinytl_` whose modules `merge`
-    has kept) train as they are; blocks without one get a new one. Those that were pretrained adapt better.
+    has kept) train as they are; blocks without one get a new one. On new classes those that were pretrained
+    adapt better.
 
     Args:
         model: changed in place. Blocks are found by their type: torchvision's and timm's ResNets, MobileNets and
             EfficientNets; others with `blocks`.
         mode: what trains beside the classifier. "lite+bias": lite residual modules and every bias (TinyTL-L+B); "lite":
             the modules alone (TinyTL-L); "bias": the biases alone (TinyTL-B); "norm+last": weights and biases of the
-            norms; "last": nothing; "full": everything. With "lite+bias" the bias of a module's last norm stays 0: the
-            block's own does the same.
+            norms; "last": nothing; "full": everything. "bias" and "norm+last" count those of lite modules that are
+            there already. With "lite+bias" the bias of a module's last norm stays 0: the block's own does the same.
         classes: replace the classifier by a new one for so many classes; None keeps the one that there is.
         head: the classifier's name; by default it is the last linear layer.
         norm: "frozen" keeps BatchNorm's statistics (`FrozenBatchNorm`); "group" puts GroupNorm in its place, for models
@@ -116,7 +117,7 @@ def tinytl_(
         else:
             group_batch_norms(adapting)
         if weight_standardization:
-            standardize_convolutions(adapting)
+            standardize_convolutions(adapting, but=LiteResidual)
         bare = [block for block in found if lite_beside(model, block) is None]
         for block in bare:
             lite = LiteResidual(
@@ -165,6 +166,7 @@ def _selected(model: nn.Module, mode: Mode, blocks: list[Block]) -> list[str]:
     biases = bias_names(model) if "bias" in mode else []
     if not mode.startswith("lite"):
         return biases
-    of_lite = set(lite_parameters(model, blocks, last_bias=True))
     trained = lite_parameters(model, blocks, last_bias=mode == "lite")
-    return [*trained, *(name for name in biases if name not in of_lite)]
+    branches = [name for name, module in model.named_modules() if isinstance(module, LiteBranch)]
+    of_lite = tuple(f"{branch}.lite." for branch in branches)
+    return [*trained, *(name for name in biases if not name.startswith(of_lite))]

@@ -47,13 +47,20 @@ class StandardizedConv2d(nn.Conv2d):
         return self._conv_forward(x, standardized(self.weight), self.bias)
 
 
-def standardize_convolutions(adapting: Adapting) -> None:
+def standardize_convolutions(adapting: Adapting, *, but: type[nn.Module] | None = None) -> None:
     """Standardise every 2-D convolution without a bias: once where its weight is frozen, else in every step.
 
     Those whose output channels have one weight each have no deviation: they stay as they are, and a note names them. So
     do those of classes of their own that train: what else these compute is not known.
+
+    Args:
+        but: modules of this class and what is in them stay as they are.
     """
-    for name, module in list(adapting.model.named_modules()):
+    modules = list(adapting.model.named_modules())
+    left = {inner for _, module in modules if but is not None and isinstance(module, but) for inner in module.modules()}
+    for name, module in modules:
+        if module in left:
+            continue
         if not isinstance(module, nn.Conv2d) or isinstance(module, StandardizedConv2d) or module.bias is not None:
             continue
         if module.weight[0].numel() == 1:

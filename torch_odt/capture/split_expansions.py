@@ -5,8 +5,9 @@ each channel for itself. Where nothing runs backward between the two (a frozen f
 else reads what is wide: some of its channels are computed, go through the depthwise convolution and are gone before the
 next ones are there. What the depthwise convolutions return is put together again.
 
-That costs some more calls, so it is done only where it changes what every plan needs: where the convolution that takes
-and returns most lies at such a place. Memory is to hold only the next largest then. (J. Lin et al., "MCUNetV2:
+That costs some more calls, so it is done only where it changes what every plan needs: where the convolution that needs
+most for a sample lies at such a place. Memory is to hold only the next largest then. A BatchNorm between the two is in
+the way, unless `fold_batch_norm` has made it a part of the convolution. (J. Lin et al., "MCUNetV2:
 Memory-Efficient Patch-based Inference for Tiny Deep Learning", NeurIPS 2021, computes the same layers some pixels at a
 time, and the pixels between patches twice. Channels have nothing between them.)
 
@@ -137,12 +138,21 @@ def _expansion(graph: TrainingGraph, widening: Op, between: tuple[Op, ...], dept
 
 
 def _need(graph: TrainingGraph, convolution: Op) -> int:
-    return _nbytes(graph.values[convolution.args[0].value]) + _nbytes(graph.values[convolution.results[0]])
+    """What a convolution takes and returns for one sample, and its weight where the step makes that."""
+    x, weight, result = (
+        graph.values[value] for value in (*(each.value for each in convolution.args[:2]), convolution.results[0])
+    )
+    is_made = graph.values[weight.base].kind == "computed"
+    return _nbytes(x) + _nbytes(result) + is_made * math.prod(weight.shape) * _itemsize(weight)
 
 
-def _nbytes(value: Value) -> int:
-    # Its storage may be that of a whole batch, of which this is a part.
-    return math.prod(value.shape) * getattr(torch, value.dtype).itemsize
+def _nbytes(activation: Value) -> int:
+    """Of one sample, so that micro-batches of all sizes are computed alike."""
+    return math.prod(activation.shape[1:]) * _itemsize(activation)
+
+
+def _itemsize(value: Value) -> int:
+    return int(getattr(torch, value.dtype).itemsize)
 
 
 def _next_index(graph: TrainingGraph, replaced: dict[int, list[Op]]) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -12,10 +13,11 @@ from torch import nn
 
 from torch_odt.capture.library import is_library_class
 from torch_odt.capture.loss_modules import loss_module
-from torch_odt.capture.reads import MODULE_OWN
+from torch_odt.capture.reads import MODULE_OWN, is_own, is_own_class
 from torch_odt.capture.strides import same_layout
 
 _PLAIN = (bool, int, float, str, type(None))
+_WITHOUT_EFFECT = frozenset({"inplace"})
 
 
 @dataclass(frozen=True)
@@ -65,8 +67,8 @@ class Requirements:
         parameters, buffers: by the names that the graph uses.
         tied: parameters that are another one under a second name, with the first.
         modes: whether each module is in training mode.
-        settings: plain values that torch's modules and this package's hold (a dropout's rate, a BatchNorm's epsilon),
-            as text. Those of other classes may count steps or name files.
+        settings: plain values that the modules of installed packages hold (a dropout's rate, a BatchNorm's epsilon),
+            as text, and their classes. Those of the user's own may count steps or name files.
         autocast: the type of autocast; empty without it.
     """
 
@@ -189,14 +191,32 @@ def _tied(parameters: Mapping[str, nn.Parameter]) -> dict[str, str]:
 
 
 def _settings(module: nn.Module) -> dict[str, str]:
-    if not is_library_class(type(module)):
+    kind = type(module)
+    if is_own_class(kind) and (not isinstance(kind.forward, FunctionType) or is_own(kind.forward)):
         return {}
-    own = {name: value for name, value in vars(module).items() if name not in MODULE_OWN and _is_plain(value)}
-    return {name: repr(value) for name, value in own.items()}
+    base = next(each for each in kind.__mro__ if not is_own_class(each))
+    # Names and paths are of no account, but for torch's words.
+    kinds = _PLAIN if is_library_class(base) else tuple(each for each in _PLAIN if each is not str)
+    found = {
+        name: _as_text(value)
+        for name, value in vars(module).items()
+        if name not in MODULE_OWN and name not in _WITHOUT_EFFECT and _is_made_of(value, kinds)
+    }
+    return {"class": base.__name__} | found
 
 
-def _is_plain(value: Any) -> bool:
-    return isinstance(value, _PLAIN) or (isinstance(value, tuple) and all(map(_is_plain, value)))
+def _is_made_of(value: Any, kinds: tuple[type, ...]) -> bool:
+    if isinstance(value, (tuple, list)):
+        return all(_is_made_of(each, kinds) for each in value)
+    return isinstance(value, kinds)
+
+
+def _as_text(value: Any) -> str:
+    """The same for a number and as many of it as there are dimensions."""
+    if isinstance(value, (tuple, list)):
+        texts = list(map(_as_text, value))
+        return texts[0] if texts and len(set(texts)) == 1 else f"({', '.join(texts)})"
+    return repr(value)
 
 
 def _grouped(settings: Mapping[str, Mapping[str, str]]) -> list[Any]:

@@ -216,7 +216,7 @@ def fake_quantize_(
         ['Conv2d', 'BatchNorm2d', 'ReLU', 'Flatten', 'Linear']
     """
     _check(ranges, batch_norm, averaging, sample)
-    require_plain(model, "fake_quantize_")
+    require_plain(model, "fake_quantize_", skip)
     choice = choose_layers(model, _why_not, skip=skip)
     spans = {} if sample is None else _spans(model, choice.taken, sample)
     with Adapting(model) as adapting:

@@ -29,11 +29,15 @@ class InBackward(Generic[Update]):
         parameter: a leaf that takes a weight's gradient; it has one hook behind accumulation, which does the same with
             gradients that are stored.
         update: what is to be done, as of now; None leaves it to that hook.
+        release: ends this, and all that was set up with it.
     """
 
-    def __init__(self, parameter: Tensor, update: Callable[[], Update | None]) -> None:
+    def __init__(
+        self, parameter: Tensor, update: Callable[[], Update | None], release: Callable[[], None] | None = None
+    ) -> None:
         self.parameter = parameter
         self.update = update
+        self.release = release or self.stop
         # Uses whose graphs live and whose gradients have not been accumulated; and whether there were several at a
         # time since there was none.
         self.open_uses, self.is_shared = 0, False

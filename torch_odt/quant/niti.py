@@ -190,7 +190,7 @@ def niti_(
     _check_bits(gradient_bits)
     _check_choices(batch_norm=batch_norm, start=start, rounding=rounding)
     _check_numbers(headroom_bits, longest_period, slack_bits, split)
-    require_plain(model, "niti_")
+    require_plain(model, "niti_", keep_float32)
     unknown = set(keep_float32) - {name for name, _ in model.named_modules()}
     if unknown:
         raise ValueError(f"keep_float32 names {', '.join(sorted(unknown))}, which the model does not have")

@@ -151,7 +151,7 @@ def octo_(
         ['Conv2d', 'ReLU', 'Flatten', 'Linear']
     """
     _check(compensation, clip, gradient_rounding, weight_ranges, sample)
-    require_plain(model, "octo_")
+    require_plain(model, "octo_", skip)
     choice = choose_layers(model, _why_not, skip=skip)
     with Adapting(model) as adapting:
         adapting.notes.extend(choice.notes())

@@ -35,6 +35,7 @@ class _OctoLayer(Quantized):
     mu: nn.Parameter | None
     delta: nn.Parameter | None
     steps_made: Tensor
+    by_channel = True
 
     def prepare(
         self,

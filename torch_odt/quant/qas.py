@@ -95,7 +95,7 @@ def train_int8_(model: nn.Module, optimizer: torch.optim.Optimizer, *, in_backwa
     `backward()`, and nothing looks at gradients of int8 weights or changes them in between: they are not clipped,
     accumulated or unscaled. Weights come out the same: with the rate that the optimizer has in the backward pass, so
     schedulers step behind `optimizer.step()`, as everywhere. A backward pass that fails has changed the layers that it
-    had come to. Before another optimizer takes over, `stop` what this returns: else both update.
+    had come to. A later call for the same layers, with another optimizer, takes over: the one before does nothing more.
 
     `TrainStep` needs this call, but not `in_backward`: with SGD without momentum it updates int8 weights inside of
     its schedule, and each gradient is gone before the next one is there. Where it needs all gradients (an
@@ -115,7 +115,7 @@ def train_int8_(model: nn.Module, optimizer: torch.optim.Optimizer, *, in_backwa
 
     Raises:
         ValueError: the model has no int8 weights, or the optimizer holds none of them; or it is none of torch.optim
-            that can update in the backward pass; or another one does so already.
+            that can update in the backward pass.
 
     Example:
         >>> import torch_odt as odt

@@ -107,8 +107,8 @@ def _at_ends(module: nn.Module, args: Any, output: Int8Activation) -> int:
 
 def _are_without_sign(args: Any) -> bool:
     """Whether nothing that a layer joins can be below 0."""
-    joined = [each for each in tree_leaves(args, lambda each: isinstance(each, Int8Activation))]
-    return all(isinstance(each, Int8Activation) and float(each.grid[1]) <= LEAST for each in joined)
+    joined = tree_leaves(args, lambda each: isinstance(each, Int8Activation))
+    return bool(joined) and all(isinstance(each, Int8Activation) and float(each.grid[1]) <= LEAST for each in joined)
 
 
 def _of(module: nn.Module, activations: float) -> Saturation:

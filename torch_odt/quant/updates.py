@@ -52,17 +52,14 @@ class Int8Updates:
         layers: whose weights are int8 alone.
         in_backward: update a layer in the backward pass, when its gradient is there, and drop the gradient. The
             optimizer is one of `PARTWISE` then.
-
-    Raises:
-        ValueError: another optimizer does so already.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, layers: list[Int8Layer], in_backward: bool = False) -> None:
-        if any(isinstance(getattr(layer.weight_slot, USED_UP, None), InBackward) for layer in layers):
-            raise ValueError(
-                "another optimizer changes these int8 weights in the backward pass: stop() what train_int8_ returned "
-                "for it first, else both do"
-            )
+        for layer in layers:
+            earlier = getattr(layer.weight_slot, USED_UP, None)
+            if isinstance(earlier, InBackward):
+                # Of an optimizer whose step is taken no more; else both would update.
+                earlier.release()
         self._optimizer = optimizer
         self._layers = layers
         self._in_parts = type(optimizer) in PARTWISE
@@ -82,7 +79,7 @@ class Int8Updates:
             slot = layer.weight_slot
             if slot.requires_grad:
                 self._handles.append(slot.register_post_accumulate_grad_hook(self._hook_of(layer)))
-                self._in_backward.append(InBackward(slot, partial(self._descent_of, layer)))
+                self._in_backward.append(InBackward(slot, partial(self._descent_of, layer), self.stop))
 
     def stop(self) -> None:
         """The optimizer is as before."""
