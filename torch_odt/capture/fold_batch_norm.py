@@ -125,18 +125,19 @@ def _fold(graph: TrainingGraph, uses: Uses, match: _Match, numbers: Iterator[int
     weight = graph.values[match.convolution.args[1].value]
     scale = graph.values[match.scale]
     ones = (1,) * (len(weight.shape) - 1)
-    column = _add_value(graph, replace(scale, shape=(*scale.shape, *ones), stride=(1,) * len(weight.shape)), scale.base)
-    scaled = _add_value(graph, weight)
+    like = replace(scale, shape=(*scale.shape, *ones), stride=(1,) * len(weight.shape))
+    column = graph.add_value(like, scale.base).index
+    scaled = graph.add_value(weight).index
     new = [_op(next(numbers), _VIEW, (Ref(scale.index), [-1, *ones]), column, is_view=True)]
     unscaled, factor = Ref(weight.index), Ref(column)
     if (stored := _stored(graph, uses, weight.index, graph.values[column])) is not None:
         unscaled, own_scale = stored
-        factor = Ref(_add_value(graph, graph.values[own_scale.value]))
+        factor = Ref(graph.add_value(graph.values[own_scale.value]).index)
         new.append(_op(next(numbers), _TIMES, (own_scale, Ref(column)), factor.value))
     new.append(_op(next(numbers), _TIMES, (unscaled, factor), scaled))
     bias, shift = match.convolution.args[2], match.shift
     if bias is not None:
-        shift = _add_value(graph, graph.values[shift])
+        shift = graph.add_value(graph.values[shift]).index
         new.append(_op(next(numbers), _AFFINE, (Ref(match.shift), bias, Ref(scale.index)), shift))
     args = (match.convolution.args[0], Ref(scaled), Ref(shift), *match.convolution.args[3:])
     new.append(replace(match.affine, target=_CONVOLUTION, args=args, reads=_reads(args)))
@@ -174,20 +175,6 @@ def _codes(graph: TrainingGraph, maker: Op) -> tuple[Ref, Ref] | None:
         return None
     codes, scale = maker.args
     return (codes, scale) if graph.values[codes.value].dtype == "int8" else None
-
-
-def _add_value(graph: TrainingGraph, like: Value, base: int | None = None) -> int:
-    index = len(graph.values)
-    added = replace(
-        like,
-        index=index,
-        name=f"{like.name}_{index}",
-        kind="computed",
-        base=index if base is None else base,
-        target=None,
-    )
-    graph.values.append(added)
-    return index
 
 
 def _op(index: int, target: str, args: tuple[Any, ...], result: int, *, is_view: bool = False) -> Op:

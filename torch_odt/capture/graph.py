@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal
 
@@ -197,6 +197,18 @@ class TrainingGraph:
     @property
     def output_values(self) -> frozenset[int]:
         return frozenset(output.value for output in self.outputs)
+
+    def add_value(self, like: Value, base: int | None = None) -> Value:
+        """A further computed value that is as another one, but for its name.
+
+        Args:
+            base: whose storage it looks into, where it is a view.
+        """
+        index = len(self.values)
+        base = index if base is None else base
+        name = f"{like.name}_{index}"
+        self.values.append(replace(like, index=index, name=name, kind="computed", base=base, target=None))
+        return self.values[-1]
 
     def recompute_op(self, value: int) -> Op | None:
         """The op that brings back an evicted value; None when it must not be computed twice."""

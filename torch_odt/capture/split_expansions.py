@@ -176,7 +176,7 @@ def _split(graph: TrainingGraph, expansion: _Expansion, number: int) -> list[Op]
             return None
         value = graph.values[tensor.value]
         shape = (stop - start, *value.shape[1:])
-        view = _added(graph, replace(value, shape=shape), base=value.base)
+        view = graph.add_value(replace(value, shape=shape), value.base)
         like = replace(expansion.widening, target=_SLICE)
         return add(like, (tensor, 0, start, stop), view, is_view=True)
 
@@ -186,7 +186,7 @@ def _split(graph: TrainingGraph, expansion: _Expansion, number: int) -> list[Op]
     for start in range(0, channels, size):
         x = expansion.widening.args[0]
         for op in (expansion.widening, *expansion.between, expansion.depthwise):
-            result = _added(graph, _some_channels(graph.values[op.results[0]], size))
+            result = graph.add_value(_some_channels(graph.values[op.results[0]], size))
             if op.target != _CONVOLUTION:
                 x = add(op, (x, *op.args[1:]), result)
                 continue
@@ -210,17 +210,3 @@ def _some_channels(value: Value, channels: int) -> Value:
         else (rows * columns * channels, rows * columns, columns, 1)
     )
     return replace(value, shape=shape, stride=stride, nbytes=value.nbytes * channels // value.shape[1])
-
-
-def _added(graph: TrainingGraph, like: Value, base: int | None = None) -> Value:
-    index = len(graph.values)
-    added = replace(
-        like,
-        index=index,
-        name=f"{like.name}_{index}",
-        kind="computed",
-        base=index if base is None else base,
-        target=None,
-    )
-    graph.values.append(added)
-    return added
