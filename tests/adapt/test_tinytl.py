@@ -402,12 +402,13 @@ def test_what_was_put_there_before_is_taken_back_last(name: str) -> None:
     assert all(parameter.requires_grad for parameter in model.parameters())
 
 
-def test_modes_of_layers_stay_what_they_are() -> None:
-    model = MOBILENET_V2.model().train()
+@pytest.mark.parametrize("name", ["mobilenet_v2", "timm.mobilenetv3_small_050", "own"])
+def test_modes_of_layers_stay_what_they_are(name: str) -> None:
+    model, blocks = pretrained_with_modules(name)
     norms = [module for module in model.modules() if isinstance(module, nn.BatchNorm2d)]
     for norm in norms:
         norm.eval()
-    added = odt.adapt.add_lite_residuals_(model, input_size=SIZE)
+    added = odt.adapt.add_lite_residuals_(model, blocks=blocks, input_size=SIZE)
     assert not any(norm.training for norm in norms) and all(lite.relu.training for lite in lites(model))
     added.unload()
     assert model.training and not any(norm.training for norm in norms)

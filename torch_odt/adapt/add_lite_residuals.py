@@ -119,14 +119,8 @@ def insert(adapting: Adapting, block: Block, lite: LiteResidual) -> None:
     lite.to(reference.device, reference.dtype)
     attribute = block.branch.removeprefix(block.name).strip(".")
     old = getattr(parent, attribute) if attribute else parent
-    branch = LiteBranch(old, lite)
-    # The layers of the branch keep modes of their own.
-    branch.training = parent.training
-    lite.train(parent.training)
-    if not attribute:
-        adapting.replace(block.name, branch, is_added=True)
-        return
-    setattr(parent, attribute, branch)
+    modes = [(module, module.training) for module in parent.modules()]
+    branch = LiteBranch(old, lite).train(parent.training)
 
     def take_back() -> None:
         if old is not None:
@@ -137,7 +131,14 @@ def insert(adapting: Adapting, block: Block, lite: LiteResidual) -> None:
         layers = dict(old.named_children()) if isinstance(old, nn.Sequential) else {"main": old}
         return [(now, layers[name]) for name, now in branch.named_children() if name != "lite"]
 
-    adapting.also_undo(take_back, is_added=True, held=held)
+    if attribute:
+        setattr(parent, attribute, branch)
+        adapting.also_undo(take_back, is_added=True, held=held)
+    else:
+        adapting.replace(block.name, branch, is_added=True)
+    # The layers of the branch keep modes of their own.
+    for module, training in modes:
+        module.training = training
 
 
 def _example(model: nn.Module, input_size: int | tuple[int, int]) -> torch.Tensor:

@@ -167,6 +167,5 @@ def _selected(model: nn.Module, mode: Mode, blocks: list[Block]) -> list[str]:
     if not mode.startswith("lite"):
         return biases
     trained = lite_parameters(model, blocks, last_bias=mode == "lite")
-    branches = [name for name, module in model.named_modules() if isinstance(module, LiteBranch)]
-    of_lite = tuple(f"{branch}.lite." for branch in branches)
+    of_lite = tuple(f"{name}.lite." for name, module in model.named_modules() if isinstance(module, LiteBranch))
     return [*trained, *(name for name in biases if not name.startswith(of_lite))]
