@@ -77,8 +77,8 @@ def test_each_can_be_switched_off(name: str) -> None:
     assert set(found) == set(expected)
     for key, tensor in expected.items():
         # A bias in front of a BatchNorm has no gradient but what rounding leaves.
-        close = {"rtol": 1e-5, "atol": 2e-4} if key == ("gradient", "first.bias") else {}
-        torch.testing.assert_close(found[key], tensor, **close)
+        may_round = name in inexact_rewrites() or key == ("gradient", "first.bias")
+        torch.testing.assert_close(found[key], tensor, **({"rtol": 1e-4, "atol": 2e-4} if may_round else {}))
 
 
 def test_without_inexact_ones_every_bit_is_plain_pytorchs() -> None:
