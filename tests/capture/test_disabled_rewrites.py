@@ -39,6 +39,9 @@ class EveryRewrite(nn.Module):
         wide = nn.Conv2d(3, 32, 1), nn.ReLU(), nn.Conv2d(32, 32, 3, 2, 1, groups=32), nn.Conv2d(32, 3, 1)
         layers = nn.Conv2d(3, 3, 1), fixed, nn.Hardswish(), nn.Conv2d(3, 3, 1), nn.Conv2d(3, 3, 1)
         self.untrained = nn.Sequential(*wide, *layers).requires_grad_(False)
+        with torch.no_grad():
+            # So many layers make numbers small, and the first BatchNorm that trains makes rounding of small ones large.
+            wide[-1].weight.mul_(30)
         self.first = nn.Conv2d(3, 16, 3)
         self.norm = nn.BatchNorm2d(16)
         self.frozen = nn.Conv2d(16, 4, 3)
@@ -76,9 +79,7 @@ def test_each_can_be_switched_off(name: str) -> None:
     expected = execute(capture(model, x, y), model, (x, y))
     assert set(found) == set(expected)
     for key, tensor in expected.items():
-        # A bias in front of a BatchNorm has no gradient but what rounding leaves.
-        may_round = name in inexact_rewrites() or key == ("gradient", "first.bias")
-        torch.testing.assert_close(found[key], tensor, **({"rtol": 1e-4, "atol": 2e-4} if may_round else {}))
+        torch.testing.assert_close(found[key], tensor)
 
 
 def test_without_inexact_ones_every_bit_is_plain_pytorchs() -> None:
