@@ -220,7 +220,7 @@ def _select(model: nn.Module, configuration: str, images: Tensor) -> list[nn.Par
                 module.training = False
         return list(model.parameters())
     bits = 8 if configuration == IN_8_BITS else 32
-    return odt.adapt.sparse_update_(model, scheme_of(model), weight_bits=bits).parameters()
+    return odt.adapt.sparse_update_(model, scheme_of(model), norm="folded", weight_bits=bits).parameters()
 
 
 def _select_in_int8(model: nn.Module, images: Tensor) -> list[nn.Parameter]:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import torch_odt as odt
-from torch_odt.quant.batch_norm_pairs import batch_norms_behind
+from torch_odt.adapt.norms_behind import norms_behind
 from torch_odt.quant.octo import octo_
 from torch_odt.quant.octo_conv2d import CLIP_RATE, octo_conv2d
 
@@ -383,7 +383,7 @@ def test_batch_norms_are_found_by_the_flow_of_data() -> None:
             z = self.shared(y)
             return self.last(z) + z
 
-    assert batch_norms_behind(Block()) == {"conv": "norm"}
+    assert norms_behind(Block()) == {"conv": "norm"}
 
 
 @pytest.mark.parametrize(

@@ -10,13 +10,16 @@ from __future__ import annotations
 from torch import nn
 
 from torch_odt.adapt.adaptation import Adaptation, Adapting
+from torch_odt.adapt.fold_frozen_norms import FrozenNorms, check_norm, fold_frozen_norms
 from torch_odt.adapt.frozen_batch_norm import freeze_batch_norms
 from torch_odt.adapt.head import find_head, replace_head
 
 NORMALIZES_ITS_INPUT = (nn.GroupNorm, nn.LayerNorm, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
 
 
-def bias_only_(model: nn.Module, *, classes: int | None = None, head: str | None = None) -> Adaptation:
+def bias_only_(
+    model: nn.Module, *, classes: int | None = None, head: str | None = None, norm: FrozenNorms = "frozen"
+) -> Adaptation:
     """Let biases and the classifier train, and nothing else.
 
     Choose it where memory is everything: it trains in the fewest bytes short of the classifier alone, and learns less
@@ -28,12 +31,16 @@ def bias_only_(model: nn.Module, *, classes: int | None = None, head: str | None
         model: changed in place.
         classes: replace the classifier by a new one for so many classes; None keeps the one that there is.
         head: the classifier's name; by default it is the last linear layer.
+        norm: what a frozen BatchNorm becomes. "frozen": a `FrozenBatchNorm`. "folded": a part of the convolution in
+            front of it, where that is frozen, too; steps have fewer operators and hold less, and what `unload()` and
+            `merge()` give back is within rounding what it was.
 
     Returns:
         What trains and what that saves; its `unload()` takes the change back, `merge()` keeps the new classifier.
 
     Raises:
         ValueError: the model has no classifier that can be found, or no biases outside of it.
+        CaptureError: `norm="folded"`, and `torch.fx` cannot follow the model.
 
     Example:
         >>> from torchvision.models import mobilenet_v2
@@ -44,6 +51,7 @@ def bias_only_(model: nn.Module, *, classes: int | None = None, head: str | None
         >>> len(adaptation.trained)
         54
     """
+    check_norm(norm)
     with Adapting(model) as adapting:
         name = find_head(model, head) if classes is None else replace_head(adapting, classes, head=head)
         biases = bias_names(model)
@@ -53,6 +61,8 @@ def bias_only_(model: nn.Module, *, classes: int | None = None, head: str | None
             raise ValueError(f"no layer but the classifier {name!r} has a bias; the model has {', '.join(kinds)}")
         adapting.train_only(dict.fromkeys([*biases, *head_names]))
         freeze_batch_norms(adapting)
+        if norm == "folded":
+            fold_frozen_norms(adapting)
         normalizing = sum(isinstance(module, NORMALIZES_ITS_INPUT) for module in model.modules())
         if normalizing:
             adapting.notes.append(f"{normalizing} layers normalize, and keep their input for the gradient that goes on")

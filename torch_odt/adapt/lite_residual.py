@@ -9,7 +9,7 @@ import math
 from dataclasses import dataclass
 
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from torch_odt.adapt.group_norm import group_count
 from torch_odt.adapt.weight_standardization import StandardizedConv2d
@@ -102,10 +102,18 @@ class LiteBranch(nn.Sequential):
         for name, layer in self.named_children():
             if name != "lite":
                 main = layer(main)
-        lite = self.lite(x)
-        if lite.shape[-2:] == (1, 1):
-            return main + lite
-        return main + F.interpolate(lite, size=main.shape[-2:], mode="bilinear", align_corners=False)
+        return add_enlarged(main, self.lite(x))
+
+
+def add_enlarged(main: Tensor, lite: Tensor) -> Tensor:
+    """The sum of two batches of images, of which the second is enlarged to the size of the first."""
+    if lite.shape[-2:] == (1, 1):
+        return main + lite
+    return main + F.interpolate(lite, size=main.shape[-2:], mode="bilinear", align_corners=False)
+
+
+# For torch.fx, which cannot follow what depends on sizes.
+fx.wrap("add_enlarged")
 
 
 def _fitting_kernel(kernel_size: int, size: int) -> int:

@@ -11,6 +11,7 @@ from torch import nn
 
 from torch_odt.adapt.adaptation import Adaptation, Adapting
 from torch_odt.adapt.channels import ChannelChoice, kept_channels
+from torch_odt.adapt.fold_frozen_norms import FrozenNorms, check_norm, fold_frozen_norms
 from torch_odt.adapt.frozen_batch_norm import freeze_batch_norms
 from torch_odt.adapt.head import find_head, replace_head
 from torch_odt.adapt.scheme import Scheme, body_biases
@@ -25,6 +26,7 @@ def sparse_update_(
     classes: int | None = None,
     head: str | None = None,
     channels: ChannelChoice = "largest",
+    norm: FrozenNorms = "frozen",
     weight_bits: Literal[8, 32] = 32,
     seed: int = 0,
 ) -> Adaptation:
@@ -42,6 +44,9 @@ def sparse_update_(
         head: the classifier's name; by default it is the last linear layer.
         channels: which input channels train where not all do: those whose weights have the "largest" norm, the
             "smallest", or "random" ones. They are chosen here, once.
+        norm: what a frozen BatchNorm becomes. "frozen": a `FrozenBatchNorm`. "folded": a part of the convolution in
+            front of it, where that is frozen, too; steps have fewer operators and hold less, and what `unload()` and
+            `merge()` give back is within rounding what it was.
         weight_bits: 8 stores the weights that are frozen as a whole in 8 bits, which rounds them (`StoredConv2d`). Of a
             layer that trains in part the whole weight stays in 32.
         seed: of random channels.
@@ -49,11 +54,12 @@ def sparse_update_(
     Returns:
         What trains and what that saves. Its `unload()` writes the trained slices into the ordinary weights, bit for
         bit, and takes the model's structure back to what it was; `merge()` keeps the new classifier. Weights that were
-        stored in 8 bits come back rounded.
+        stored in 8 bits or took over a norm come back rounded.
 
     Raises:
         ValueError: the scheme does not fit the model, the model has no classifier that can be found, or `weight_bits`
             is neither 8 nor 32.
+        CaptureError: `norm="folded"`, and `torch.fx` cannot follow the model.
 
     Example:
         >>> from torchvision.models import mobilenet_v2
@@ -68,6 +74,7 @@ def sparse_update_(
     layers = scheme.check(model, head=head)
     if weight_bits not in (8, 32):
         raise ValueError(f"weight_bits={weight_bits}: it is 8 or 32")
+    check_norm(norm)
     with Adapting(model) as adapting:
         name = find_head(model, head) if classes is None else replace_head(adapting, classes, head=head)
         biases = body_biases(model, head=name)
@@ -77,6 +84,8 @@ def sparse_update_(
         head_parameters = [f"{name}.{local}" for local, _ in model.get_submodule(name).named_parameters()]
         adapting.train_only(dict.fromkeys([*selected, *head_parameters]))
         freeze_batch_norms(adapting)
+        if norm == "folded":
+            fold_frozen_norms(adapting)
         adapting.notes.append(str(scheme))
         if weight_bits == 8:
             # The last change, because what it frees comes back rounded.

@@ -20,6 +20,7 @@ from torch_odt.adapt.add_lite_residuals import (
     lite_parameters,
 )
 from torch_odt.adapt.bias_only import NORMALIZES_ITS_INPUT, bias_names
+from torch_odt.adapt.fold_frozen_norms import fold_frozen_norms
 from torch_odt.adapt.frozen_batch_norm import FrozenBatchNorm, freeze_batch_norms
 from torch_odt.adapt.group_norm import group_batch_norms
 from torch_odt.adapt.head import find_head, replace_head
@@ -39,7 +40,7 @@ def tinytl_(
     mode: Mode = "lite+bias",
     classes: int | None = None,
     head: str | None = None,
-    norm: Literal["frozen", "group"] = "frozen",
+    norm: Literal["frozen", "folded", "group"] = "frozen",
     weight_standardization: bool = False,
     weight_bits: Literal[32, 8] = 32,
     weight_code: WeightCode = "affine",
@@ -54,7 +55,7 @@ def tinytl_(
 
     Choose it to adapt a CNN to new data at nearly the accuracy of full fine-tuning and a fraction of its memory: for a
     bias no layer's input is kept, and a lite residual module works at half the resolution and without the expansion of
-    an inverted residual. Just after the call the model computes what it computed before (`norm="frozen"`,
+    an inverted residual. Just after the call the model computes what it computed before (`norm="frozen"` or "folded",
     `weight_bits=32`, and no new classifier).
 
     Modules that were pretrained with the network (`add_lite_residuals_`, or an earlier `tinytl_` whose modules `merge`
@@ -70,8 +71,9 @@ def tinytl_(
             there already. With "lite+bias" the bias of a module's last norm stays 0: the block's own does the same.
         classes: replace the classifier by a new one for so many classes; None keeps the one that there is.
         head: the classifier's name; by default it is the last linear layer.
-        norm: "frozen" keeps BatchNorm's statistics (`FrozenBatchNorm`); "group" puts GroupNorm in its place, for models
-            that were pretrained with it. GroupNorm keeps its input for the backward pass.
+        norm: "frozen" keeps BatchNorm's statistics (`FrozenBatchNorm`); "folded" does, too, and makes it a part of the
+            convolution in front of it where that is frozen (see `bias_only_`); "group" puts GroupNorm in its place, for
+            models that were pretrained with it. GroupNorm keeps its input for the backward pass.
         weight_standardization: standardise convolutions without a bias; only with norm="group".
         weight_bits: 8 stores frozen weights as integers, and computes with what these stand for.
         weight_code: what they stand for: "affine", a multiple of the output channel's scale, or "codebook", one of 256
@@ -91,6 +93,7 @@ def tinytl_(
 
     Raises:
         ValueError: an argument is wrong, or the model has no block of a known type, or no classifier that can be found.
+        CaptureError: `norm="folded"`, and `torch.fx` cannot follow the model.
 
     Example:
         >>> import torch
@@ -112,10 +115,12 @@ def tinytl_(
         of_model = [name for name in _selected(model, mode, found) if name not in of_head]
         # The last to be taken back: what other changes put in place has the flags of this one.
         adapting.train_only([*of_model, *of_head])
-        if norm == "frozen":
-            freeze_batch_norms(adapting)
-        else:
+        if norm == "group":
             group_batch_norms(adapting)
+        else:
+            freeze_batch_norms(adapting)
+        if norm == "folded":
+            fold_frozen_norms(adapting)
         if weight_standardization:
             standardize_convolutions(adapting, but=LiteResidual)
         bare = [block for block in found if lite_beside(model, block) is None]
@@ -143,8 +148,8 @@ def _check(
 ) -> None:
     if mode not in MODES:
         raise ValueError(f"mode={mode!r}: it is one of {', '.join(MODES)}")
-    if norm not in ("frozen", "group"):
-        raise ValueError(f"norm={norm!r}: it is 'frozen' or 'group'")
+    if norm not in ("frozen", "folded", "group"):
+        raise ValueError(f"norm={norm!r}: it is 'frozen', 'folded' or 'group'")
     if weight_standardization and norm != "group":
         raise ValueError("weight_standardization changes what a frozen norm's statistics are of; use norm='group'")
     if weight_bits not in (8, 32):

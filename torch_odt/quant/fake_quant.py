@@ -18,8 +18,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from torch_odt.adapt.adaptation import Adaptation, Adapting
 from torch_odt.adapt.layers import evaluating
+from torch_odt.adapt.norms_behind import norms_behind
 from torch_odt.errors import CaptureError
-from torch_odt.quant.batch_norm_pairs import batch_norms_behind
 from torch_odt.quant.layer_choice import choose_layers, copy_layer
 from torch_odt.quant.observed_ranges import (
     HIGH,
@@ -266,7 +266,7 @@ def _norms(adapting: Adapting, layers: dict[str, nn.Module]) -> dict[str, str]:
     """Which BatchNorms are folded into which of the layers; notes name those that are kept."""
     model = adapting.model
     try:
-        behind = batch_norms_behind(model)
+        behind = norms_behind(model)
     except CaptureError as error:
         adapting.notes.append(f"BatchNorms are kept: {error}")
         return {}

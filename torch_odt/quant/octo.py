@@ -16,8 +16,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from torch_odt.adapt.adaptation import Adaptation, Adapting
 from torch_odt.adapt.layers import run_layers
+from torch_odt.adapt.norms_behind import norms_behind
 from torch_odt.errors import CaptureError
-from torch_odt.quant.batch_norm_pairs import batch_norms_behind
 from torch_odt.quant.layer_choice import choose_layers, copy_layer
 from torch_odt.quant.octo_layers import OctoConv2d, OctoLinear, padding_of
 from torch_odt.quant.one_way import require_plain
@@ -233,7 +233,7 @@ def _before_batch_statistics(adapting: Adapting, layers: dict[str, nn.Module]) -
     if not any(isinstance(module, _BatchNorm) for module in model.modules()):
         return set()
     try:
-        behind = batch_norms_behind(model)
+        behind = norms_behind(model)
     except CaptureError as error:
         adapting.notes.append(f"compensation in front of BatchNorms, too, where it changes nothing: {error}")
         return set()

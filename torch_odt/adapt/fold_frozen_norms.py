@@ -1,0 +1,128 @@
+"""Frozen BatchNorms that become a part of the frozen convolutions in front of them, once, when a model is adapted.
+
+A step multiplies the weight by the norm's scale each time otherwise, since it may not keep a second weight: of small
+networks these are a third of its operators.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from torch_odt.adapt.adaptation import Adapting
+from torch_odt.adapt.frozen_batch_norm import FrozenBatchNorm, FrozenBatchNormAct
+from torch_odt.adapt.norms_behind import norms_behind
+from torch_odt.adapt.sparse_layers import CONVOLUTIONS, SparseConv, SparseLinear
+
+FrozenNorms = Literal["frozen", "folded"]
+
+
+def check_norm(norm: str) -> None:
+    """Raises ValueError where it is no way to treat frozen BatchNorms."""
+    if norm not in ("frozen", "folded"):
+        raise ValueError(f"norm={norm!r}: it is 'frozen' or 'folded'")
+
+
+def fold_frozen_norms(adapting: Adapting) -> None:
+    """Make convolutions of frozen convolutions and the `FrozenBatchNorm`s behind them; a note says of how many.
+
+    The convolution has the scaled weight, and the norm's bias and shift as its bias, which trains if the norm's did. Of
+    the first weight nothing is kept: taken back, it is the scaled one over the scale, and the norm's bias is what is
+    left of the convolution's. Both are within rounding what they were.
+
+    Norms stay that are behind something else, or whose convolution trains, shares its weight, is in less than 32 bits,
+    has hooks, or computes something of its own; or whose weight trains, or is too close to 0 to divide by.
+
+    Raises:
+        CaptureError: `torch.fx` cannot follow the model.
+    """
+    model = adapting.model
+    sharing = Counter(id(parameter) for module in model.modules() for parameter in module._parameters.values())
+    folded = 0
+    leaves = (FrozenBatchNorm, SparseConv, SparseLinear)
+    for name, norm_name in norms_behind(model, FrozenBatchNorm, leaves=leaves).items():
+        conv, norm = model.get_submodule(name), model.get_submodule(norm_name)
+        assert isinstance(norm, FrozenBatchNorm)
+        if not isinstance(conv, CONVOLUTIONS) or not _can_fold(conv, norm) or sharing[id(conv.weight)] > 1:
+            continue
+        _fold(adapting, (name, conv), (norm_name, norm))
+        folded += 1
+    left = sum(isinstance(module, FrozenBatchNorm) for module in model.modules())
+    adapting.notes.append(f"{folded} frozen BatchNorms are a part of the convolutions in front of them, {left} are not")
+
+
+def _can_fold(conv: Any, norm: FrozenBatchNorm) -> bool:
+    if type(conv) not in CONVOLUTIONS or any(_is_changed(module) for module in (conv, norm)):
+        return False
+    weight, bias, of_norm = conv.weight, conv.bias, norm.weight
+    if any(tensor is not None and tensor.requires_grad for tensor in (weight, bias, of_norm)):
+        return False
+    if weight.dtype not in (torch.float32, torch.float64) or norm.frozen_scale.dtype != weight.dtype:
+        return False
+    scale = norm.frozen_scale
+    is_safe = (scale.abs() > torch.finfo(scale.dtype).eps ** 2) & scale.isfinite() & norm.frozen_offset.isfinite()
+    return bool(is_safe.all())
+
+
+def _is_changed(module: nn.Module) -> bool:
+    """Whether something else runs when it is called."""
+    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+    return "forward" in vars(module) or any(hooks)
+
+
+@torch.no_grad()
+def _fold(adapting: Adapting, conv: tuple[str, Any], norm: tuple[str, FrozenBatchNorm]) -> None:
+    (name, layer), (norm_name, frozen) = conv, norm
+    bias = _shift(layer, frozen) if frozen.bias is None else _shift(layer, frozen) + frozen.bias
+    trains = frozen.bias is not None and frozen.bias.requires_grad
+    folded = _like(layer)
+    folded.weight = nn.Parameter(layer.weight * _column(frozen.frozen_scale, layer.weight), requires_grad=False)
+    folded.bias = nn.Parameter(bias, requires_grad=trains)
+    adapting.replace(name, folded)
+    adapting.replace(norm_name, _without_norm(frozen))
+
+    @torch.no_grad()
+    def give_back() -> None:
+        # The model may have been moved since, the norm with it or not.
+        scale, shift = (each.to(folded.weight) for each in (frozen.frozen_scale, _shift(layer, frozen)))
+        layer.weight.data = folded.weight.data / _column(scale, folded.weight)
+        if frozen.bias is not None and trains:
+            frozen.bias.copy_(folded.bias - shift)
+
+    adapting.also_undo(give_back)
+    layer.weight.data = layer.weight.data.new_empty(0)
+
+
+def _shift(conv: Any, norm: FrozenBatchNorm) -> Tensor:
+    """What is added to each channel by the convolution and the norm, the norm's bias apart."""
+    if conv.bias is None:
+        return norm.frozen_offset.clone()
+    return torch.addcmul(norm.frozen_offset, conv.bias, norm.frozen_scale)
+
+
+def _column(scale: Tensor, weight: Tensor) -> Tensor:
+    return scale.view(-1, *(1,) * (weight.dim() - 1))
+
+
+def _like(conv: Any) -> Any:
+    """A convolution of the same geometry with a bias, whose tensors are nowhere yet."""
+    return type(conv)(
+        conv.in_channels,
+        conv.out_channels,
+        conv.kernel_size,
+        conv.stride,
+        conv.padding,
+        conv.dilation,
+        conv.groups,
+        padding_mode=conv.padding_mode,
+        device="meta",
+    )
+
+
+def _without_norm(norm: FrozenBatchNorm) -> nn.Module:
+    if isinstance(norm, FrozenBatchNormAct):
+        return nn.Sequential(norm.drop, norm.act)  # type: ignore[arg-type]
+    return nn.Identity()
