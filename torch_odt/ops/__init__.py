@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from torch_odt.ops.batch_norm import batch_norm_normalize
 from torch_odt.ops.bits import pack_bits, unpack_bits
+from torch_odt.ops.depthwise import depthwise_conv2d, depthwise_conv2d_grad_input, depthwise_conv2d_grad_weight
 from torch_odt.ops.fused_batch_norm import (
     batch_norm_act,
     batch_norm_act_backward,
@@ -88,6 +89,9 @@ __all__ = [
     "clamp_with_mask_",
     "clamp_with_mask_backward",
     "clamp_with_mask_backward_",
+    "depthwise_conv2d",
+    "depthwise_conv2d_grad_input",
+    "depthwise_conv2d_grad_weight",
     "int8_conv2d",
     "int8_conv2d_backward",
     "int8_conv2d_grad_input",

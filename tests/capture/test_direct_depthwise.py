@@ -1,0 +1,109 @@
+"""Depthwise convolutions that this package computes: where, what of, and that steps train as plain PyTorch's do."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import torch_odt as odt
+from torch_odt._extensions import has_kernels
+from torch_odt.adapt.step_bytes import step_graph
+from torch_odt.capture.direct_depthwise import FORWARD, GRAD_INPUT, GRAD_WEIGHT
+
+pytestmark = pytest.mark.skipif(not has_kernels, reason="without compiled operators the rewrite is not made")
+
+CHANNELS = 24
+
+
+def network(kernel: int = 3, stride: int = 2, **options: object) -> nn.Sequential:
+    torch.manual_seed(0)
+    arguments: dict[str, object] = {"padding": kernel // 2, "groups": CHANNELS, **options}
+    return nn.Sequential(
+        nn.Conv2d(3, CHANNELS, 1),
+        nn.Conv2d(CHANNELS, CHANNELS, kernel, stride, **arguments),  # type: ignore[arg-type]
+        nn.ReLU(),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(CHANNELS, 5),
+    )
+
+
+def targets(model: nn.Module, images: Tensor) -> list[str]:
+    model = model.to(memory_format=torch.channels_last)
+    batch = (images.contiguous(memory_format=torch.channels_last), torch.randint(5, (len(images),)))
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    return [op.target for op in step_graph(model, nn.CrossEntropyLoss(), batch, optimizer=optimizer).program]
+
+
+def ours(found: list[str]) -> list[str]:
+    return [target for target in (FORWARD, GRAD_INPUT, GRAD_WEIGHT) if target in found]
+
+
+def test_each_gradient_has_an_operator() -> None:
+    images = torch.randn(2, 3, 16, 16)
+    found = targets(network(), images)
+    assert ours(found) == [FORWARD, GRAD_INPUT, GRAD_WEIGHT]
+    frozen = network()
+    frozen[1].weight.requires_grad_(False)
+    assert ours(targets(frozen, images)) == [FORWARD, GRAD_INPUT]
+    first = network()
+    first[0].requires_grad_(False)
+    assert ours(targets(first, images)) == [FORWARD, GRAD_WEIGHT]
+
+
+@pytest.mark.parametrize(
+    ("model", "size"),
+    [
+        (network(dilation=2, padding=2), 16),
+        (network(groups=CHANNELS // 2), 16),
+        (network().double(), 16),
+        (network(kernel=7, stride=1), 128),
+    ],
+    ids=["dilation", "groups", "float64", "large"],
+)
+def test_others_stay_as_they_are(model: nn.Module, size: int) -> None:
+    images = torch.randn(1, 3, size, size, dtype=next(model.parameters()).dtype)
+    assert ours(targets(model, images)) == []
+
+
+@pytest.mark.parametrize("stride", [1, 2])
+@pytest.mark.parametrize("kernel", [3, 5])
+@pytest.mark.parametrize("micro_batch", [None, 2])
+def test_steps_train_as_plain_pytorch_does(stride: int, kernel: int, micro_batch: int | None) -> None:
+    model = network(kernel, stride).to(memory_format=torch.channels_last)
+    plain = copy.deepcopy(model)
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1, momentum=0.9) for each in (model, plain)]
+    loss_fn = nn.CrossEntropyLoss()
+    budget = odt.Budget("1GiB", of="training")
+    step = odt.TrainStep(model, loss_fn, optimizers[0], budget=budget, micro_batch=micro_batch, cache=False)
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(3):
+        x = torch.randn(4, 3, 17, 17, generator=generator).contiguous(memory_format=torch.channels_last)
+        y = torch.randint(5, (4,), generator=generator)
+        optimizers[1].zero_grad()
+        loss = loss_fn(plain(x), y)
+        loss.backward()
+        optimizers[1].step()
+        torch.testing.assert_close(step(x, y), loss.detach(), rtol=1e-5, atol=1e-6)
+    for ours_, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours_, theirs, rtol=1e-4, atol=1e-6)
+    assert "direct_depthwise" in str(step.plan)
+
+
+def test_it_can_be_switched_off() -> None:
+    model = network().to(memory_format=torch.channels_last)
+    batch = torch.randn(2, 3, 9, 9), torch.tensor([0, 1])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = odt.TrainStep(
+        model,
+        nn.CrossEntropyLoss(),
+        optimizer,
+        budget=odt.Budget("1GiB", of="training"),
+        disable_rewrites=["direct_depthwise"],
+        cache=False,
+    )
+    step(*batch)
+    assert "direct_depthwise" not in str(step.plan)
