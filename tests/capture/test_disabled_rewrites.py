@@ -11,6 +11,7 @@ from torch import Tensor, nn
 import torch_odt as odt
 from tests.capture.test_rewrite import capture, check_against_plain, execute
 from torch_odt.adapt.frozen_batch_norm import FrozenBatchNorm
+from torch_odt.adapt.stored_weights import StoredConv2d
 from torch_odt.capture.rewrite import REWRITES, for_whole_batch, inexact_rewrites, switched_off
 
 # Those of a graph by itself: parameters are updated where there is an optimizer.
@@ -46,11 +47,16 @@ class EveryRewrite(nn.Module):
         self.norm = nn.BatchNorm2d(16)
         self.frozen = nn.Conv2d(16, 4, 3)
         self.frozen.weight.requires_grad_(False)
+        self.depthwise = nn.Conv2d(4, 4, 1, groups=4)
+        stored = nn.Conv2d(4, 4, 1)
+        stored.weight.requires_grad_(False)
+        self.stored = StoredConv2d(stored)
         self.last = nn.Linear(64, 4)
 
     def forward(self, x: Tensor) -> Tensor:
         x = torch.relu(self.norm(self.first(self.untrained(x)))).clone().mul_(2)
-        x = torch.max_pool2d(self.frozen(x), 2, 1, 1, 2).flatten(1)
+        x = self.stored(self.depthwise(self.frozen(x).contiguous(memory_format=torch.channels_last)))
+        x = torch.max_pool2d(x, 2, 1, 1, 2).flatten(1)
         x = x.as_strided(x.shape, x.stride())
         return torch.tanh(self.last(torch.dropout(torch.relu(x), 0.5, True)))
 

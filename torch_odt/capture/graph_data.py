@@ -6,6 +6,7 @@ Nothing but names and numbers is written, so that reading them can never run cod
 from __future__ import annotations
 
 import base64
+import sys
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
@@ -45,9 +46,10 @@ def graph_from_data(data: Mapping[str, Any]) -> TrainingGraph:
     Raises:
         ValueError, KeyError, TypeError, IndexError, AttributeError: the data is not what it was.
     """
+    shared: dict[Any, Any] = {}
     return TrainingGraph(
         ops=[op_from_data(index, row) for index, row in enumerate(data["ops"])],
-        values=[_value_from_data(index, row) for index, row in enumerate(data["values"])],
+        values=[_value_from_data(index, row, shared) for index, row in enumerate(data["values"])],
         inputs=list(data["inputs"]),
         outputs=[Output(value, kind, target) for value, kind, target in data["outputs"]],
         boundary=data["boundary"],
@@ -62,9 +64,12 @@ def _value_to_data(v: Value) -> list[Any]:
     return [v.name, v.shape, v.stride, v.dtype, v.nbytes, v.kind, v.base, v.producer, v.target]
 
 
-def _value_from_data(index: int, row: list[Any]) -> Value:
-    name, shape, stride, dtype, *rest = row
-    return Value(index, name, tuple(shape), tuple(stride), dtype, *rest)
+def _value_from_data(index: int, row: list[Any], shared: dict[Any, Any]) -> Value:
+    """A value; what it has in common with others, it shares with them."""
+    name, shape, stride, dtype, nbytes, kind, base, producer, target = row
+    alike = (tuple(shape), tuple(stride), dtype, kind)
+    shape, stride, dtype, kind = (shared.setdefault((place, each), each) for place, each in enumerate(alike))
+    return Value(index, name, shape, stride, dtype, nbytes, kind, base, producer, target)
 
 
 def op_to_data(op: Op) -> dict[str, Any]:
@@ -97,7 +102,7 @@ def op_from_data(index: int, data: Mapping[str, Any]) -> Op:
         raise TypeError(f"op {index} runs {target!r}, which is no operator's name")
     return Op(
         index,
-        target,
+        sys.intern(target),
         args,
         kwargs,
         reads,
@@ -105,7 +110,7 @@ def op_from_data(index: int, data: Mapping[str, Any]) -> Op:
         writes,
         **flags,
         overwrites=overwrites,
-        phase=data["phase"],
+        phase=sys.intern(data["phase"]),  # type: ignore[arg-type]
     )
 
 

@@ -16,6 +16,7 @@ from torch_odt._extensions import has_kernels
 from torch_odt.capture import operators
 from torch_odt.capture.batch_norm_match import BATCH_NORM
 from torch_odt.capture.choose_layouts import choose_layouts
+from torch_odt.capture.decode_again import decode_again
 from torch_odt.capture.direct_depthwise import direct_depthwise
 from torch_odt.capture.fold_batch_norm import fold_batch_norm
 from torch_odt.capture.fuse_batch_norm import FUSED, FUSED_NORMALIZE, fuse_batch_norm
@@ -342,6 +343,7 @@ REWRITES = {
         Rewrite(mask_unused_gradients),
         Rewrite(sum_bias_gradients, is_exact=False),
         Rewrite(fold_batch_norm, is_exact=False),
+        Rewrite(decode_again),
         Rewrite(choose_layouts, is_exact=False),
         Rewrite(split_expansions, is_exact=False),
         Rewrite(direct_depthwise, is_exact=False, needs_kernels=True),

@@ -38,15 +38,18 @@ class Values:
 
 def plain_values(modules: Iterable[nn.Module]) -> dict[int, Values]:
     """The values of those modules that hold plain ones alone, by the modules' identities."""
-    found = {id(module): _look_at(vars(module)) for module in modules}
+    # Layers are alike, and what is equal is kept once.
+    shared: dict[Hashable, Hashable] = {}
+    found = {id(module): _look_at(vars(module), shared) for module in modules}
     return {identity: values for identity, values in found.items() if values is not None}
 
 
-def _look_at(attributes: Mapping[str, Any]) -> Values | None:
+def _look_at(attributes: Mapping[str, Any], shared: dict[Hashable, Hashable]) -> Values | None:
     own = [(name, value) for name, value in attributes.items() if name not in _STRUCTURE]
     if not all(_is_plain(value) for _, value in own):
         return None
-    return Values(tuple((name, _typed(value)) for name, value in own))
+    pairs = [(name, _typed(value)) for name, value in own]
+    return Values(tuple(shared.setdefault(pair, pair) for pair in pairs))
 
 
 def _is_plain(value: Any) -> bool:

@@ -20,7 +20,7 @@ _PLAIN = (bool, int, float, str, type(None))
 _WITHOUT_EFFECT = frozenset({"inplace"})
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class TensorForm:
     """A tensor, but for its data.
 
@@ -90,13 +90,14 @@ class Requirements:
         leaves, _ = pytree.tree_flatten_with_path((args, kwargs))
         roots = list(_roots(model, loss_fn))
         parameters = {p + n: t for p, m in roots for n, t in m.named_parameters(remove_duplicate=False)}
+        settings = {p + n: own for p, m in roots for n, module in m.named_modules() if (own := _settings(module))}
         return cls(
             batch={_place(path): _leaf_form(leaf) for path, leaf in leaves},
             parameters={name: TensorForm.of(parameter) for name, parameter in parameters.items()},
             buffers={p + n: TensorForm.of(t) for p, m in roots for n, t in m.named_buffers(remove_duplicate=False)},
             tied=_tied(parameters),
             modes={p + name: module.training for p, m in roots for name, module in m.named_modules()},
-            settings={p + n: own for p, m in roots for n, module in m.named_modules() if (own := _settings(module))},
+            settings=_shared(settings),
             autocast=str(torch.get_autocast_dtype("cpu")) if torch.is_autocast_enabled("cpu") else "",
         )
 
@@ -203,6 +204,12 @@ def _settings(module: nn.Module) -> dict[str, str]:
         if name not in MODULE_OWN and name not in _WITHOUT_EFFECT and _is_made_of(value, kinds)
     }
     return {"class": base.__name__} | found
+
+
+def _shared(settings: dict[str, dict[str, str]]) -> dict[str, dict[str, str]]:
+    """The same, with one object for those that are equal: networks repeat their layers."""
+    first: dict[tuple[tuple[str, str], ...], dict[str, str]] = {}
+    return {name: first.setdefault(tuple(own.items()), own) for name, own in settings.items()}
 
 
 def _is_made_of(value: Any, kinds: tuple[type, ...]) -> bool:

@@ -8,6 +8,7 @@
 #include "../../kernels/batch_norm_statistics.h"
 #include "../../kernels/bernoulli.h"
 #include "../../kernels/bits.h"
+#include "../../kernels/depthwise.h"
 #include "../../kernels/isa.h"
 #include "backward_pass.h"
 
@@ -106,6 +107,34 @@ void add_draws(Digest& digest) {
   digest.add(mask);
 }
 
+void add_depthwise(Digest& digest) {
+  constexpr int64_t kSize = 12;
+  const auto numbers = [](int64_t count) {
+    std::vector<float> result(static_cast<size_t>(count));
+    for (size_t i = 0; i < result.size(); ++i) {
+      result[i] = static_cast<float>(static_cast<uint32_t>(i) * 2654435761U) / 4e9F - 0.5F;
+    }
+    return result;
+  };
+  for (const int64_t channels : {3, 22, 40}) {
+    const kernels::WindowAxis rows{kSize, kSize / 2, 3, 2, 1, 1};
+    const kernels::WindowAxis columns{kSize, kSize, 5, 1, 2, 1};
+    const kernels::Depthwise conv{rows, columns, channels};
+    const std::vector<float> input = numbers(kSize * kSize * channels);
+    const std::vector<float> taps = numbers(conv.taps() * channels);
+    std::vector<float> output(static_cast<size_t>(rows.output * kSize * channels));
+    std::vector<float> grad_input(input.size());
+    std::vector<float> grad_taps(taps.size());
+    kernels::depthwise_rows(input.data(), taps.data(), taps.data(), conv, 0, rows.output, output.data());
+    kernels::depthwise_grad_input_rows(output.data(), taps.data(), conv, 0, kSize, grad_input.data());
+    kernels::depthwise_grad_weight_channels(
+        output.data(), input.data(), conv, 1, 0, channels, grad_taps.data());
+    digest.add(output);
+    digest.add(grad_input);
+    digest.add(grad_taps);
+  }
+}
+
 bool has_fused_multiply_adds() {
 #if defined(__x86_64__)
   return kernels::isa() != kernels::Isa::baseline;
@@ -134,6 +163,7 @@ TEST(everything_that_is_compiled_for_each_set_has_a_digest) {
     }
   });
   add_draws(digest);
+  add_depthwise(digest);
   const char* const with = has_fused_multiply_adds() ? "with" : "without";
   std::printf("digest of a set %s fused multiply-adds: %016" PRIx64 "\n", with, digest.value);
 }
