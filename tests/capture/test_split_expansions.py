@@ -14,6 +14,7 @@ from torchvision.models import mobilenet_v2
 
 import torch_odt as odt
 from tests.capture.test_rewrite import capture, execute, ops_named
+from torch_odt.capture.direct_depthwise import FORWARD as DEPTHWISE
 from torch_odt.capture.graph import TrainingGraph
 
 NOTE = "wide activations are computed some channels at a time"
@@ -73,7 +74,8 @@ def widest(graph: TrainingGraph) -> int:
 def test_a_frozen_expansion_is_split(memory_format: torch.memory_format) -> None:
     model = network(Inverted()).to(memory_format=memory_format)
     graph = check(model, images(memory_format=memory_format), split=1)
-    parts = [op for op in ops_named(graph, "aten.convolution.default") if op.args[8] > 1]
+    grouped = [op for op in ops_named(graph, "aten.convolution.default") if op.args[8] > 1]
+    parts = grouped or ops_named(graph, DEPTHWISE)
     assert [graph.values[op.results[0]].shape[1] for op in parts] == [16] * 3
     assert len(ops_named(graph, "aten.cat.default")) == 1
 
