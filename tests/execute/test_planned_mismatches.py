@@ -16,6 +16,7 @@ from torch import nn
 
 import torch_odt as odt
 from torch_odt import _extensions
+from torch_odt.execute.planned import GivenPlan
 
 SIZE = 6
 
@@ -85,25 +86,66 @@ def test_a_loss_that_is_a_module_has_settings_as_well(tmp_path: Path) -> None:
         step(*make_batches(1, SIZE)[0])
 
 
-@pytest.mark.parametrize(
-    ("change", "text"),
-    [
-        (wider, r"parameter first.weight is float32\[9, 6\].*the plan is for float32\[8, 6\]"),
-        (without_bias, "the model has no parameter head.bias"),
-        (larger, "the model has parameter extra.weight, of which the plan does not know"),
-        (counting, "the model has buffer count, of which the plan does not know"),
-        (frozen, "parameter head.weight is .*; the plan is for .* trained"),
-        (nn.Module.double, "parameter first.weight is float64"),
-        (nn.Module.eval, "the model is to be in training mode, and is in evaluation mode"),
-        (lambda model: model.norm.eval(), "module norm is to be in training mode"),
-        (lambda model: setattr(model.norm, "eps", 0.1), r"norm\.eps is 0\.1; the plan is for 1e-05"),
-        (lambda model: setattr(model, "dropout", nn.AlphaDropout(0.0)), r"dropout\.class is AlphaDropout"),
-        (lambda model: setattr(model, "dropout", OwnDropout(0.3)), r"dropout\.p is 0\.3; the plan is for 0\.0"),
-    ],
-)
+ANOTHER_MODEL = [
+    (wider, r"parameter first.weight is float32\[9, 6\].*the plan is for float32\[8, 6\]"),
+    (without_bias, "the model has no parameter head.bias"),
+    (larger, "the model has parameter extra.weight, of which the plan does not know"),
+    (counting, "the model has buffer count, of which the plan does not know"),
+    (frozen, "parameter head.weight is .*; the plan is for .* trained"),
+    (nn.Module.double, "parameter first.weight is float64"),
+    (nn.Module.eval, "the model is to be in training mode, and is in evaluation mode"),
+    (lambda model: model.norm.eval(), "module norm is to be in training mode"),
+    (lambda model: setattr(model.norm, "eps", 0.1), r"norm\.eps is 0\.1; the plan is for 1e-05"),
+    (lambda model: setattr(model, "dropout", nn.AlphaDropout(0.0)), r"dropout\.class is AlphaDropout"),
+    (lambda model: setattr(model, "dropout", OwnDropout(0.3)), r"dropout\.p is 0\.3; the plan is for 0\.0"),
+]
+
+
+@pytest.mark.parametrize(("change", "text"), ANOTHER_MODEL)
 def test_another_model(change: Callable[[Net], Any], text: str, plan_path: Path) -> None:
     with pytest.raises(odt.PlanError, match=text):
         follow(plan_path, changed(change))
+
+
+@pytest.mark.parametrize(("change", "text"), ANOTHER_MODEL)
+def test_another_model_after_steps_that_were_not_compared_again(
+    change: Callable[[Net], Any], text: str, plan_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compared: list[object] = []
+    require = GivenPlan.require
+
+    def counted(given: GivenPlan, *arguments: Any) -> None:
+        compared.append(given)
+        require(given, *arguments)
+
+    monkeypatch.setattr(GivenPlan, "require", counted)
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    step = odt.TrainStep(model, F.cross_entropy, optimizer, plan=plan_path, cache=False)
+    batches = make_batches(3, SIZE)
+    for batch in batches:
+        step(*batch)
+    assert len(compared) == 1
+    change(model)
+    with pytest.raises(odt.PlanError, match=text):
+        step(*batches[0])
+    with pytest.raises(odt.PlanError, match=text):
+        step(*batches[0])
+
+
+def test_a_setting_that_is_a_list_may_change_in_place(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Flatten(), nn.Linear(6, 3), nn.Dropout(0.0))
+    model[2].scales = [1, 2]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    batch = make_batches(1, SIZE)[0]
+    planned = odt.TrainStep(model, F.cross_entropy, optimizer, budget=PLENTY, cache=False)
+    planned(*batch)
+    planned.plan.save(tmp_path / "plan.json")
+    step = odt.TrainStep(model, F.cross_entropy, optimizer, plan=tmp_path / "plan.json", cache=False)
+    step(*batch)
+    model[2].scales[1] = 3
+    with pytest.raises(odt.PlanError, match=r"2\.scales is \(1, 3\); the plan is for \(1, 2\)"):
+        step(*batch)
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from torch_odt.execute.optimizer_updates import OptimizerUpdates, updates_of
 from torch_odt.execute.planned import GivenPlan
 from torch_odt.execute.prepared import Prepared
 from torch_odt.execute.request import StepRequest
+from torch_odt.execute.requirements import Unchanged
 from torch_odt.execute.step_checks import left_out, require_updatable
 from torch_odt.planning.plan import Plan
 from torch_odt.runtime.budget import Allotment, Budget, format_bytes
@@ -69,6 +70,8 @@ class PreparedSteps:
         self._last_values: Hashable = None
         # Of the last call, which the next one is like.
         self._last: tuple[_Key, Prepared] | None = None
+        # The step as it was found to be what the given plan is for.
+        self._compared: Unchanged | None = None
         self._last_updates: OptimizerUpdates | None = None
 
     def __len__(self) -> int:
@@ -184,8 +187,10 @@ class PreparedSteps:
         needs_all: str,
     ) -> Prepared:
         """As the given plan says: whatever it is not for is refused."""
-        model, loss_fn = self._request.model, self._request.loss_fn
-        given.require(model, loss_fn, args, kwargs)
+        if self._compared is None or not self._compared.is_as(tensors, args, kwargs):
+            self._compared = None
+            given.require(self._request.model, self._request.loss_fn, args, kwargs)
+            self._compared = Unchanged(tensors, args, kwargs)
         updates = self._updates(optimizer, tensors, needs_all) if given.program.makes_updates else None
         key = _Key((want_results, None if updates is None else updates.signature), self._request.budget)
         if key not in self._prepared:

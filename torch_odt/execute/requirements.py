@@ -15,6 +15,7 @@ from torch_odt.capture.library import is_library_class
 from torch_odt.capture.loss_modules import loss_module
 from torch_odt.capture.reads import MODULE_OWN, is_own, is_own_class
 from torch_odt.capture.strides import same_layout
+from torch_odt.execute.named_tensors import StepTensors
 
 _PLAIN = (bool, int, float, str, type(None))
 _WITHOUT_EFFECT = frozenset({"inplace"})
@@ -98,7 +99,7 @@ class Requirements:
             tied=_tied(parameters),
             modes={p + name: module.training for p, m in roots for name, module in m.named_modules()},
             settings=_shared(settings),
-            autocast=str(torch.get_autocast_dtype("cpu")) if torch.is_autocast_enabled("cpu") else "",
+            autocast=_autocast_type(),
         )
 
     def difference(self, found: Requirements) -> str:
@@ -175,6 +176,45 @@ class Requirements:
             settings={str(name): dict(own) for own, names in data.get("settings", []) for name in names},
             autocast=str(data["autocast"]),
         )
+
+
+class Unchanged:
+    """Whether a step is still what it was when it was compared with its requirements; that takes longer than many an
+    operator.
+
+    Args:
+        tensors: of the step as it was compared: what modules hold is the same as long as these are current.
+        args, kwargs: the batch that it was compared with.
+    """
+
+    def __init__(self, tensors: StepTensors, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._tensors = tensors
+        # Settings that may change in place.
+        held = (value for module in tensors.modules for name, value in vars(module).items() if name not in MODULE_OWN)
+        self._lists = [value for value in held if _holds_a_list(value) and _is_made_of(value, _PLAIN)]
+        self._state = self._look(args, kwargs)
+
+    def is_as(self, tensors: StepTensors, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether a call is like the one that was compared."""
+        return tensors is self._tensors and self._look(args, kwargs) == self._state
+
+    def _look(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+        leaves, spec = pytree.tree_flatten((args, kwargs))
+        return (
+            list(map(_leaf_form, leaves)),
+            spec,
+            self._tensors.forms(),
+            _autocast_type(),
+            list(map(_as_text, self._lists)),
+        )
+
+
+def _holds_a_list(value: Any) -> bool:
+    return isinstance(value, list) or (isinstance(value, tuple) and any(map(_holds_a_list, value)))
+
+
+def _autocast_type() -> str:
+    return str(torch.get_autocast_dtype("cpu")) if torch.is_autocast_enabled("cpu") else ""
 
 
 def _roots(model: nn.Module, loss_fn: Any) -> Iterator[tuple[str, nn.Module]]:
