@@ -2,6 +2,7 @@
 // torch_odt/ops.
 
 #include <algorithm>
+#include <limits>
 #include <optional>
 #include <vector>
 
@@ -18,6 +19,9 @@ using namespace torch_odt;
 constexpr char kForward[] = "depthwise_conv2d";
 constexpr char kGradInput[] = "depthwise_conv2d_grad_input";
 constexpr char kGradWeight[] = "depthwise_conv2d_grad_weight";
+// What a graph from elsewhere may say of windows and images: beyond these, places in memory would be out of bounds.
+constexpr int64_t kMostTaps = 65536;
+constexpr int64_t kMostPixels = std::numeric_limits<int32_t>::max();
 // Channels whose gradients a thread makes together.
 constexpr int64_t kChannelBlock = 64;
 
@@ -54,10 +58,20 @@ kernels::Depthwise conv_of(
         input > 0 && kernel > 0 && stride[which] > 0 && padding[which] >= 0 && padding[which] < kernel,
         name,
         ": images, kernel size and stride must be positive, and padding less than the kernel size");
+    STD_TORCH_CHECK(
+        input <= kMostPixels && kernel <= kMostTaps, name, ": images or windows are larger than any can be");
     const int64_t reach = input + 2 * padding[which] - kernel;
     STD_TORCH_CHECK(reach >= 0, name, ": the input is too small for a window");
-    return kernels::WindowAxis{input, reach / stride[which] + 1, kernel, stride[which], padding[which], 1};
+    // Of a single window the stride means nothing.
+    const int64_t step = std::min(stride[which], reach + 1);
+    return kernels::WindowAxis{input, reach / step + 1, kernel, step, padding[which], 1};
   };
+  STD_TORCH_CHECK(
+      kernel_size[0] <= kMostTaps && kernel_size[1] <= kMostTaps && kernel_size[0] * kernel_size[1] <= kMostTaps,
+      name,
+      ": a window has more than ",
+      kMostTaps,
+      " elements");
   STD_TORCH_CHECK(images[1] > 0, name, ": the input must have channels");
   return {axis(0), axis(1), images[1]};
 }
@@ -106,6 +120,7 @@ Tensor depthwise_conv2d(
       ": bias must be a float32 CPU tensor with one number for each channel");
   const Tensor images = as_channels_last(input);
   const Tensor taps = taps_of(weight, conv);
+  // Without a bias any tensor: GCC takes an empty optional for one that is read.
   const Tensor added = bias ? as_contiguous(*bias) : weight;
   Tensor output = empty_channels_last(output_sizes(conv, input.size(0)), ScalarType::Float, input);
   const auto* const from = data_of<float>(images);

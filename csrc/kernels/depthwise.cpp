@@ -45,11 +45,10 @@ struct OfOutput {
   }
   // Windows inside of the image are from `begin` to `end`.
   TORCH_ODT_INLINE static int64_t begin(const WindowAxis& axis) {
-    return std::min(axis.output, (axis.padding + axis.stride - 1) / axis.stride);
+    return axis.first_window(0);
   }
   TORCH_ODT_INLINE static int64_t end(const WindowAxis& axis) {
-    const int64_t room = axis.input + axis.padding - axis.kernel;
-    return room < 0 ? 0 : std::min(axis.output, room / axis.stride + 1);
+    return axis.last_window(axis.kernel - 1);
   }
   TORCH_ODT_INLINE static int64_t phases(const WindowAxis&) {
     return 1;
@@ -368,9 +367,8 @@ TORCH_ODT_INLINE void add_row(
       add_pixel<kBytes, kVectors>(gradient + column * channels, from, channels, first, axis.last(column), grad_taps);
     }
   };
-  const int64_t inside = std::min(axis.output, (axis.padding + axis.stride - 1) / axis.stride);
-  const int64_t room = axis.input + axis.padding - axis.kernel;
-  const int64_t count = std::min(axis.output, room < 0 ? 0 : room / axis.stride + 1) - inside;
+  const int64_t inside = OfOutput::begin(axis);
+  const int64_t count = OfOutput::end(axis) - inside;
   if (count > 0 && (axis.kernel == 3 || axis.kernel == 5 || axis.kernel == 7)) {
     add_borders(inside);
     const float* const of_pixels = gradient + column * channels;

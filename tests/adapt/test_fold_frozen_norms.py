@@ -134,7 +134,7 @@ def test_steps_have_fewer_operators_and_hold_no_more() -> None:
         optimizer = torch.optim.SGD(parameters, lr=0.1)
         counts.append(len(step_graph(model, loss_fn, batch, optimizer=optimizer).ops))
         nbytes.append(step_bytes(model, loss_fn, batch, optimizer=optimizer))
-    assert counts[1] < 0.8 * counts[0]
+    assert counts[1] < 0.6 * counts[0]
     assert nbytes[1] <= nbytes[0]
 
 
@@ -233,3 +233,40 @@ def test_a_state_dict_of_the_other_form_is_refused() -> None:
     bias_only_(folded, norm="folded")
     with pytest.raises(RuntimeError, match="Missing key"):
         folded.load_state_dict(model.state_dict())
+
+
+def test_norms_that_share_a_bias_that_trains_stay_tied() -> None:
+    layers = [nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Conv2d(4, 4, 3), nn.BatchNorm2d(4), nn.Flatten()]
+    model = nn.Sequential(*layers, nn.Linear(64, 2))
+    model[3].bias = model[1].bias  # type: ignore[assignment]
+    for conv in (model[0], model[2]):
+        conv.bias = None
+    adaptation = bias_only_(model, norm="folded")
+    assert adaptation.trained == ("1.bias", "5.weight", "5.bias")
+    assert model[1].bias is model[3].bias
+
+
+class ByMode(nn.Module):
+    """What takes a convolution's output depends on the mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm, self.last = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.conv(x)
+        return self.last((self.norm(x) if self.training else x).mean((2, 3)))
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_a_norm_that_one_mode_goes_without_stays(training: bool) -> None:
+    model = ByMode().train(training)
+    nn.init.constant_(model.norm.weight, 2.0)
+    x = torch.randn(2, 3, 5, 5)
+    expected = model.eval()(x)
+    with Adapting(model.train(training)) as adapting:
+        adapting.train_only(["last.weight"])
+        freeze_batch_norms(adapting)
+        fold_frozen_norms(adapting)
+    assert isinstance(model.norm, FrozenBatchNorm) and model.norm.training is training
+    torch.testing.assert_close(model.eval()(x), expected)

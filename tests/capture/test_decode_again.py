@@ -90,3 +90,21 @@ def test_lite_residual_modules_beside_weights_in_8_bits(code: str) -> None:
         loss.backward()
         optimizers[1].step()
         torch.testing.assert_close(step(x, y), loss.detach(), rtol=1e-4, atol=1e-5)
+
+
+class Masked(nn.Module):
+    """A mask of int8 is no weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 8, 3, padding=1)
+        self.register_buffer("mask", torch.ones(8, 1, 1, dtype=torch.int8))
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.last(self.mask * self.first(x)).mean((2, 3)))
+
+
+def test_products_of_activations_are_not_made_again() -> None:
+    step, _ = trained(Masked())
+    assert "decode_again" not in str(step.plan)

@@ -47,7 +47,7 @@ class EveryRewrite(nn.Module):
         self.norm = nn.BatchNorm2d(16)
         self.frozen = nn.Conv2d(16, 4, 3)
         self.frozen.weight.requires_grad_(False)
-        self.depthwise = nn.Conv2d(4, 4, 1, groups=4)
+        self.depthwise = nn.Conv2d(16, 16, 1, groups=16)
         stored = nn.Conv2d(4, 4, 1)
         stored.weight.requires_grad_(False)
         self.stored = StoredConv2d(stored)
@@ -55,7 +55,7 @@ class EveryRewrite(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = torch.relu(self.norm(self.first(self.untrained(x)))).clone().mul_(2)
-        x = self.stored(self.depthwise(self.frozen(x).contiguous(memory_format=torch.channels_last)))
+        x = self.stored(self.frozen(self.depthwise(x.contiguous(memory_format=torch.channels_last))))
         x = torch.max_pool2d(x, 2, 1, 1, 2).flatten(1)
         x = x.as_strided(x.shape, x.stride())
         return torch.tanh(self.last(torch.dropout(torch.relu(x), 0.5, True)))

@@ -148,6 +148,33 @@ def test_results_are_laid_out_as_traces_say() -> None:
 
 
 @pytest.mark.parametrize("operators", [COMPILED, PLAIN], ids=["compiled", "plain"])
+def test_numbers_that_no_image_has_are_refused_or_mean_nothing(operators: Operators) -> None:
+    forward, grad_input, grad_weight = operators
+    most = 2**63 - 1
+    x, weight, pixel = torch.ones(1, 64, 3, 3), torch.ones(64, 1, 3, 3), torch.ones(1, 64, 1, 1)
+    if operators is COMPILED:
+        # Of a single window the stride means nothing.
+        assert torch.equal(forward(x, weight, None, (most, most), (2, 2)), torch.ones(1, 64, 1, 1))
+        expected = torch.zeros(1, 64, 1, 9)
+        expected[..., 0] = 1
+        row = torch.ones(64, 1, 1, 1)
+        assert torch.equal(grad_input(pixel, row, (1, 9), (1, most), (0, 0)), expected)
+        corner = torch.zeros(64, 1, 3, 3)
+        corner[..., 2, 2] = 1
+        assert torch.equal(grad_weight(pixel, x, (3, 3), (most, most), (2, 2)), corner)
+    for number in (most, most // 2, 2**62, 2**32, 2**31):
+        for call in (
+            lambda n=number: forward(x, weight, None, (1, 1), (n, n)),
+            lambda n=number: grad_input(pixel, weight, (n, n), (n, n), (0, 0)),
+            lambda n=number: grad_input(pixel, weight, (n, 3), (1, 1), (0, 0)),
+            lambda n=number: grad_weight(pixel, x, (n, n), (1, 1), (n - 1, n - 1)),
+            lambda n=number: grad_weight(pixel, x, (n, 3), (n, n), (n - 1, 2)),
+        ):
+            with pytest.raises(RuntimeError):
+                call()
+
+
+@pytest.mark.parametrize("operators", [COMPILED, PLAIN], ids=["compiled", "plain"])
 def test_bad_input_is_refused(operators: Operators) -> None:
     forward, grad_input, grad_weight = operators
     x, weight, gradient = torch.ones(1, 4, 5, 5), torch.ones(4, 1, 3, 3), torch.ones(1, 4, 5, 5)

@@ -33,8 +33,8 @@ def bias_only_(
         head: the classifier's name; by default it is the last linear layer.
         norm: what a frozen BatchNorm becomes. "frozen": a `FrozenBatchNorm`. "folded": a part of the convolution in
             front of it, where that is frozen, too. Planned steps have fewer operators and hold less then; in a plain
-            loop such a convolution keeps its input for the gradient of its bias. What `unload()` and `merge()` give
-            back is within rounding what it was.
+            loop such a convolution keeps its input for the gradient of its bias. Biases that train are new parameters
+            then. What `unload()` and `merge()` give back is within rounding what it was.
 
     Returns:
         What trains and what that saves; its `unload()` takes the change back, `merge()` keeps the new classifier.

@@ -46,8 +46,8 @@ def sparse_update_(
             "smallest", or "random" ones. They are chosen here, once.
         norm: what a frozen BatchNorm becomes. "frozen": a `FrozenBatchNorm`. "folded": a part of the convolution in
             front of it, where that is frozen, too. Planned steps have fewer operators and hold less then; in a plain
-            loop such a convolution keeps its input for the gradient of its bias. What `unload()` and `merge()` give
-            back is within rounding what it was.
+            loop such a convolution keeps its input for the gradient of its bias. Biases that train are new parameters
+            then. What `unload()` and `merge()` give back is within rounding what it was.
         weight_bits: 8 stores the weights that are frozen as a whole in 8 bits, which rounds them (`StoredConv2d`). Of a
             layer that trains in part the whole weight stays in 32.
         seed: of random channels.

@@ -1,13 +1,17 @@
 """A weight that is stored in 8 bits is made for each pass, and gone in between.
 
-What is stored in fewer bits is stored so for want of memory (`torch_odt.adapt.StoredConv2d`); the weight that it stands
-for would be kept from the forward to the backward pass. To make it again takes a product for each of its elements, of
+What is stored in fewer bits is stored so for want of memory; the weight that it stands for would be kept from the
+forward to the backward pass. Those are taken that a convolution reads as they are made, by a product of codes and
+scales (`torch_odt.adapt.StoredConv2d` with "affine" codes); weights of linear layers are read through views, and
+codebooks looked up. To make it again takes a product for each of its elements, of
 which a convolution does one for each pixel. Every bit stays.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import replace
+from typing import Any
 
 from torch_odt.capture.graph import Op, Ref, TrainingGraph, map_refs
 from torch_odt.capture.uses import Uses
@@ -18,12 +22,15 @@ _TIMES = "aten.mul.Tensor"
 def decode_again(graph: TrainingGraph) -> str | None:
     """Weights in 8 bits that both passes need are made in both."""
     uses = Uses(graph)
+    mutated = {output.target for output in graph.outputs_of("mutation")}
     leaving = graph.output_values
     number = 1 + max((op.index for op in graph.ops), default=0)
     changed: dict[int, list[Op]] = {}
     saved_bytes = 0
     for op in graph.ops:
-        if op.phase == "backward" or not is_decoding(graph, op) or leaving & set(op.results):
+        if op.phase == "backward" or leaving & set(op.results):
+            continue
+        if not is_decoding(graph, op) or not all(_is_held(graph, uses, value, mutated) for value in op.reads):
             continue
         weight = graph.values[op.results[0]]
         readers = uses.readers(weight.index)
@@ -50,6 +57,15 @@ def is_decoding(graph: TrainingGraph, op: Op) -> bool:
         return False
     codes = graph.values[op.args[0].value]
     return codes.dtype == "int8" and codes.kind != "computed"
+
+
+def _is_held(graph: TrainingGraph, uses: Uses, value: int, mutated: Collection[Any]) -> bool:
+    """Whether a value is of the model and stays as it is through the step, or is made of such values."""
+    held = graph.values[value]
+    if held.kind in ("parameter", "buffer"):
+        return held.target not in mutated
+    producer = uses.producer(value)
+    return producer is not None and all(_is_held(graph, uses, read, mutated) for read in producer.reads)
 
 
 def _reading(op: Op, old: int, new: int) -> Op:
