@@ -31,6 +31,12 @@ def network(kernel: int = 3, stride: int = 2, **options: object) -> nn.Sequentia
     )
 
 
+def narrow(channels: int) -> nn.Sequential:
+    depthwise = nn.Conv2d(channels, channels, 3, 2, 1, groups=channels)
+    pool = nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, 5)
+    return nn.Sequential(nn.Conv2d(3, channels, 1), depthwise, *pool)
+
+
 def targets(model: nn.Module, images: Tensor) -> list[str]:
     model = model.to(memory_format=torch.channels_last)
     batch = (images.contiguous(memory_format=torch.channels_last), torch.randint(5, (len(images),)))
@@ -60,17 +66,28 @@ def test_each_gradient_has_an_operator() -> None:
         (network(dilation=2, padding=2), 16),
         (network(groups=CHANNELS // 2), 16),
         (network().double(), 16),
-        (network(kernel=7, stride=1), 128),
+        (network(kernel=9, stride=1), 16),
+        (network(stride=1), 160),
+        (narrow(12), 16),
+        (narrow(20), 16),
     ],
-    ids=["dilation", "groups", "float64", "large"],
+    ids=["dilation", "groups", "float64", "wide", "large", "few channels", "uneven channels"],
 )
 def test_others_stay_as_they_are(model: nn.Module, size: int) -> None:
     images = torch.randn(1, 3, size, size, dtype=next(model.parameters()).dtype)
     assert ours(targets(model, images)) == []
 
 
+def test_gradients_of_a_wide_window_alone() -> None:
+    images = torch.randn(1, 3, 64, 64)
+    found = targets(network(kernel=7, stride=1), images)
+    assert ours(found) == [GRAD_WEIGHT] and "aten.convolution_backward.default" in found
+    small = targets(network(kernel=7, stride=2), images)
+    assert ours(small) == [GRAD_INPUT, GRAD_WEIGHT]
+
+
 @pytest.mark.parametrize("stride", [1, 2])
-@pytest.mark.parametrize("kernel", [3, 5])
+@pytest.mark.parametrize("kernel", [3, 5, 7])
 @pytest.mark.parametrize("micro_batch", [None, 2])
 def test_steps_train_as_plain_pytorch_does(stride: int, kernel: int, micro_batch: int | None) -> None:
     model = network(kernel, stride).to(memory_format=torch.channels_last)

@@ -4,9 +4,8 @@ oneDNN looks up, or compiles and keeps, a kernel for each shape, and brings the 
 some 35 microseconds, where the sums of a small image take five. `torch_odt.ops.depthwise_conv2d` does the sums alone.
 They are added up in another order, so that results agree within rounding.
 
-oneDNN's own sums are faster for wide windows, and cost less the larger the batch is. All sizes of micro-batches have to
-be computed alike, so it is left what it is faster at in batches of eight; gradients of weights wider than three it
-computes ten times as slowly as they can be.
+oneDNN's own sums are faster for wide windows, and what comes before them counts less the larger the batch is; all sizes
+of micro-batches have to be computed alike. Gradients of weights wider than three it computes several times as slowly.
 """
 
 from __future__ import annotations
@@ -29,10 +28,12 @@ FORWARD = "torch_odt.depthwise_conv2d.default"
 GRAD_INPUT = "torch_odt.depthwise_conv2d_grad_input.default"
 GRAD_WEIGHT = "torch_odt.depthwise_conv2d_grad_weight.default"
 _CONVOLUTION, _CONVOLUTION_BACKWARD = "aten.convolution.default", "aten.convolution_backward.default"
-# Products of a sample up to which no shape of those measured was slower than with oneDNN in a batch of eight, by the
-# elements of a window (one thread, AVX-512): of the output and the input's gradient, and of the weight's gradient.
-_MOST_PRODUCTS = {9: 1 << 22, 25: 1 << 19}
-_MOST_PRODUCTS_OF_WEIGHTS = {9: 1 << 22, 49: 1 << 24}
+# Products of a sample up to which an operator is taken, by the elements of a window. Of 22 shapes measured with one
+# thread and two (AVX-512) they were then 0.9 to 4 times as fast as oneDNN in batches of one, gradients of wide weights 5
+# to 90 times; in batches of eight 0.8 to 1.9 and 3 to 28 times.
+_OF_OUTPUT = {9: 1 << 22, 49: 1 << 19}
+_OF_INPUT = {49: 1 << 22}
+_OF_WEIGHT = {9: 1 << 22, 49: 1 << 24}
 # Vectors of channels are full, or half of them.
 _CHANNELS = 8
 _FEWEST_CHANNELS = 16
@@ -56,7 +57,7 @@ def _forward(graph: TrainingGraph, op: Op) -> list[Op] | None:
     output = graph.values[op.results[0]]
     if not _is_depthwise(graph, x, weight, op.args[3:9]) or not _is_laid_out(output):
         return None
-    if not _is_small(output, graph.values[weight.value], _MOST_PRODUCTS):
+    if not _is_small(output, graph.values[weight.value], _OF_OUTPUT):
         return None
     args = (x, weight, bias, list(stride), list(padding))
     return [replace(op, target=FORWARD, args=args, reads=_reads(args))]
@@ -73,9 +74,9 @@ def _backward(graph: TrainingGraph, op: Op, number: int) -> list[Op] | None:
     images, window, of_output = (graph.values[ref.value] for ref in (x, weight, gradient))
     geometry = [list(pair) for pair in op.args[4:6]]
     calls: dict[int, tuple[str, tuple[Any, ...], int]] = {}
-    if of_input is not None and _is_laid_out(graph.values[of_input]) and _is_small(of_output, window, _MOST_PRODUCTS):
+    if of_input is not None and _is_laid_out(graph.values[of_input]) and _is_small(of_output, window, _OF_INPUT):
         calls[0] = GRAD_INPUT, (gradient, weight, list(images.shape[2:]), *geometry), of_input
-    if of_weight is not None and _is_small(of_output, window, _MOST_PRODUCTS_OF_WEIGHTS):
+    if of_weight is not None and _is_small(of_output, window, _OF_WEIGHT):
         result = graph.values[of_weight]
         if same_layout(result.shape, contiguous_stride(result.shape), result.stride):
             calls[1] = GRAD_WEIGHT, (gradient, x, list(window.shape[2:]), *geometry), of_weight
