@@ -29,8 +29,8 @@ GRAD_INPUT = "torch_odt.depthwise_conv2d_grad_input.default"
 GRAD_WEIGHT = "torch_odt.depthwise_conv2d_grad_weight.default"
 _CONVOLUTION, _CONVOLUTION_BACKWARD = "aten.convolution.default", "aten.convolution_backward.default"
 # Products of a sample up to which an operator is taken, by the elements of a window. Of 22 shapes measured with one
-# thread and two (AVX-512) they were then 0.9 to 4 times as fast as oneDNN in batches of one, gradients of wide weights 5
-# to 90 times; in batches of eight 0.8 to 1.9 and 3 to 28 times.
+# thread and two (AVX-512) they were then 0.9 to 4 times as fast as oneDNN in batches of one, gradients of wide weights
+# 5 to 90 times; in batches of eight 0.8 to 1.9 and 3 to 28 times.
 _OF_OUTPUT = {9: 1 << 22, 49: 1 << 19}
 _OF_INPUT = {49: 1 << 22}
 _OF_WEIGHT = {9: 1 << 22, 49: 1 << 24}
