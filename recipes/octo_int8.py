@@ -38,7 +38,7 @@ from recipes.common.process_bytes import ROOMY
 from recipes.common.rates import best_rate
 from recipes.common.small_resnet import SmallResNet
 from recipes.common.transfer_task import TransferTask, accuracy, first_half, pretrained
-from recipes.common.transfer_ways import PRETRAINING_RATES, make_network
+from recipes.common.transfer_ways import make_network
 from torch_odt.adapt.adaptation import Adapting
 from torch_odt.adapt.head import replace_head
 from torch_odt.adapt.step_bytes import step_bytes
@@ -144,7 +144,7 @@ def _start(options: argparse.Namespace, task: TransferTask) -> nn.Module:
             return SmallResNet(classes, width=int(options.width))
         return make_network(options.network, classes, options.width)
 
-    rate = PRETRAINING_RATES.get(options.network, 0.1)
+    rate = 0.02 if options.network == "mobilenet_v2" else 0.1
     cache = options.cache / f"{name.replace('/', '_')}-{rate:g}.pt"
     return pretrained(make, task.source, options.pretrain_epochs, cache, rate=rate)
 

@@ -42,7 +42,16 @@ import torch_odt as odt
 from recipes.common.process_bytes import TrainingBytes, training_bytes
 from recipes.common.rates import best_rate
 from recipes.common.transfer_task import Samples, TransferTask, accuracy, first_half, other_speakers, pretrained
-from recipes.common.transfer_ways import NETWORKS, PRETRAINING_RATES, Way, adapt, make_network, make_step, training
+from recipes.common.transfer_ways import (
+    NETWORKS,
+    PRETRAINING,
+    Pretraining,
+    Way,
+    adapt,
+    make_network,
+    make_step,
+    training,
+)
 from torch_odt.cache import default_folder
 
 FULL, NORMS = Way("full", "plain"), Way("norm+last", "plain")
@@ -188,6 +197,8 @@ def _start(options: argparse.Namespace, task: TransferTask, with_modules: bool) 
     """The pretrained network."""
     names = ("network", "data", "width", "image_size", "source_samples", "pretrain_epochs")
     name = "tinytl-" + "-".join(str(getattr(options, each)) for each in names) + "-modules" * with_modules
+    pretraining = PRETRAINING[options.network]
+    name += "" if pretraining == Pretraining() else f"-{pretraining.optimizer}-{pretraining.rate:g}"
     classes = int(task.source.labels.max()) + 1
     modules_for = options.image_size if with_modules else None
     return pretrained(
@@ -195,7 +206,8 @@ def _start(options: argparse.Namespace, task: TransferTask, with_modules: bool) 
         task.source,
         options.pretrain_epochs,
         options.cache / f"{name.replace('/', '_')}.pt",
-        rate=PRETRAINING_RATES[options.network],
+        rate=pretraining.rate,
+        optimizer=pretraining.optimizer,
     )
 
 

@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -146,7 +147,13 @@ def _divided(source: Samples, adapted: Samples, tested: Samples, train: int, hel
 
 
 def pretrained(
-    make_model: Callable[[], nn.Module], samples: Samples, epochs: int, cache: Path, *, rate: float = 0.1
+    make_model: Callable[[], nn.Module],
+    samples: Samples,
+    epochs: int,
+    cache: Path,
+    *,
+    rate: float = 0.1,
+    optimizer: Literal["sgd", "adamw"] = "sgd",
 ) -> nn.Module:
     """A network after training on the source classes, whose weights are remembered in a file.
 
@@ -154,6 +161,7 @@ def pretrained(
         make_model: makes it; its weights are drawn with seed 0.
         cache: the file. Its name must tell all that the weights depend on.
         rate: the highest learning rate.
+        optimizer: SGD with Nesterov's momentum and a weight decay of 1e-4, or AdamW with one of 1e-2.
 
     Raises:
         FloatingPointError: training diverged.
@@ -165,14 +173,18 @@ def pretrained(
         model.load_state_dict(torch.load(cache, weights_only=True))
         return model
     draw = torch.Generator().manual_seed(0)
-    optimizer = torch.optim.SGD(model.parameters(), lr=rate, momentum=0.9, weight_decay=1e-4, nesterov=True)
+    trainer: torch.optim.Optimizer
+    if optimizer == "sgd":
+        trainer = torch.optim.SGD(model.parameters(), lr=rate, momentum=0.9, weight_decay=1e-4, nesterov=True)
+    else:
+        trainer = torch.optim.AdamW(model.parameters(), lr=rate, weight_decay=1e-2)
     steps = epochs * (len(samples.labels) // 64)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, rate, steps, pct_start=0.1, cycle_momentum=False)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(trainer, rate, steps, pct_start=0.1, cycle_momentum=False)
     for _ in range(epochs):
         for x, y in samples.batches(64, draw):
-            optimizer.zero_grad()
+            trainer.zero_grad()
             cross_entropy(model(x), y, label_smoothing=0.1).backward()
-            optimizer.step()
+            trainer.step()
             schedule.step()
     if not all(each.isfinite().all() for each in model.state_dict().values()):
         raise FloatingPointError(f"pretraining diverged at a learning rate of {rate:g}: take a lower one")

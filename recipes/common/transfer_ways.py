@@ -19,10 +19,20 @@ from torch_odt.adapt.head import find_head
 from torch_odt.adapt.tinytl import Mode
 
 NETWORKS = ("proxyless_mobile", "mobilenet_v2")
-# The highest learning rate of pretraining; MobileNetV2 diverges at the other's.
-PRETRAINING_RATES = {"proxyless_mobile": 0.1, "mobilenet_v2": 0.02}
 CLASSES = 10
 BLOCKS: dict[type[nn.Module], str] = {InvertedResidual: "conv"}
+
+
+@dataclass(frozen=True)
+class Pretraining:
+    """How a network is pretrained: see `transfer_task.pretrained`."""
+
+    optimizer: Literal["sgd", "adamw"] = "sgd"
+    rate: float = 0.1
+
+
+# With SGD MobileNetV2 diverges at the other's rate, and is a worse start at lower ones.
+PRETRAINING = {"proxyless_mobile": Pretraining(), "mobilenet_v2": Pretraining("adamw", 3e-3)}
 
 
 @dataclass(frozen=True)
