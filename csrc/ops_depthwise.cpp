@@ -67,9 +67,10 @@ kernels::Depthwise conv_of(
     return kernels::WindowAxis{input, reach / step + 1, kernel, step, padding[which], 1};
   };
   STD_TORCH_CHECK(
-      kernel_size[0] <= kMostTaps && kernel_size[1] <= kMostTaps && kernel_size[0] * kernel_size[1] <= kMostTaps,
+      kernel_size[0] <= kMostTaps && kernel_size[1] <= kMostTaps && kernel_size[0] > 0 && kernel_size[1] > 0 &&
+          kernel_size[0] * kernel_size[1] <= kMostTaps,
       name,
-      ": a window has more than ",
+      ": a window must have 1 to ",
       kMostTaps,
       " elements");
   STD_TORCH_CHECK(images[1] > 0, name, ": the input must have channels");

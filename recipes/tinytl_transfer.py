@@ -30,7 +30,7 @@ import copy
 import json
 import statistics
 import sys
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, astuple, dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -198,7 +198,7 @@ def _start(options: argparse.Namespace, task: TransferTask, with_modules: bool) 
     names = ("network", "data", "width", "image_size", "source_samples", "pretrain_epochs")
     name = "tinytl-" + "-".join(str(getattr(options, each)) for each in names) + "-modules" * with_modules
     pretraining = PRETRAINING[options.network]
-    name += "" if pretraining == Pretraining() else f"-{pretraining.optimizer}-{pretraining.rate:g}"
+    name += "" if pretraining == Pretraining() else f"-{'-'.join(map(str, astuple(pretraining)))}"
     classes = int(task.source.labels.max()) + 1
     modules_for = options.image_size if with_modules else None
     return pretrained(
@@ -208,6 +208,7 @@ def _start(options: argparse.Namespace, task: TransferTask, with_modules: bool) 
         options.cache / f"{name.replace('/', '_')}.pt",
         rate=pretraining.rate,
         optimizer=pretraining.optimizer,
+        label_smoothing=pretraining.label_smoothing,
     )
 
 

@@ -154,6 +154,7 @@ def pretrained(
     *,
     rate: float = 0.1,
     optimizer: Literal["sgd", "adamw"] = "sgd",
+    label_smoothing: float = 0.1,
 ) -> nn.Module:
     """A network after training on the source classes, whose weights are remembered in a file.
 
@@ -162,6 +163,7 @@ def pretrained(
         cache: the file. Its name must tell all that the weights depend on.
         rate: the highest learning rate.
         optimizer: SGD with Nesterov's momentum and a weight decay of 1e-4, or AdamW with one of 1e-2.
+        label_smoothing: of the loss.
 
     Raises:
         FloatingPointError: training diverged.
@@ -183,7 +185,7 @@ def pretrained(
     for _ in range(epochs):
         for x, y in samples.batches(64, draw):
             trainer.zero_grad()
-            cross_entropy(model(x), y, label_smoothing=0.1).backward()
+            cross_entropy(model(x), y, label_smoothing=label_smoothing).backward()
             trainer.step()
             schedule.step()
     if not all(each.isfinite().all() for each in model.state_dict().values()):

@@ -143,9 +143,37 @@ def test_a_setting_that_is_a_list_may_change_in_place(tmp_path: Path) -> None:
     planned.plan.save(tmp_path / "plan.json")
     step = odt.TrainStep(model, F.cross_entropy, optimizer, plan=tmp_path / "plan.json", cache=False)
     step(*batch)
+    # Meanwhile it is no setting.
+    model[2].scales[1] = object()
+    step(*batch)
     model[2].scales[1] = 3
     with pytest.raises(odt.PlanError, match=r"2\.scales is \(1, 3\); the plan is for \(1, 2\)"):
         step(*batch)
+
+
+class Recording(nn.Sequential):
+    """A module of the user's own, whose lists are no settings."""
+
+    def __init__(self, *layers: nn.Module) -> None:
+        super().__init__(*layers)
+        self.losses: list[float] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x)
+
+
+def test_lists_of_the_users_own_modules_are_not_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Recording(nn.Flatten(), nn.Linear(6, 3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    batch = make_batches(1, SIZE)[0]
+    planned = odt.TrainStep(model, F.cross_entropy, optimizer, budget=PLENTY, cache=False)
+    planned(*batch)
+    planned.plan.save(tmp_path / "plan.json")
+    step = odt.TrainStep(model, F.cross_entropy, optimizer, plan=tmp_path / "plan.json", cache=False)
+    step(*batch)
+    monkeypatch.setattr(GivenPlan, "require", lambda *_: pytest.fail("compared again"))
+    for _ in range(3):
+        model.losses.append(float(step(*batch)))
 
 
 @pytest.mark.parametrize(

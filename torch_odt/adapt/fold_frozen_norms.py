@@ -61,15 +61,16 @@ def _behind_in_both_modes(model: nn.Module) -> dict[str, str]:
     """The norms behind layers; code may ask for the mode."""
     leaves = (FrozenBatchNorm, SparseConv, SparseLinear)
     modes = [(module, module.training) for module in model.modules()]
+    found = []
     try:
-        model.train()
-        training = norms_behind(model, FrozenBatchNorm, leaves=leaves)
-        model.eval()
-        evaluating = norms_behind(model, FrozenBatchNorm, leaves=leaves)
+        for training in (True, False):
+            for module, _ in modes:
+                module.training = training
+            found.append(norms_behind(model, FrozenBatchNorm, leaves=leaves))
     finally:
         for module, mode in modes:
             module.training = mode
-    return {name: norm for name, norm in training.items() if evaluating.get(name) == norm}
+    return dict(found[0].items() & found[1].items())
 
 
 def _can_fold(conv: Any, norm: FrozenBatchNorm) -> bool:

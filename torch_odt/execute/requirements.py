@@ -189,9 +189,8 @@ class Unchanged:
 
     def __init__(self, tensors: StepTensors, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._tensors = tensors
-        # Settings that may change in place.
-        held = (value for module in tensors.modules for name, value in vars(module).items() if name not in MODULE_OWN)
-        self._lists = [value for value in held if _holds_a_list(value) and _is_made_of(value, _PLAIN)]
+        # Lists change in place.
+        self._changing = [module for module in tensors.modules if _has_lists(module) and _settings(module)]
         self._state = self._look(args, kwargs)
 
     def is_as(self, tensors: StepTensors, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -199,14 +198,17 @@ class Unchanged:
         return tensors is self._tensors and self._look(args, kwargs) == self._state
 
     def _look(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-        leaves, spec = pytree.tree_flatten((args, kwargs))
+        leaves, _ = pytree.tree_flatten_with_path((args, kwargs))
         return (
-            list(map(_leaf_form, leaves)),
-            spec,
+            [(_place(path), _leaf_form(leaf)) for path, leaf in leaves],
             self._tensors.forms(),
             _autocast_type(),
-            list(map(_as_text, self._lists)),
+            list(map(_settings, self._changing)),
         )
+
+
+def _has_lists(module: nn.Module) -> bool:
+    return any(_holds_a_list(value) for name, value in vars(module).items() if name not in MODULE_OWN)
 
 
 def _holds_a_list(value: Any) -> bool:
