@@ -64,6 +64,16 @@ def reads_the_shape_alone(graph: TrainingGraph) -> None:
     op.shape_reads, op.reads = op.reads[:1], op.reads[1:]
 
 
+def strides_over_all(graph: TrainingGraph) -> None:
+    op = graph.ops[find(graph, "aten.convolution.default")]
+    op.args = (*op.args[:3], [1000, 1 << 20], *op.args[4:])
+
+
+def strides_over_all_backward(graph: TrainingGraph) -> None:
+    op = graph.ops[find(graph, "aten.convolution_backward.default")]
+    op.args = (*op.args[:4], [1 << 20, 1], *op.args[5:])
+
+
 def forgets_a_read(graph: TrainingGraph) -> None:
     op = graph.ops[find(graph, "aten.convolution.default")]
     op.reads = op.reads[:1]
@@ -144,6 +154,8 @@ def adds_to_a_parameter(graph: TrainingGraph) -> None:
 @pytest.mark.parametrize(
     "change",
     [
+        strides_over_all,
+        strides_over_all_backward,
         asks_for_another_device,
         drops_out_a_number,
         returns_too_little,

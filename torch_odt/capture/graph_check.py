@@ -34,6 +34,10 @@ _OWN_ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "odt.accumulate_embedding": (Ref, Ref, Ref, int),
     "odt.first_of": (Ref, Ref),
 }
+# Where a convolution's strides stand. ATen's kernels end the process, or hardly ever end, where windows are a million
+# pixels apart.
+_STRIDES = {"aten.convolution.default": 3, "aten.convolution_backward.default": 4}
+_LARGEST_STRIDE = 1024
 _NOT_CARRIED = "is none of the operators that a plan file may carry; save the plan with carry_graph=False"
 _OTHER_FACTS = "is a view or draws random numbers, or does not, against what the graph says"
 
@@ -114,6 +118,8 @@ def _check_op(graph: TrainingGraph, op: Op) -> None:
         raise _is_not(op, "asks for another device or layout than that of ordinary tensors")
     if not op.target.startswith("odt."):
         _check_overload(op)
+        if op.target in _STRIDES:
+            _check_strides(op, op.args[_STRIDES[op.target]])
     elif not _has_own_arguments(op):
         raise _is_not(op, "has other arguments than its function takes")
     elif op.is_view or op.is_random != (op.target == PACKED):
@@ -124,6 +130,13 @@ def _check_op(graph: TrainingGraph, op: Op) -> None:
         _check_overwritten(graph, op, op.overwrites)
     if op.target == _RNN_BACKWARD:
         _check_workspace(graph, op)
+
+
+def _check_strides(op: Op, strides: Any) -> None:
+    if not isinstance(strides, (list, tuple)) or not all(
+        isinstance(stride, int) and 0 < stride <= _LARGEST_STRIDE for stride in strides
+    ):
+        raise _is_not(op, f"has windows further apart than a plan file may say ({_LARGEST_STRIDE})")
 
 
 def _check_fused_update(graph: TrainingGraph, op: Op) -> None:
