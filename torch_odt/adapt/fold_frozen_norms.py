@@ -47,7 +47,7 @@ def fold_frozen_norms(adapting: Adapting) -> None:
     for name, norm_name in _behind_in_both_modes(model).items():
         conv, norm = model.get_submodule(name), model.get_submodule(norm_name)
         assert isinstance(norm, FrozenBatchNorm)
-        if not isinstance(conv, CONVOLUTIONS) or not _can_fold(conv, norm) or sharing[id(conv.weight)] > 1:
+        if not _can_fold(conv, norm) or sharing[id(conv.weight)] > 1:
             continue
         if norm.bias is not None and norm.bias.requires_grad and sharing[id(norm.bias)] > 1:
             continue
