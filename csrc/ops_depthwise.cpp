@@ -10,6 +10,7 @@
 
 #include "kernels/depthwise.h"
 #include "ops_channels.h"
+#include "ops_images.h"
 #include "ops_tensors.h"
 
 namespace {
@@ -24,15 +25,6 @@ constexpr int64_t kMostTaps = 65536;
 constexpr int64_t kMostPixels = std::numeric_limits<int32_t>::max();
 // Channels whose gradients a thread makes together.
 constexpr int64_t kChannelBlock = 64;
-
-void check_images(const char* name, const Tensor& tensor, const char* what) {
-  STD_TORCH_CHECK(
-      tensor.is_cpu() && tensor.scalar_type() == ScalarType::Float && tensor.dim() == 4,
-      name,
-      ": ",
-      what,
-      " must be a float32 CPU tensor of 4 dimensions");
-}
 
 void check_weight(const char* name, const Tensor& weight, int64_t channels) {
   check_images(name, weight, "weight");
@@ -77,10 +69,6 @@ kernels::Depthwise conv_of(
   return {axis(0), axis(1), images[1]};
 }
 
-Sizes sizes_of(const Tensor& tensor) {
-  return {tensor.size(0), tensor.size(1), tensor.size(2), tensor.size(3)};
-}
-
 Sizes output_sizes(const kernels::Depthwise& conv, int64_t samples) {
   return {samples, conv.channels, conv.rows.output, conv.columns.output};
 }
@@ -113,12 +101,7 @@ Tensor depthwise_conv2d(
   check_weight(kForward, weight, input.size(1));
   const kernels::Depthwise conv =
       conv_of(kForward, sizes_of(input), {weight.size(2), weight.size(3)}, stride, padding);
-  STD_TORCH_CHECK(
-      !bias ||
-          (bias->is_cpu() && bias->scalar_type() == ScalarType::Float && bias->dim() == 1 &&
-           bias->size(0) == conv.channels),
-      kForward,
-      ": bias must be a float32 CPU tensor with one number for each channel");
+  check_bias(kForward, bias, conv.channels);
   const Tensor images = as_channels_last(input);
   const Tensor taps = taps_of(weight, conv);
   // Without a bias any tensor: GCC takes an empty optional for one that is read.

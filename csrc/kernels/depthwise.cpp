@@ -268,10 +268,6 @@ TORCH_ODT_INLINE void sum_rows(
   }
 }
 
-// Half the bytes of a vector, down to one number.
-template <int kBytes>
-constexpr int kNarrower = kBytes == 16 ? 4 : kBytes / 2;
-
 // Vectors that some channels fill: whether narrower ones are needed.
 template <int kBytes>
 TORCH_ODT_INLINE bool are_too_wide(int64_t channels) {

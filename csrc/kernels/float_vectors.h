@@ -30,4 +30,16 @@ TORCH_ODT_FLOAT_VECTOR(32)
 TORCH_ODT_FLOAT_VECTOR(64)
 #undef TORCH_ODT_FLOAT_VECTOR
 
+// Numbers of two vectors of four, those of the second being 4 to 7.
+#if defined(__clang__) || __GNUC__ >= 12
+#define TORCH_ODT_SHUFFLE(one, other, a, b, c, d) __builtin_shufflevector(one, other, a, b, c, d)
+#else
+typedef int32_t FourPlaces __attribute__((vector_size(16)));
+#define TORCH_ODT_SHUFFLE(one, other, a, b, c, d) __builtin_shuffle(one, other, FourPlaces{a, b, c, d})
+#endif
+
+// Half the bytes of a vector, down to one number.
+template <int kBytes>
+constexpr int kNarrower = kBytes == 16 ? 4 : kBytes / 2;
+
 } // namespace torch_odt::kernels

@@ -52,7 +52,7 @@ def _as_part(state: State) -> State:
 # Convolutions
 
 
-@rule("convolution", "torch_odt::depthwise_conv2d")
+@rule("convolution", "torch_odt::depthwise_conv2d", "torch_odt::pointwise_conv2d")
 def _convolution(call: Call) -> State:
     operand, weight, bias = call.operand("input"), call.operand("weight"), _optional(call, "bias")
     _require_same(call, [weight, *bias], "weights")
@@ -69,15 +69,15 @@ def _convolution_backward(call: Call) -> list[State]:
     return [state, _as_part(state), _as_part(state)]
 
 
-@rule("torch_odt::depthwise_conv2d_grad_input")
-def _depthwise_grad_input(call: Call) -> State:
+@rule("torch_odt::depthwise_conv2d_grad_input", "torch_odt::pointwise_conv2d_grad_input")
+def _convolution_grad_input(call: Call) -> State:
     gradient = call.operand("grad_output")
     _require_same(call, [call.operand("weight")], "weights")
     return linear(call, gradient, [], lambda: _leading(call, [gradient]))
 
 
-@rule("torch_odt::depthwise_conv2d_grad_weight")
-def _depthwise_grad_weight(call: Call) -> State:
+@rule("torch_odt::depthwise_conv2d_grad_weight", "torch_odt::pointwise_conv2d_grad_weight")
+def _convolution_grad_weight(call: Call) -> State:
     gradient, operand = call.operand("grad_output"), call.operand("input")
     return _as_part(linear(call, gradient, [operand], lambda: _leading(call, [gradient, operand])))
 

@@ -11,23 +11,16 @@ of micro-batches have to be computed alike. Gradients of weights wider than thre
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from torch_odt.capture.graph import Op, Ref, TrainingGraph, Value, refs
-from torch_odt.capture.strides import (
-    channels_last_stride,
-    contiguous_stride,
-    counts_as_channels_last,
-    is_contiguous,
-    same_layout,
-)
+from torch_odt.capture.direct_convolutions import Call, are_images, is_image_result, is_window, take_over
+from torch_odt.capture.graph import Op, Ref, TrainingGraph, Value
+from torch_odt.capture.strides import contiguous_stride, same_layout
 
 FORWARD = "torch_odt.depthwise_conv2d.default"
 GRAD_INPUT = "torch_odt.depthwise_conv2d_grad_input.default"
 GRAD_WEIGHT = "torch_odt.depthwise_conv2d_grad_weight.default"
-_CONVOLUTION, _CONVOLUTION_BACKWARD = "aten.convolution.default", "aten.convolution_backward.default"
 # Products of a sample up to which an operator is taken, by the elements of a window. Of 22 shapes measured with one
 # thread and two (AVX-512) they were then 0.9 to 4 times as fast as oneDNN in batches of one, gradients of wide weights
 # 5 to 90 times; in batches of eight 0.8 to 1.9 and 3 to 28 times.
@@ -41,67 +34,35 @@ _FEWEST_CHANNELS = 16
 
 def direct_depthwise(graph: TrainingGraph) -> str | None:
     """Depthwise convolutions of small images in channels_last, and their gradients, by operators of this package."""
-    ops: list[Op] = []
-    number = 1 + max((op.index for op in graph.ops), default=0)
-    for op in graph.ops:
-        ops += _forward(graph, op) or _backward(graph, op, number + len(ops)) or [op]
-    taken = sum(op.target in (FORWARD, GRAD_INPUT, GRAD_WEIGHT) for op in ops)
-    graph.ops = ops
+    taken = take_over(graph, _forward, _gradients)
     return f"{taken} depthwise convolutions and gradients are computed without oneDNN" if taken else None
 
 
-def _forward(graph: TrainingGraph, op: Op) -> list[Op] | None:
-    if op.target != _CONVOLUTION:
-        return None
+def _forward(graph: TrainingGraph, op: Op) -> Call | None:
     x, weight, bias, stride, padding = op.args[:5]
     output = graph.values[op.results[0]]
-    if not _is_depthwise(graph, x, weight, op.args[3:9]) or not _is_laid_out(output):
+    if not _is_depthwise(graph, x, weight, op.args[3:9]) or not is_image_result(output):
         return None
     if not _is_small(output, graph.values[weight.value], _OF_OUTPUT):
         return None
-    args = (x, weight, bias, list(stride), list(padding))
-    return [replace(op, target=FORWARD, args=args, reads=_reads(args))]
+    return Call(FORWARD, (x, weight, bias, list(stride), list(padding)))
 
 
-def _backward(graph: TrainingGraph, op: Op, number: int) -> list[Op] | None:
-    """The gradients that the operators take, and behind them what is left to oneDNN; None where that is all."""
-    if op.target != _CONVOLUTION_BACKWARD:
-        return None
+def _gradients(graph: TrainingGraph, op: Op) -> dict[int, Call]:
     gradient, x, weight = op.args[:3]
+    calls: dict[int, Call] = {}
     if not _is_depthwise(graph, x, weight, op.args[4:10]):
-        return None
+        return calls
     of_input, of_weight, _ = op.writes
     images, window, of_output = (graph.values[ref.value] for ref in (x, weight, gradient))
     geometry = [list(pair) for pair in op.args[4:6]]
-    calls: dict[int, tuple[str, tuple[Any, ...], int]] = {}
-    if of_input is not None and _is_laid_out(graph.values[of_input]) and _is_small(of_output, window, _OF_INPUT):
-        calls[0] = GRAD_INPUT, (gradient, weight, list(images.shape[2:]), *geometry), of_input
+    if of_input is not None and is_image_result(graph.values[of_input]) and _is_small(of_output, window, _OF_INPUT):
+        calls[0] = Call(GRAD_INPUT, (gradient, weight, list(images.shape[2:]), *geometry))
     if of_weight is not None and _is_small(of_output, window, _OF_WEIGHT):
         result = graph.values[of_weight]
         if same_layout(result.shape, contiguous_stride(result.shape), result.stride):
-            calls[1] = GRAD_WEIGHT, (gradient, x, list(window.shape[2:]), *geometry), of_weight
-    if not calls:
-        return None
-    made = []
-    for step, (target, args, result_index) in enumerate(calls.values()):
-        graph.values[result_index].producer = number + step
-        new = replace(op, index=number + step, target=target, args=args, reads=_reads(args), shape_reads=())
-        made.append(replace(new, writes=(result_index,)))
-    return [*made, *_left(graph, op, calls, number + len(made))]
-
-
-def _left(graph: TrainingGraph, op: Op, taken: Collection[int], number: int) -> list[Op]:
-    """The op without the gradients that are taken; a bias's alone is a sum."""
-    writes = tuple(None if position in taken else value for position, value in enumerate(op.writes))
-    of_bias = writes[2]
-    if writes[0] is None and writes[1] is None:
-        if of_bias is None:
-            return []
-        graph.values[of_bias].producer = number
-        args = (op.args[0], [0, 2, 3])
-        summed = replace(op, index=number, target="aten.sum.dim_IntList", args=args, reads=_reads(args), shape_reads=())
-        return [replace(summed, writes=(of_bias,))]
-    return [replace(op, args=(*op.args[:10], [value is not None for value in writes]), writes=writes)]
+            calls[1] = Call(GRAD_WEIGHT, (gradient, x, list(window.shape[2:]), *geometry))
+    return calls
 
 
 def _is_depthwise(graph: TrainingGraph, x: Ref, weight: Ref, geometry: Sequence[Any]) -> bool:
@@ -116,9 +77,8 @@ def _is_depthwise(graph: TrainingGraph, x: Ref, weight: Ref, geometry: Sequence[
         return False
     if any(each != 1 for each in dilation) or any(p >= k for p, k in zip(padding, window.shape[2:], strict=True)):
         return False
-    is_dense = is_contiguous(window.shape, window.stride) or counts_as_channels_last(window.shape, window.stride)
     fills_vectors = groups >= _FEWEST_CHANNELS and groups % _CHANNELS == 0
-    return fills_vectors and is_dense and _are_images(images) and window.dtype == "float32"
+    return fills_vectors and is_window(window) and are_images(images)
 
 
 def _is_small(output: Value, window: Value, most: Mapping[int, int]) -> bool:
@@ -130,16 +90,3 @@ def _is_small(output: Value, window: Value, most: Mapping[int, int]) -> bool:
     taps = math.prod(window.shape[2:])
     limit = next((products for elements, products in most.items() if taps <= elements), 0)
     return output.dtype == "float32" and math.prod(output.shape[1:]) * taps <= limit
-
-
-def _are_images(value: Value) -> bool:
-    return value.dtype == "float32" and counts_as_channels_last(value.shape, value.stride)
-
-
-def _is_laid_out(result: Value) -> bool:
-    """Whether a result lies as the operators lay it out."""
-    return same_layout(result.shape, channels_last_stride(result.shape), result.stride)
-
-
-def _reads(args: tuple[Any, ...]) -> tuple[int, ...]:
-    return tuple(dict.fromkeys(refs(args)))

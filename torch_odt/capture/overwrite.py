@@ -105,7 +105,16 @@ _IN_PLACE: dict[str, InPlace] = {
 }
 
 # They compute too much to be run again for little.
-_PRODUCTS = frozenset({"aten.convolution.default", "aten.addmm.default", "aten.mm.default", "aten.bmm.default"})
+_PRODUCTS = frozenset(
+    {
+        "aten.convolution.default",
+        "torch_odt.depthwise_conv2d.default",
+        "torch_odt.pointwise_conv2d.default",
+        "aten.addmm.default",
+        "aten.mm.default",
+        "aten.bmm.default",
+    }
+)
 # What may be overwritten in the forward pass: results of these, which no rematerializer brings back.
 _MAKERS = _PRODUCTS | frozenset(_IN_PLACE)
 # How much of an activation may be kept of what is computed from it, and could no longer be computed again.

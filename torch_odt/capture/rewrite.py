@@ -18,6 +18,7 @@ from torch_odt.capture.batch_norm_match import BATCH_NORM
 from torch_odt.capture.choose_layouts import choose_layouts
 from torch_odt.capture.decode_again import decode_again
 from torch_odt.capture.direct_depthwise import direct_depthwise
+from torch_odt.capture.direct_pointwise import direct_pointwise
 from torch_odt.capture.fold_batch_norm import fold_batch_norm
 from torch_odt.capture.fuse_batch_norm import FUSED, FUSED_NORMALIZE, fuse_batch_norm
 from torch_odt.capture.graph import Op, OutputKind, Ref, TrainingGraph, Value, map_refs, refs
@@ -347,6 +348,7 @@ REWRITES = {
         Rewrite(choose_layouts, is_exact=False),
         Rewrite(split_expansions, is_exact=False),
         Rewrite(direct_depthwise, is_exact=False, needs_kernels=True),
+        Rewrite(direct_pointwise, is_exact=False, needs_kernels=True),
         Rewrite(narrow_pool_indices, needs_kernels=True),
         Rewrite(mark_shape_reads),
         Rewrite(fuse_batch_norm, is_exact=False, needs_kernels=True),

@@ -53,25 +53,25 @@ std::vector<float> numbers(int64_t count, uint32_t seed) {
   return result;
 }
 
-struct Sums {
+struct ConvolutionSums {
   std::vector<double> output;
   std::vector<double> grad_input;
   std::vector<double> grad_taps;
 };
 
-struct Sample {
+struct Convolved {
   Depthwise conv;
   std::vector<float> input, taps, bias, gradient;
 
-  explicit Sample(const Depthwise& of)
+  explicit Convolved(const Depthwise& of)
       : conv(of),
         input(numbers(kSamples * of.rows.input * of.columns.input * of.channels, 1)),
         taps(numbers(of.taps() * of.channels, 2)),
         bias(numbers(of.channels, 3)),
         gradient(numbers(kSamples * of.rows.output * of.columns.output * of.channels, 4)) {}
 
-  Sums sums() const {
-    Sums found{
+  ConvolutionSums sums() const {
+    ConvolutionSums found{
         std::vector<double>(gradient.size()), std::vector<double>(input.size()), std::vector<double>(taps.size())};
     for (int64_t row = 0; row < kSamples * conv.rows.output; ++row) {
       for (int64_t column = 0; column < conv.columns.output; ++column) {
@@ -84,7 +84,7 @@ struct Sample {
   }
 
  private:
-  void add_window(int64_t sample, int64_t row, int64_t column, int64_t channel, Sums& found) const {
+  void add_window(int64_t sample, int64_t row, int64_t column, int64_t channel, ConvolutionSums& found) const {
     const auto at = static_cast<size_t>(
         ((sample * conv.rows.output + row) * conv.columns.output + column) * conv.channels + channel);
     found.output[at] = bias[static_cast<size_t>(channel)];
@@ -120,8 +120,8 @@ std::vector<float> room_for(size_t count) {
 
 TEST(depthwise_sums_of_each_window) {
   for (const Depthwise& conv : convolutions()) {
-    const Sample sample(conv);
-    const Sums exact = sample.sums();
+    const Convolved sample(conv);
+    const ConvolutionSums exact = sample.sums();
     auto output = room_for(sample.gradient.size());
     auto grad_input = room_for(sample.input.size());
     auto grad_taps = room_for(sample.taps.size());
@@ -140,7 +140,7 @@ TEST(depthwise_sums_of_each_window) {
 
 TEST(depthwise_parts_have_the_bits_of_the_whole) {
   for (const Depthwise& conv : convolutions()) {
-    const Sample sample(conv);
+    const Convolved sample(conv);
     const int64_t rows = kSamples * conv.rows.output;
     auto whole = room_for(sample.gradient.size());
     auto parts = room_for(sample.gradient.size());

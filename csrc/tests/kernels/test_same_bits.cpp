@@ -9,6 +9,7 @@
 #include "../../kernels/bernoulli.h"
 #include "../../kernels/bits.h"
 #include "../../kernels/depthwise.h"
+#include "../../kernels/matrix_product.h"
 #include "../../kernels/isa.h"
 #include "backward_pass.h"
 
@@ -107,15 +108,16 @@ void add_draws(Digest& digest) {
   digest.add(mask);
 }
 
+std::vector<float> numbers(int64_t count) {
+  std::vector<float> result(static_cast<size_t>(count));
+  for (size_t i = 0; i < result.size(); ++i) {
+    result[i] = static_cast<float>(static_cast<uint32_t>(i) * 2654435761U) / 4e9F - 0.5F;
+  }
+  return result;
+}
+
 void add_depthwise(Digest& digest) {
   constexpr int64_t kSize = 12;
-  const auto numbers = [](int64_t count) {
-    std::vector<float> result(static_cast<size_t>(count));
-    for (size_t i = 0; i < result.size(); ++i) {
-      result[i] = static_cast<float>(static_cast<uint32_t>(i) * 2654435761U) / 4e9F - 0.5F;
-    }
-    return result;
-  };
   for (const int64_t channels : {3, 22, 40}) {
     const kernels::WindowAxis rows{kSize, kSize / 2, 3, 2, 1, 1};
     const kernels::WindowAxis columns{kSize, kSize, 5, 1, 2, 1};
@@ -132,6 +134,30 @@ void add_depthwise(Digest& digest) {
     digest.add(output);
     digest.add(grad_input);
     digest.add(grad_taps);
+  }
+}
+
+void add_matrix_products(Digest& digest) {
+  constexpr int64_t kRows = 21;
+  constexpr int64_t kSteps = 150;
+  constexpr int64_t kColumns = 61;
+  const std::vector<float> left = numbers(kRows * kSteps);
+  const std::vector<float> right = numbers(kSteps * kColumns);
+  for (const bool is_transposed : {false, true}) {
+    std::vector<float> result(static_cast<size_t>(kRows * kColumns));
+    const kernels::MatrixProduct product{
+        .left = left.data(),
+        .left_row = kSteps,
+        .left_step = 1,
+        .right = right.data(),
+        .right_line = is_transposed ? kSteps : kColumns,
+        .right_is_transposed = is_transposed,
+        .steps = kSteps,
+        .start = right.data(),
+        .result = result.data(),
+        .result_row = kColumns};
+    kernels::multiply(product, {0, kRows, 0, kColumns});
+    digest.add(result);
   }
 }
 
@@ -164,6 +190,7 @@ TEST(everything_that_is_compiled_for_each_set_has_a_digest) {
   });
   add_draws(digest);
   add_depthwise(digest);
+  add_matrix_products(digest);
   const char* const with = has_fused_multiply_adds() ? "with" : "without";
   std::printf("digest of a set %s fused multiply-adds: %016" PRIx64 "\n", with, digest.value);
 }

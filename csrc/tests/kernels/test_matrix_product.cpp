@@ -1,0 +1,160 @@
+// Products of matrices, against sums in double: any sizes, either matrix in either order, however the work is cut, and
+// nothing beside what is written.
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "../../kernels/matrix_product.h"
+#include "samples.h"
+
+namespace torch_odt::tests {
+namespace {
+
+using kernels::MatrixBlock;
+using kernels::MatrixProduct;
+
+constexpr float kUntouched = 12345.0F;
+// Between the lines of each matrix.
+constexpr int64_t kGap = 3;
+
+struct Lengths {
+  int64_t rows;
+  int64_t steps;
+  int64_t columns;
+};
+
+// Fewer and more than are computed at once of each, none among them.
+const Lengths kLengths[] = {
+    {1, 1, 1},
+    {3, 5, 7},
+    {4, 128, 16},
+    {9, 130, 33},
+    {13, 17, 70},
+    {260, 3, 24},
+    {20, 300, 47},
+    {5, 0, 18},
+    {8, 64, 32}};
+
+float product_number(int64_t place) {
+  return static_cast<float>(static_cast<uint32_t>(place) * 2654435761U) / 4e9F - 0.5F;
+}
+
+struct Multiplied {
+  Lengths size;
+  bool left_is_transposed;
+  bool right_is_transposed;
+  std::vector<float> left;
+  std::vector<float> right;
+  std::vector<float> start;
+
+  Multiplied(const Lengths& of, bool left_transposed, bool right_transposed)
+      : size(of), left_is_transposed(left_transposed), right_is_transposed(right_transposed) {
+    const auto fill = [](std::vector<float>& numbers, int64_t count, int64_t seed) {
+      for (int64_t i = 0; i < count; ++i) {
+        numbers.push_back(product_number(seed + i));
+      }
+    };
+    fill(left, std::max(size.rows, size.steps) * left_line(), 1);
+    fill(right, std::max(size.columns, size.steps) * right_line(), 100003);
+    fill(start, size.columns, 700001);
+  }
+
+  int64_t left_line() const {
+    return (left_is_transposed ? size.rows : size.steps) + kGap;
+  }
+  int64_t right_line() const {
+    return (right_is_transposed ? size.steps : size.columns) + kGap;
+  }
+  int64_t result_line() const {
+    return size.columns + kGap;
+  }
+
+  MatrixProduct product(float* result, bool with_start = true) const {
+    return {
+        .left = left.data(),
+        .left_row = left_is_transposed ? 1 : left_line(),
+        .left_step = left_is_transposed ? left_line() : 1,
+        .right = right.data(),
+        .right_line = right_line(),
+        .right_is_transposed = right_is_transposed,
+        .steps = size.steps,
+        .start = with_start ? start.data() : nullptr,
+        .result = result,
+        .result_row = result_line()};
+  }
+
+  double exact(const MatrixProduct& product, int64_t row, int64_t column) const {
+    double sum = product.start == nullptr ? 0.0 : start[static_cast<size_t>(column)];
+    for (int64_t step = 0; step < size.steps; ++step) {
+      const int64_t at =
+          right_is_transposed ? column * product.right_line + step : step * product.right_line + column;
+      sum += static_cast<double>(product.left[row * product.left_row + step * product.left_step]) * product.right[at];
+    }
+    return sum;
+  }
+
+  std::vector<float> room() const {
+    return std::vector<float>(static_cast<size_t>(size.rows * result_line()), kUntouched);
+  }
+};
+
+template <typename Function>
+void for_each_product(const Function& function) {
+  for (const Lengths& size : kLengths) {
+    for (const bool left : {false, true}) {
+      for (const bool right : {false, true}) {
+        const Context context(
+            std::to_string(size.rows) + " x " + std::to_string(size.steps) + " x " + std::to_string(size.columns) +
+            (left ? ", left transposed" : "") + (right ? ", right transposed" : ""));
+        function(Multiplied(size, left, right));
+      }
+    }
+  }
+}
+
+TEST(matrix_products_are_sums_and_nothing_else_is_written) {
+  for_each_product([](const Multiplied& sample) {
+    for (const bool with_start : {true, false}) {
+      std::vector<float> result = sample.room();
+      const MatrixProduct product = sample.product(result.data(), with_start);
+      kernels::multiply(product, {0, sample.size.rows, 0, sample.size.columns});
+      double furthest = 0;
+      bool is_untouched = true;
+      for (int64_t row = 0; row < sample.size.rows; ++row) {
+        for (int64_t column = 0; column < sample.result_line(); ++column) {
+          const float found = result[static_cast<size_t>(row * sample.result_line() + column)];
+          if (column < sample.size.columns) {
+            furthest = std::max(furthest, std::abs(found - sample.exact(product, row, column)));
+          } else {
+            is_untouched = is_untouched && found == kUntouched;
+          }
+        }
+      }
+      CHECK_NEAR(furthest, 0.0, 1e-4);
+      CHECK(is_untouched);
+    }
+  });
+}
+
+TEST(parts_of_matrix_products_have_the_bits_of_the_whole) {
+  for_each_product([](const Multiplied& sample) {
+    std::vector<float> whole = sample.room();
+    std::vector<float> parts = sample.room();
+    kernels::multiply(sample.product(whole.data()), {0, sample.size.rows, 0, sample.size.columns});
+    const MatrixProduct product = sample.product(parts.data());
+    for (int64_t row = 0; row < sample.size.rows; row += 7) {
+      for (int64_t column = 0; column < sample.size.columns; column += 11) {
+        const MatrixBlock block{
+            row, std::min(row + 7, sample.size.rows), column, std::min(column + 11, sample.size.columns)};
+        kernels::multiply(product, block);
+      }
+    }
+    CHECK(whole == parts);
+  });
+}
+
+} // namespace
+} // namespace torch_odt::tests

@@ -1,0 +1,151 @@
+"""Pointwise convolutions and their gradients, against float64's: every layout and number of channels, any threads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from torch_odt._extensions import has_kernels
+from torch_odt.ops import pointwise, pointwise_conv2d, pointwise_conv2d_grad_input, pointwise_conv2d_grad_weight
+
+odt = torch.ops.torch_odt
+Operators = tuple[Callable[..., Tensor], Callable[..., Tensor], Callable[..., Tensor]]
+COMPILED: Operators = (pointwise_conv2d, pointwise_conv2d_grad_input, pointwise_conv2d_grad_weight)
+PLAIN: Operators = (pointwise._in_torch, pointwise._grad_input_in_torch, pointwise._grad_weight_in_torch)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A convolution: images, weight, bias and the gradient of the output."""
+
+    x: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    gradient: Tensor
+
+
+def make_case(shape: tuple[int, int, int, int], outputs: int, with_bias: bool = True) -> Case:
+    generator = torch.Generator().manual_seed(sum(shape))
+    samples, inputs, *size = shape
+    sizes = shape, (outputs, inputs, 1, 1), (outputs,), (samples, outputs, *size)
+    x, weight, bias, gradient = (torch.randn(each, generator=generator) for each in sizes)
+    return Case(x, weight, bias if with_bias else None, gradient)
+
+
+def expected(case: Case) -> tuple[Tensor, Tensor, Tensor]:
+    """Output and gradients in float64."""
+    x, weight = (tensor.double().requires_grad_() for tensor in (case.x, case.weight))
+    output = torch.conv2d(x, weight, None if case.bias is None else case.bias.double())
+    return output.detach(), *torch.autograd.grad(output, (x, weight), case.gradient.double())
+
+
+def computed(case: Case, operators: Operators) -> tuple[Tensor, Tensor, Tensor]:
+    forward, grad_input, grad_weight = operators
+    return (
+        forward(case.x, case.weight, case.bias),
+        grad_input(case.gradient, case.weight),
+        grad_weight(case.gradient, case.x),
+    )
+
+
+def assert_right(case: Case, operators: Operators = COMPILED) -> None:
+    for ours, theirs in zip(computed(case, operators), expected(case), strict=True):
+        # Sums of n products are off by the size of their terms.
+        torch.testing.assert_close(ours.double(), theirs, rtol=1e-5, atol=2e-6 * max(1.0, float(theirs.abs().max())))
+
+
+@pytest.mark.parametrize("operators", [COMPILED, PLAIN], ids=["compiled", "plain"])
+@pytest.mark.parametrize("outputs", [1, 8, 24, 100])
+@pytest.mark.parametrize("inputs", [1, 7, 40, 300])
+def test_output_and_gradients(operators: Operators, inputs: int, outputs: int) -> None:
+    for with_bias in (True, False):
+        assert_right(make_case((2, inputs, 12, 11), outputs, with_bias), operators)
+
+
+@given(
+    inputs=st.integers(1, 140),
+    outputs=st.integers(1, 70),
+    size=st.tuples(st.integers(1, 13), st.integers(1, 13)),
+    samples=st.integers(0, 3),
+    with_bias=st.booleans(),
+)
+def test_any_shape(inputs: int, outputs: int, size: tuple[int, int], samples: int, with_bias: bool) -> None:
+    case = make_case((samples, inputs, *size), outputs, with_bias)
+    if samples:
+        assert_right(case)
+    else:
+        output, grad_input, grad_weight = computed(case, COMPILED)
+        assert output.shape == (0, outputs, *size) and grad_input.shape == case.x.shape
+        assert torch.equal(grad_weight, torch.zeros_like(case.weight))
+
+
+@pytest.mark.skipif(not has_kernels, reason="plain torch sums up as oneDNN does")
+@pytest.mark.parametrize("outputs", [16, 1000])
+def test_threads_and_layouts_change_no_bit(threads: int, outputs: int) -> None:
+    case = make_case((3, 67, 20, 20), outputs)
+    first = computed(case, COMPILED)
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    alone = computed(case, COMPILED)
+    torch.set_num_threads(before)
+    laid_out = Case(
+        case.x.contiguous(memory_format=torch.channels_last),
+        case.weight.transpose(0, 1).contiguous().transpose(0, 1),
+        torch.stack([case.bias, case.bias], 1)[:, 0],  # type: ignore[list-item]
+        torch.cat([case.gradient, case.gradient], 1)[:, :outputs],
+    )
+    for one, other, another in zip(first, alone, computed(laid_out, COMPILED), strict=True):
+        assert torch.equal(one, other) and torch.equal(one, another)
+
+
+def test_samples_do_not_depend_on_their_batch() -> None:
+    case = make_case((4, 24, 9, 9), 40)
+    output, grad_input, _ = computed(case, COMPILED)
+    for i in range(4):
+        one = Case(case.x[i : i + 1], case.weight, case.bias, case.gradient[i : i + 1])
+        own, own_gradient, _ = computed(one, COMPILED)
+        if has_kernels:
+            assert torch.equal(own[0], output[i]) and torch.equal(own_gradient[0], grad_input[i])
+        else:
+            torch.testing.assert_close(own[0], output[i])
+
+
+def test_results_are_laid_out_as_traces_say() -> None:
+    for size in ((7, 6), (1, 1)):
+        case = make_case((2, 5, *size), 3)
+        for operator, arguments in (
+            (odt.pointwise_conv2d, (case.x, case.weight, case.bias)),
+            (odt.pointwise_conv2d_grad_input, (case.gradient, case.weight)),
+            (odt.pointwise_conv2d_grad_weight, (case.gradient, case.x)),
+        ):
+            torch.library.opcheck(operator.default, arguments, test_utils=("test_schema", "test_faketensor"))
+
+
+@pytest.mark.parametrize("operators", [COMPILED, PLAIN], ids=["compiled", "plain"])
+def test_bad_input_is_refused(operators: Operators) -> None:
+    forward, grad_input, grad_weight = operators
+    x, weight, gradient = torch.ones(1, 4, 5, 5), torch.ones(6, 4, 1, 1), torch.ones(1, 6, 5, 5)
+    for arguments in (
+        (x.double(), weight, None),
+        (x, weight.double(), None),
+        (x[0], weight, None),
+        (x, weight[..., 0], None),
+        (x, torch.ones(6, 3, 1, 1), None),
+        (x, torch.ones(6, 4, 1, 2), None),
+        (x, weight, torch.ones(4)),
+        (x, weight, torch.ones(6).double()),
+    ):
+        with pytest.raises(RuntimeError):
+            forward(*arguments)
+    for one, other in ((gradient, torch.ones(4, 4, 1, 1)), (gradient.double(), weight), (gradient, weight[..., 0])):
+        with pytest.raises(RuntimeError):
+            grad_input(one, other)
+    for one, other in ((gradient[..., 1:], x), (gradient, x.double()), (torch.ones(2, 6, 5, 5), x), (gradient[0], x)):
+        with pytest.raises(RuntimeError):
+            grad_weight(one, other)

@@ -1,0 +1,83 @@
+"""Convolutions of small images with windows of one element are computed at once.
+
+oneDNN compiles and keeps kernels for some shapes and hands others to MKL, which copies large weights whole and keeps
+the room; of small images all that takes as long as the sums. `torch_odt.ops.pointwise_conv2d` does the sums alone. They
+are added up in another order, so that results agree within rounding.
+
+The larger the images and the batch, the less is gained; all sizes of micro-batches have to be computed alike.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from torch_odt.capture.direct_convolutions import Call, are_images, is_image_result, is_window, take_over
+from torch_odt.capture.graph import Op, Ref, TrainingGraph, Value
+from torch_odt.capture.strides import contiguous_stride, same_layout
+
+FORWARD = "torch_odt.pointwise_conv2d.default"
+GRAD_INPUT = "torch_odt.pointwise_conv2d_grad_input.default"
+GRAD_WEIGHT = "torch_odt.pointwise_conv2d_grad_weight.default"
+# Products of a sample up to which an operator is taken.
+_OF_OUTPUT = 1 << 24
+_OF_INPUT = 1 << 24
+_OF_WEIGHT = 1 << 24
+# Half a vector.
+_CHANNELS = 8
+
+
+def direct_pointwise(graph: TrainingGraph) -> str | None:
+    """Pointwise convolutions of small images in channels_last, and their gradients, by operators of this package."""
+    taken = take_over(graph, _forward, _gradients)
+    return f"{taken} pointwise convolutions and gradients are computed without oneDNN" if taken else None
+
+
+def _forward(graph: TrainingGraph, op: Op) -> Call | None:
+    x, weight, bias = op.args[:3]
+    output = graph.values[op.results[0]]
+    if not _is_pointwise(graph, x, weight, op.args[3:9]) or not is_image_result(output):
+        return None
+    return Call(FORWARD, (x, weight, bias)) if _products(output, graph.values[x.value]) <= _OF_OUTPUT else None
+
+
+def _gradients(graph: TrainingGraph, op: Op) -> dict[int, Call]:
+    gradient, x, weight = op.args[:3]
+    calls: dict[int, Call] = {}
+    if not _is_pointwise(graph, x, weight, op.args[4:10]):
+        return calls
+    of_input, of_weight, _ = op.writes
+    products = _products(graph.values[gradient.value], graph.values[x.value])
+    if of_input is not None and is_image_result(graph.values[of_input]) and products <= _OF_INPUT:
+        calls[0] = Call(GRAD_INPUT, (gradient, weight))
+    if of_weight is not None and products <= _OF_WEIGHT:
+        result = graph.values[of_weight]
+        if same_layout(result.shape, contiguous_stride(result.shape), result.stride):
+            calls[1] = Call(GRAD_WEIGHT, (gradient, x))
+    return calls
+
+
+def _is_pointwise(graph: TrainingGraph, x: Ref, weight: Ref, geometry: Sequence[Any]) -> bool:
+    """Whether the operators take a convolution, whatever its size.
+
+    Args:
+        geometry: stride, padding, dilation, whether it is transposed, output padding and groups.
+    """
+    images, window = graph.values[x.value], graph.values[weight.value]
+    stride, padding, _, is_transposed, _, groups = geometry
+    if len(images.shape) != 4 or is_transposed or groups != 1 or window.shape[2:] != (1, 1):
+        return False
+    if any(step != 1 for step in stride) or any(padding):
+        return False
+    fills_vectors = all(channels % _CHANNELS == 0 for channels in window.shape[:2])
+    return fills_vectors and is_window(window) and are_images(images)
+
+
+def _products(output: Value, images: Value) -> int:
+    """Of a sample.
+
+    Args:
+        output: of the convolution, or the gradient of that.
+    """
+    return math.prod(output.shape[1:]) * images.shape[1]
