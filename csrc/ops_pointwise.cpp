@@ -18,17 +18,72 @@ using namespace torch_odt;
 constexpr char kForward[] = "pointwise_conv2d";
 constexpr char kGradInput[] = "pointwise_conv2d_grad_input";
 constexpr char kGradWeight[] = "pointwise_conv2d_grad_weight";
+constexpr char kStored[] = "stored_pointwise_conv2d";
+constexpr char kStoredGradInput[] = "stored_pointwise_conv2d_grad_input";
 // What a thread computes at once: tiles of the kernel are 8 by 32 at most.
 constexpr int64_t kRowBlock = 32;
 constexpr int64_t kColumnBlock = 32;
 // Products below which a thread costs more than it saves.
 constexpr int64_t kGrainProducts = 1 << 18;
 
-void check_weight(const char* name, const Tensor& weight) {
-  check_images(name, weight, "weight");
+void check_shape(const char* name, const Tensor& weight) {
   STD_TORCH_CHECK(
-      weight.size(2) == 1 && weight.size(3) == 1, name, ": weight must have the shape (outputs, inputs, 1, 1)");
+      weight.is_cpu() && weight.dim() == 4 && weight.size(2) == 1 && weight.size(3) == 1,
+      name,
+      ": weight must be a CPU tensor of the shape (outputs, inputs, 1, 1)");
 }
+
+// A weight: numbers, or codes of 8 bits with a scale for each output.
+class Window {
+ public:
+  Window(const char* name, const Tensor& weight)
+      : lines_(as_contiguous(weight)), scales_(lines_), outputs_(0), inputs_(0), has_codes_(false) {
+    check_shape(name, weight);
+    check_images(name, weight, "weight");
+    outputs_ = weight.size(0);
+    inputs_ = weight.size(1);
+  }
+  Window(const char* name, const Tensor& codes, const Tensor& scale)
+      : lines_(as_contiguous(codes)), scales_(as_contiguous(scale)), outputs_(0), inputs_(0), has_codes_(true) {
+    check_shape(name, codes);
+    STD_TORCH_CHECK(codes.scalar_type() == ScalarType::Char, name, ": codes must be int8");
+    outputs_ = codes.size(0);
+    inputs_ = codes.size(1);
+    STD_TORCH_CHECK(
+        scale.is_cpu() && scale.scalar_type() == ScalarType::Float && scale.numel() == outputs_,
+        name,
+        ": scale must be a float32 CPU tensor with one number for each output");
+  }
+
+  int64_t outputs() const {
+    return outputs_;
+  }
+  int64_t inputs() const {
+    return inputs_;
+  }
+  kernels::MatrixProduct product(const Tensor& pixels, bool is_transposed, const float* start, Tensor& result) const {
+    return {
+        .left = data_of<float>(pixels),
+        .left_row = pixels.size(1),
+        .left_step = 1,
+        .right = has_codes_ ? nullptr : data_of<float>(lines_),
+        .codes = has_codes_ ? data_of<int8_t>(lines_) : nullptr,
+        .scales = has_codes_ ? data_of<float>(scales_) : nullptr,
+        .right_line = inputs_,
+        .right_is_transposed = is_transposed,
+        .steps = pixels.size(1),
+        .start = start,
+        .result = mutable_data_of<float>(result),
+        .result_row = result.size(1)};
+  }
+
+ private:
+  Tensor lines_;
+  Tensor scales_;
+  int64_t outputs_;
+  int64_t inputs_;
+  bool has_codes_;
+};
 
 int64_t pixels_of(const Tensor& images) {
   return images.size(0) * images.size(2) * images.size(3);
@@ -54,56 +109,46 @@ void multiply_in_parallel(const kernels::MatrixProduct& product, int64_t rows, i
   });
 }
 
-Tensor pointwise_conv2d(const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias) {
-  check_images(kForward, input, "input");
-  check_weight(kForward, weight);
-  const int64_t outputs = weight.size(0);
-  const int64_t inputs = weight.size(1);
-  STD_TORCH_CHECK(input.size(1) == inputs, kForward, ": weight must have as many inputs as the images have channels");
-  check_bias(kForward, bias, outputs);
+Tensor forward(const char* name, const Tensor& input, const Window& window, const std::optional<Tensor>& bias) {
+  check_images(name, input, "input");
+  STD_TORCH_CHECK(
+      input.size(1) == window.inputs(), name, ": weight must have as many inputs as the images have channels");
+  check_bias(name, bias, window.outputs());
   const Tensor images = as_channels_last(input);
-  const Tensor lines = as_contiguous(weight);
   // Without a bias any tensor: GCC takes an empty optional for one that is read.
-  const Tensor added = bias ? as_contiguous(*bias) : weight;
-  Tensor output = empty_channels_last(with_channels(input, outputs), ScalarType::Float, input);
-  const kernels::MatrixProduct product{
-      .left = data_of<float>(images),
-      .left_row = inputs,
-      .left_step = 1,
-      .right = data_of<float>(lines),
-      .right_line = inputs,
-      .right_is_transposed = true,
-      .steps = inputs,
-      .start = bias ? data_of<float>(added) : nullptr,
-      .result = mutable_data_of<float>(output),
-      .result_row = outputs};
-  multiply_in_parallel(product, pixels_of(input), outputs);
+  const Tensor added = bias ? as_contiguous(*bias) : images;
+  Tensor output = empty_channels_last(with_channels(input, window.outputs()), ScalarType::Float, input);
+  const auto product = window.product(images, true, bias ? data_of<float>(added) : nullptr, output);
+  multiply_in_parallel(product, pixels_of(input), window.outputs());
   return output;
 }
 
-Tensor pointwise_conv2d_grad_input(const Tensor& grad_output, const Tensor& weight) {
-  check_images(kGradInput, grad_output, "grad_output");
-  check_weight(kGradInput, weight);
-  const int64_t outputs = weight.size(0);
-  const int64_t inputs = weight.size(1);
+Tensor gradient_of_input(const char* name, const Tensor& grad_output, const Window& window) {
+  check_images(name, grad_output, "grad_output");
   STD_TORCH_CHECK(
-      grad_output.size(1) == outputs, kGradInput, ": weight must have as many outputs as grad_output has channels");
+      grad_output.size(1) == window.outputs(), name, ": weight must have as many outputs as grad_output has channels");
   const Tensor gradient = as_channels_last(grad_output);
-  const Tensor lines = as_contiguous(weight);
-  Tensor grad_input = empty_channels_last(with_channels(grad_output, inputs), ScalarType::Float, grad_output);
-  const kernels::MatrixProduct product{
-      .left = data_of<float>(gradient),
-      .left_row = outputs,
-      .left_step = 1,
-      .right = data_of<float>(lines),
-      .right_line = inputs,
-      .right_is_transposed = false,
-      .steps = outputs,
-      .start = nullptr,
-      .result = mutable_data_of<float>(grad_input),
-      .result_row = inputs};
-  multiply_in_parallel(product, pixels_of(grad_output), inputs);
+  Tensor grad_input = empty_channels_last(with_channels(grad_output, window.inputs()), ScalarType::Float, grad_output);
+  const auto product = window.product(gradient, false, nullptr, grad_input);
+  multiply_in_parallel(product, pixels_of(grad_output), window.inputs());
   return grad_input;
+}
+
+Tensor pointwise_conv2d(const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias) {
+  return forward(kForward, input, Window(kForward, weight), bias);
+}
+
+Tensor pointwise_conv2d_grad_input(const Tensor& grad_output, const Tensor& weight) {
+  return gradient_of_input(kGradInput, grad_output, Window(kGradInput, weight));
+}
+
+Tensor stored_pointwise_conv2d(
+    const Tensor& input, const Tensor& codes, const Tensor& scale, const std::optional<Tensor>& bias) {
+  return forward(kStored, input, Window(kStored, codes, scale), bias);
+}
+
+Tensor stored_pointwise_conv2d_grad_input(const Tensor& grad_output, const Tensor& codes, const Tensor& scale) {
+  return gradient_of_input(kStoredGradInput, grad_output, Window(kStoredGradInput, codes, scale));
 }
 
 Tensor pointwise_conv2d_grad_weight(const Tensor& grad_output, const Tensor& input) {
@@ -123,6 +168,8 @@ Tensor pointwise_conv2d_grad_weight(const Tensor& grad_output, const Tensor& inp
       .left_row = 1,
       .left_step = outputs,
       .right = data_of<float>(images),
+      .codes = nullptr,
+      .scales = nullptr,
       .right_line = inputs,
       .right_is_transposed = false,
       .steps = pixels_of(input),
@@ -139,10 +186,14 @@ STABLE_TORCH_LIBRARY_FRAGMENT(torch_odt, m) {
   m.def("pointwise_conv2d(Tensor input, Tensor weight, Tensor? bias) -> Tensor");
   m.def("pointwise_conv2d_grad_input(Tensor grad_output, Tensor weight) -> Tensor");
   m.def("pointwise_conv2d_grad_weight(Tensor grad_output, Tensor input) -> Tensor");
+  m.def("stored_pointwise_conv2d(Tensor input, Tensor codes, Tensor scale, Tensor? bias) -> Tensor");
+  m.def("stored_pointwise_conv2d_grad_input(Tensor grad_output, Tensor codes, Tensor scale) -> Tensor");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(torch_odt, CPU, m) {
   m.impl("pointwise_conv2d", TORCH_BOX(&pointwise_conv2d));
   m.impl("pointwise_conv2d_grad_input", TORCH_BOX(&pointwise_conv2d_grad_input));
   m.impl("pointwise_conv2d_grad_weight", TORCH_BOX(&pointwise_conv2d_grad_weight));
+  m.impl("stored_pointwise_conv2d", TORCH_BOX(&stored_pointwise_conv2d));
+  m.impl("stored_pointwise_conv2d_grad_input", TORCH_BOX(&stored_pointwise_conv2d_grad_input));
 }

@@ -81,13 +81,35 @@ TORCH_ODT_INLINE void add_rows(const Terms& terms, int64_t rows) {
   }
 }
 
+using Four = FloatVector<16>;
+
+// Neighbours of a line: numbers, or codes times the line's scale.
+TORCH_ODT_INLINE Four::Type four_of(const float* from, const float* /*scales*/, int64_t /*index*/) {
+  return Four::load(from);
+}
+TORCH_ODT_INLINE Four::Type four_of(const int8_t* from, const float* scales, int64_t index) {
+  const Four::Type numbers{
+      static_cast<float>(from[0]),
+      static_cast<float>(from[1]),
+      static_cast<float>(from[2]),
+      static_cast<float>(from[3])};
+  return numbers * scales[index];
+}
+TORCH_ODT_INLINE float one_of(const float* from, const float* /*scales*/, int64_t /*index*/) {
+  return *from;
+}
+TORCH_ODT_INLINE float one_of(const int8_t* from, const float* scales, int64_t index) {
+  return static_cast<float>(*from) * scales[index];
+}
+
 // Four lines of four numbers, turned.
-TORCH_ODT_INLINE void turn_four(const float* from, int64_t line, float* to, int64_t columns) {
-  using Four = FloatVector<16>;
-  const auto a = Four::load(from);
-  const auto b = Four::load(from + line);
-  const auto c = Four::load(from + 2 * line);
-  const auto d = Four::load(from + 3 * line);
+template <typename Number>
+TORCH_ODT_INLINE void turn_four(
+    const Number* from, int64_t line, const float* scales, int64_t index, float* to, int64_t columns) {
+  const auto a = four_of(from, scales, index);
+  const auto b = four_of(from + line, scales, index + 1);
+  const auto c = four_of(from + 2 * line, scales, index + 2);
+  const auto d = four_of(from + 3 * line, scales, index + 3);
   const auto ab_low = TORCH_ODT_SHUFFLE(a, b, 0, 4, 1, 5);
   const auto cd_low = TORCH_ODT_SHUFFLE(c, d, 0, 4, 1, 5);
   const auto ab_high = TORCH_ODT_SHUFFLE(a, b, 2, 6, 3, 7);
@@ -99,21 +121,51 @@ TORCH_ODT_INLINE void turn_four(const float* from, int64_t line, float* to, int6
 }
 
 // Lines of a transposed matrix, side by side: to[step * kColumns + column] = from[column * line + step].
-template <int64_t kColumns>
-TORCH_ODT_INLINE void bring_into_order(const float* from, int64_t line, int64_t steps, float* to) {
+template <int64_t kColumns, typename Number>
+TORCH_ODT_INLINE void turn_lines(const Number* from, int64_t line, const float* scales, int64_t steps, float* to) {
   int64_t step = 0;
   if constexpr (kColumns % 4 == 0) {
     for (; step + 4 <= steps; step += 4) {
       for (int64_t column = 0; column < kColumns; column += 4) {
-        turn_four(from + column * line + step, line, to + step * kColumns + column, kColumns);
+        turn_four(from + column * line + step, line, scales, column, to + step * kColumns + column, kColumns);
       }
     }
   }
   for (; step < steps; ++step) {
     for (int64_t column = 0; column < kColumns; ++column) {
-      to[step * kColumns + column] = from[column * line + step];
+      to[step * kColumns + column] = one_of(from + column * line + step, scales, column);
     }
   }
+}
+
+template <int64_t kColumns>
+TORCH_ODT_INLINE void decode_lines(
+    const int8_t* codes, int64_t line, const float* scales, int64_t steps, float* to) {
+  for (int64_t step = 0; step < steps; ++step) {
+    for (int64_t column = 0; column < kColumns; ++column) {
+      to[step * kColumns + column] = one_of(codes + step * line + column, scales, step);
+    }
+  }
+}
+
+// The right-hand side of some steps and columns: where it lies, or as numbers of `in_order`.
+template <int64_t kColumns>
+TORCH_ODT_INLINE const float* right_of(
+    const MatrixProduct& product, int64_t step, int64_t steps, int64_t column, float* in_order) {
+  const int64_t line = product.right_line;
+  const int64_t across = column * line + step;
+  const int64_t along = step * line + column;
+  if (product.right != nullptr && !product.right_is_transposed) {
+    return product.right + along;
+  }
+  if (product.right != nullptr) {
+    turn_lines<kColumns>(product.right + across, line, nullptr, steps, in_order);
+  } else if (product.right_is_transposed) {
+    turn_lines<kColumns>(product.codes + across, line, product.scales + column, steps, in_order);
+  } else {
+    decode_lines<kColumns>(product.codes + along, line, product.scales + step, steps, in_order);
+  }
+  return in_order;
 }
 
 // All rows of as many columns as `kVectors` hold, some steps at a time: their lines stay close until no row needs them.
@@ -123,13 +175,13 @@ TORCH_ODT_INLINE void multiply_columns(const MatrixProduct& product, const Matri
   alignas(64) float in_order[kStepsAtOnce * kColumns];
   const float* const left = product.left + block.first_row * product.left_row;
   float* const result = product.result + block.first_row * product.result_row + column;
-  const int64_t line = product.right_line;
+  const bool is_in_place = product.right != nullptr && !product.right_is_transposed;
   Terms terms{
       .left = left,
       .left_row = product.left_row,
       .left_step = product.left_step,
       .right = in_order,
-      .right_step = product.right_is_transposed ? kColumns : line,
+      .right_step = is_in_place ? product.right_line : kColumns,
       .steps = 0,
       .start = product.start == nullptr ? nullptr : product.start + column,
       .start_row = 0,
@@ -140,11 +192,7 @@ TORCH_ODT_INLINE void multiply_columns(const MatrixProduct& product, const Matri
   do {
     terms.steps = std::min(kStepsAtOnce, product.steps - step);
     terms.left = left + step * product.left_step;
-    if (product.right_is_transposed) {
-      bring_into_order<kColumns>(product.right + column * line + step, line, terms.steps, in_order);
-    } else {
-      terms.right = product.right + step * line + column;
-    }
+    terms.right = right_of<kColumns>(product, step, terms.steps, column, in_order);
     add_rows<kBytes, kVectors>(terms, block.last_row - block.first_row);
     terms.start = result;
     terms.start_row = product.result_row;

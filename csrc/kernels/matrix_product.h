@@ -13,7 +13,10 @@ struct MatrixProduct {
   int64_t left_row;
   int64_t left_step;
   // right(step, column) is right[step * right_line + column], or right[column * right_line + step] if it is transposed.
+  // Without `right` it is the number of `codes` at that place times the scale of its line.
   const float* right;
+  const int8_t* codes;
+  const float* scales;
   int64_t right_line;
   bool right_is_transposed;
   int64_t steps;

@@ -12,7 +12,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from torch_odt._extensions import has_kernels
-from torch_odt.ops import pointwise, pointwise_conv2d, pointwise_conv2d_grad_input, pointwise_conv2d_grad_weight
+from torch_odt.ops import (
+    pointwise,
+    pointwise_conv2d,
+    pointwise_conv2d_grad_input,
+    pointwise_conv2d_grad_weight,
+    stored_pointwise_conv2d,
+    stored_pointwise_conv2d_grad_input,
+)
 
 odt = torch.ops.torch_odt
 Operators = tuple[Callable[..., Tensor], Callable[..., Tensor], Callable[..., Tensor]]
@@ -116,13 +123,44 @@ def test_samples_do_not_depend_on_their_batch() -> None:
             torch.testing.assert_close(own[0], output[i])
 
 
+def make_codes(outputs: int, inputs: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(outputs)
+    codes = torch.randint(-128, 128, (outputs, inputs, 1, 1), generator=generator).to(torch.int8)
+    return codes, torch.rand(outputs, 1, 1, 1, generator=generator) / 100
+
+
+@pytest.mark.parametrize("outputs", [1, 8, 24, 100])
+@pytest.mark.parametrize("inputs", [1, 7, 40, 300])
+def test_codes_have_the_bits_of_the_weight_that_they_stand_for(inputs: int, outputs: int) -> None:
+    case, (codes, scale) = make_case((2, inputs, 6, 5), outputs), make_codes(outputs, inputs)
+    assert torch.equal(
+        stored_pointwise_conv2d(case.x, codes, scale, case.bias), pointwise_conv2d(case.x, codes * scale, case.bias)
+    )
+    assert torch.equal(
+        stored_pointwise_conv2d_grad_input(case.gradient, codes, scale),
+        pointwise_conv2d_grad_input(case.gradient, codes * scale),
+    )
+
+
+def test_bad_codes_are_refused() -> None:
+    x, gradient, (codes, scale) = torch.ones(1, 4, 5, 5), torch.ones(1, 6, 5, 5), make_codes(6, 4)
+    for wrong in ((codes.int(), scale), (codes, scale.double()), (codes, scale[:5]), (codes[:, :3], scale), (x, scale)):
+        with pytest.raises(RuntimeError):
+            stored_pointwise_conv2d(x, *wrong)
+    for wrong in ((codes.int(), scale), (codes, scale.double()), (codes, scale[:5]), (codes[:5], scale[:5])):
+        with pytest.raises(RuntimeError):
+            stored_pointwise_conv2d_grad_input(gradient, *wrong)
+
+
 def test_results_are_laid_out_as_traces_say() -> None:
     for size in ((7, 6), (1, 1)):
-        case = make_case((2, 5, *size), 3)
+        case, stored = make_case((2, 5, *size), 3), make_codes(3, 5)
         for operator, arguments in (
             (odt.pointwise_conv2d, (case.x, case.weight, case.bias)),
             (odt.pointwise_conv2d_grad_input, (case.gradient, case.weight)),
             (odt.pointwise_conv2d_grad_weight, (case.gradient, case.x)),
+            (odt.stored_pointwise_conv2d, (case.x, *stored, case.bias)),
+            (odt.stored_pointwise_conv2d_grad_input, (case.gradient, *stored)),
         ):
             torch.library.opcheck(operator.default, arguments, test_utils=("test_schema", "test_faketensor"))
 

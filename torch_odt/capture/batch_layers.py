@@ -54,11 +54,20 @@ def _as_part(state: State) -> State:
 
 @rule("convolution", "torch_odt::depthwise_conv2d", "torch_odt::pointwise_conv2d")
 def _convolution(call: Call) -> State:
-    operand, weight, bias = call.operand("input"), call.operand("weight"), _optional(call, "bias")
-    _require_same(call, [weight, *bias], "weights")
+    return _convolved(call, call.operand("weight"))
+
+
+@rule("torch_odt::stored_pointwise_conv2d")
+def _stored_convolution(call: Call) -> State:
+    return _convolved(call, call.operand("codes"), call.operand("scale"))
+
+
+def _convolved(call: Call, *weights: Operand) -> State:
+    operand, bias = call.operand("input"), _optional(call, "bias")
+    _require_same(call, [*weights, *bias], "weights")
     if bias:
         require_exact(call, [operand])
-    return linear(call, operand, [weight], lambda: _leading(call, [operand]))
+    return linear(call, operand, weights, lambda: _leading(call, [operand]))
 
 
 @rule("convolution_backward")
@@ -71,8 +80,17 @@ def _convolution_backward(call: Call) -> list[State]:
 
 @rule("torch_odt::depthwise_conv2d_grad_input", "torch_odt::pointwise_conv2d_grad_input")
 def _convolution_grad_input(call: Call) -> State:
+    return _propagated(call, call.operand("weight"))
+
+
+@rule("torch_odt::stored_pointwise_conv2d_grad_input")
+def _stored_convolution_grad_input(call: Call) -> State:
+    return _propagated(call, call.operand("codes"), call.operand("scale"))
+
+
+def _propagated(call: Call, *weights: Operand) -> State:
     gradient = call.operand("grad_output")
-    _require_same(call, [call.operand("weight")], "weights")
+    _require_same(call, weights, "weights")
     return linear(call, gradient, [], lambda: _leading(call, [gradient]))
 
 

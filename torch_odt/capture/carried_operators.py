@@ -47,7 +47,7 @@ _OWN_NAMES = """
     batch_norm_act batch_norm_act_backward batch_norm_act_normalize batch_norm_add_act_backward clamp_with_mask
     clamp_with_mask_backward depthwise_conv2d depthwise_conv2d_grad_input depthwise_conv2d_grad_weight
     max_pool2d_with_offsets max_pool2d_with_offsets_backward pointwise_conv2d pointwise_conv2d_grad_input
-    pointwise_conv2d_grad_weight scale_masked int8_quantize
+    pointwise_conv2d_grad_weight stored_pointwise_conv2d stored_pointwise_conv2d_grad_input scale_masked int8_quantize
     int8_dequantize int8_layer int8_layer_to_float int8_layer_backward int8_add int8_multiply
     int8_multiply_backward int8_clamp int8_look_up int8_look_up_backward int8_drop int8_max_pool
     int8_max_pool_backward int8_average_pool int8_average_pool_backward int8_adaptive_average_pool

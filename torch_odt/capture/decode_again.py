@@ -30,7 +30,7 @@ def decode_again(graph: TrainingGraph) -> str | None:
     for op in graph.ops:
         if op.phase == "backward" or leaving & set(op.results):
             continue
-        if not is_decoding(graph, op) or not all(_is_held(graph, uses, value, mutated) for value in op.reads):
+        if not is_decoding(graph, op) or not all(is_held(graph, uses, value, mutated) for value in op.reads):
             continue
         weight = graph.values[op.results[0]]
         readers = uses.readers(weight.index)
@@ -59,13 +59,13 @@ def is_decoding(graph: TrainingGraph, op: Op) -> bool:
     return codes.dtype == "int8" and codes.kind != "computed"
 
 
-def _is_held(graph: TrainingGraph, uses: Uses, value: int, mutated: Collection[Any]) -> bool:
+def is_held(graph: TrainingGraph, uses: Uses, value: int, mutated: Collection[Any]) -> bool:
     """Whether a value is of the model and stays as it is through the step, or is made of such values."""
     held = graph.values[value]
     if held.kind in ("parameter", "buffer"):
         return held.target not in mutated
     producer = uses.producer(value)
-    return producer is not None and all(_is_held(graph, uses, read, mutated) for read in producer.reads)
+    return producer is not None and all(is_held(graph, uses, read, mutated) for read in producer.reads)
 
 
 def _reading(op: Op, old: int, new: int) -> Op:

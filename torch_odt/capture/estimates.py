@@ -35,7 +35,7 @@ def multiplications(graph: TrainingGraph, op: Op) -> int:
     """Of convolutions, matrix products and attention; 0 for other ops."""
     name = op.target.split(".")[1] if "." in op.target else op.target
     shapes = [graph.values[a.value].shape if isinstance(a, Ref) else () for a in op.args]
-    if name in ("convolution", "depthwise_conv2d", "pointwise_conv2d"):
+    if name in ("convolution", "depthwise_conv2d", "pointwise_conv2d", "stored_pointwise_conv2d"):
         output = next((graph.values[v].shape for v in op.results), ())
         return prod(output) * prod(shapes[1][1:])
     if name == "convolution_backward":
@@ -44,7 +44,7 @@ def multiplications(graph: TrainingGraph, op: Op) -> int:
     if name.startswith("depthwise_conv2d_grad"):
         window = op.args[2] if name.endswith("weight") else shapes[1][2:]
         return prod(shapes[0]) * prod(window)
-    if name.startswith("pointwise_conv2d_grad"):
+    if name.removeprefix("stored_").startswith("pointwise_conv2d_grad"):
         return prod(shapes[0]) * shapes[1][1]
     if name in ("mm", "bmm"):
         return prod(shapes[0]) * shapes[1][-1]

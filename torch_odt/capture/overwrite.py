@@ -110,6 +110,7 @@ _PRODUCTS = frozenset(
         "aten.convolution.default",
         "torch_odt.depthwise_conv2d.default",
         "torch_odt.pointwise_conv2d.default",
+        "torch_odt.stored_pointwise_conv2d.default",
         "aten.addmm.default",
         "aten.mm.default",
         "aten.bmm.default",

@@ -26,6 +26,7 @@ from torch_odt.capture.narrow_pool_indices import narrow_pool_indices
 from torch_odt.capture.overwrite import overwrite_activations, overwrite_gradients
 from torch_odt.capture.pack_activation_masks import pack_activation_masks
 from torch_odt.capture.pack_dropout_masks import APPLY, DROPOUT, PACKED, pack_dropout_masks, scaled
+from torch_odt.capture.read_codes import read_codes
 from torch_odt.capture.split_expansions import split_expansions
 from torch_odt.capture.update_in_backward import UpdateRule, update_in_backward
 from torch_odt.capture.view_gradients import view_gradients
@@ -349,6 +350,7 @@ REWRITES = {
         Rewrite(split_expansions, is_exact=False),
         Rewrite(direct_depthwise, is_exact=False, needs_kernels=True),
         Rewrite(direct_pointwise, is_exact=False, needs_kernels=True),
+        Rewrite(read_codes, needs_kernels=True),
         Rewrite(narrow_pool_indices, needs_kernels=True),
         Rewrite(mark_shape_reads),
         Rewrite(fuse_batch_norm, is_exact=False, needs_kernels=True),

@@ -68,7 +68,13 @@ from torch_odt.ops.masked import (
 )
 from torch_odt.ops.max_pool import max_pool2d_with_offsets, max_pool2d_with_offsets_backward
 from torch_odt.ops.overwriting_batch_norm import batch_norm_act_backward_, batch_norm_add_act_backward_
-from torch_odt.ops.pointwise import pointwise_conv2d, pointwise_conv2d_grad_input, pointwise_conv2d_grad_weight
+from torch_odt.ops.pointwise import (
+    pointwise_conv2d,
+    pointwise_conv2d_grad_input,
+    pointwise_conv2d_grad_weight,
+    stored_pointwise_conv2d,
+    stored_pointwise_conv2d_grad_input,
+)
 from torch_odt.ops.random_bits import bernoulli_bits
 
 __all__ = [
@@ -127,5 +133,7 @@ __all__ = [
     "pointwise_conv2d_grad_input",
     "pointwise_conv2d_grad_weight",
     "scale_masked",
+    "stored_pointwise_conv2d",
+    "stored_pointwise_conv2d_grad_input",
     "unpack_bits",
 ]

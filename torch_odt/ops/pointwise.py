@@ -1,5 +1,7 @@
 """Convolutions of float32 images in channels_last with windows of one element, and their gradients.
 
+Weights are of float32, or stored in 8 bits.
+
 They compute at once and keep nothing, where oneDNN looks a kernel up or compiles it and MKL copies the weight: of small
 images that takes as long as the sums, and memory that stays. The operators have no gradient of their own: they stand in
 graphs that hold both passes already. Plain torch's sums are rounded in another order.
@@ -16,6 +18,8 @@ SCHEMAS = {
     "pointwise_conv2d": "(Tensor input, Tensor weight, Tensor? bias) -> Tensor",
     "pointwise_conv2d_grad_input": "(Tensor grad_output, Tensor weight) -> Tensor",
     "pointwise_conv2d_grad_weight": "(Tensor grad_output, Tensor input) -> Tensor",
+    "stored_pointwise_conv2d": "(Tensor input, Tensor codes, Tensor scale, Tensor? bias) -> Tensor",
+    "stored_pointwise_conv2d_grad_input": "(Tensor grad_output, Tensor codes, Tensor scale) -> Tensor",
 }
 
 
@@ -88,6 +92,54 @@ def pointwise_conv2d_grad_weight(grad_output: Tensor, input: Tensor) -> Tensor:
     return torch.ops.torch_odt.pointwise_conv2d_grad_weight(grad_output, input)
 
 
+def stored_pointwise_conv2d(input: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:
+    """`pointwise_conv2d` by the weight `codes * scale`, bit for bit.
+
+    When to choose it: where a weight is stored in 8 bits for want of memory: the weight itself is never there, but for
+    the part that is being multiplied.
+
+    Args:
+        input, bias: as in `pointwise_conv2d`.
+        codes: int8 of shape (outputs, inputs, 1, 1).
+        scale: float32, one number for each output.
+
+    Returns:
+        The output, in channels_last.
+
+    Raises:
+        RuntimeError: a shape, dtype or device is another.
+
+    Example:
+        >>> x, codes = torch.ones(1, 2, 1, 1), torch.tensor([[3, -1], [5, 5]], dtype=torch.int8)[..., None, None]
+        >>> stored_pointwise_conv2d(x, codes, torch.tensor([0.5, 0.25])).flatten()
+        tensor([1.0000, 2.5000])
+    """
+    return torch.ops.torch_odt.stored_pointwise_conv2d(input, codes, scale, bias)
+
+
+def stored_pointwise_conv2d_grad_input(grad_output: Tensor, codes: Tensor, scale: Tensor) -> Tensor:
+    """The gradient of the input of `stored_pointwise_conv2d`.
+
+    When to choose it: as there.
+
+    Args:
+        grad_output: float32 of the output's shape. Another memory format than channels_last costs a copy.
+        codes, scale: as they were given to `stored_pointwise_conv2d`.
+
+    Returns:
+        The gradient, in channels_last.
+
+    Raises:
+        RuntimeError: a shape, dtype or device is another.
+
+    Example:
+        >>> codes = torch.tensor([[3, -1], [5, 5]], dtype=torch.int8)[..., None, None]
+        >>> stored_pointwise_conv2d_grad_input(torch.ones(1, 2, 1, 1), codes, torch.tensor([0.5, 0.25])).flatten()
+        tensor([2.7500, 0.7500])
+    """
+    return torch.ops.torch_odt.stored_pointwise_conv2d_grad_input(grad_output, codes, scale)
+
+
 def _check(images: Tensor, *others: Tensor | None) -> None:
     tensors = [images, *(other for other in others if other is not None)]
     if images.dim() != 4 or any(tensor.dtype != torch.float32 for tensor in tensors):
@@ -128,6 +180,25 @@ def _grad_weight_in_torch(grad_output: Tensor, input: Tensor) -> Tensor:
     return torch.einsum("nohw,nihw->oi", grad_output, input)[..., None, None].contiguous()
 
 
+def _weight(codes: Tensor, scale: Tensor) -> Tensor:
+    if codes.dim() != 4 or codes.dtype != torch.int8 or scale.dtype != torch.float32 or scale.numel() != len(codes):
+        raise RuntimeError(
+            "stored_pointwise_conv2d: codes must be int8 of the shape (outputs, inputs, 1, 1), and scale float32 with "
+            "one number for each output"
+        )
+    return codes * scale.reshape(-1, 1, 1, 1)
+
+
+def _stored_in_torch(input: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
+    """As the compiled operator, in plain torch."""
+    return _in_torch(input, _weight(codes, scale), bias)
+
+
+def _stored_grad_input_in_torch(grad_output: Tensor, codes: Tensor, scale: Tensor) -> Tensor:
+    """As the compiled operator, in plain torch."""
+    return _grad_input_in_torch(grad_output, _weight(codes, scale))
+
+
 def _fake(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     _check_weight(weight, input.shape[1], 1)
     return _images_like(input, weight.shape[0])
@@ -143,6 +214,14 @@ def _grad_weight_fake(grad_output: Tensor, input: Tensor) -> Tensor:
     return input.new_empty(grad_output.shape[1], input.shape[1], 1, 1)
 
 
+def _stored_fake(input: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
+    return _fake(input, codes, bias)
+
+
+def _stored_grad_input_fake(grad_output: Tensor, codes: Tensor, scale: Tensor) -> Tensor:
+    return _grad_input_fake(grad_output, codes)
+
+
 def _images_like(images: Tensor, channels: int) -> Tensor:
     return images.new_empty(images.shape[0], channels, *images.shape[2:]).to(memory_format=torch.channels_last)
 
@@ -151,4 +230,11 @@ register("pointwise_conv2d", SCHEMAS["pointwise_conv2d"], _in_torch, _fake)
 register("pointwise_conv2d_grad_input", SCHEMAS["pointwise_conv2d_grad_input"], _grad_input_in_torch, _grad_input_fake)
 register(
     "pointwise_conv2d_grad_weight", SCHEMAS["pointwise_conv2d_grad_weight"], _grad_weight_in_torch, _grad_weight_fake
+)
+register("stored_pointwise_conv2d", SCHEMAS["stored_pointwise_conv2d"], _stored_in_torch, _stored_fake)
+register(
+    "stored_pointwise_conv2d_grad_input",
+    SCHEMAS["stored_pointwise_conv2d_grad_input"],
+    _stored_grad_input_in_torch,
+    _stored_grad_input_fake,
 )

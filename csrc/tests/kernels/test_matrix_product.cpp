@@ -78,6 +78,8 @@ struct Multiplied {
         .left_row = left_is_transposed ? 1 : left_line(),
         .left_step = left_is_transposed ? left_line() : 1,
         .right = right.data(),
+        .codes = nullptr,
+        .scales = nullptr,
         .right_line = right_line(),
         .right_is_transposed = right_is_transposed,
         .steps = size.steps,
@@ -136,6 +138,33 @@ TEST(matrix_products_are_sums_and_nothing_else_is_written) {
       CHECK_NEAR(furthest, 0.0, 1e-4);
       CHECK(is_untouched);
     }
+  });
+}
+
+TEST(codes_are_multiplied_as_the_numbers_that_they_stand_for) {
+  for_each_product([](Multiplied sample) {
+    const int64_t lines = sample.right_is_transposed ? sample.size.columns : sample.size.steps;
+    std::vector<int8_t> codes(sample.right.size());
+    std::vector<float> scales(static_cast<size_t>(lines));
+    for (size_t line = 0; line < scales.size(); ++line) {
+      scales[line] = product_number(static_cast<int64_t>(line)) / 100;
+      for (size_t i = 0; i < static_cast<size_t>(sample.right_line()); ++i) {
+        const size_t at = line * static_cast<size_t>(sample.right_line()) + i;
+        codes[at] = static_cast<int8_t>(static_cast<uint32_t>(at) * 2654435761U >> 24);
+        sample.right[at] = static_cast<float>(codes[at]) * scales[line];
+      }
+    }
+    std::vector<float> of_numbers = sample.room();
+    std::vector<float> of_codes = sample.room();
+    MatrixProduct product = sample.product(of_numbers.data());
+    const MatrixBlock all{0, sample.size.rows, 0, sample.size.columns};
+    kernels::multiply(product, all);
+    product.result = of_codes.data();
+    product.right = nullptr;
+    product.codes = codes.data();
+    product.scales = scales.data();
+    kernels::multiply(product, all);
+    CHECK(of_numbers == of_codes);
   });
 }
 

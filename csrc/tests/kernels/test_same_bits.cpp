@@ -150,6 +150,8 @@ void add_matrix_products(Digest& digest) {
         .left_row = kSteps,
         .left_step = 1,
         .right = right.data(),
+        .codes = nullptr,
+        .scales = nullptr,
         .right_line = is_transposed ? kSteps : kColumns,
         .right_is_transposed = is_transposed,
         .steps = kSteps,
