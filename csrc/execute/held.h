@@ -5,12 +5,8 @@
 
 namespace torch_odt::execute {
 
-// Whether dicts of these sizes hold these very objects as names and values, all of them in one order. A step asks this
-// of everything that a model's modules hold.
-bool hold(
-    const pybind11::list& dicts,
-    const pybind11::list& sizes,
-    const pybind11::list& names,
-    const pybind11::list& values);
+// Whether dicts hold these very objects, all of them in one order: a tuple of names for each dict, and the values of all.
+// A step asks this of everything that a model's modules hold.
+bool hold(const pybind11::list& dicts, const pybind11::list& names, const pybind11::list& values);
 
 } // namespace torch_odt::execute

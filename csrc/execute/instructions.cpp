@@ -180,7 +180,7 @@ void bind_execution(py::module_& module) {
           py::arg("stop"),
           py::arg("arena").none(true));
   module.def("forms", &forms, py::arg("tensors"), py::arg("addresses"));
-  module.def("hold", &hold, py::arg("dicts"), py::arg("sizes"), py::arg("names"), py::arg("values"));
+  module.def("hold", &hold, py::arg("dicts"), py::arg("names"), py::arg("values"));
   module.def("detached", &detached, py::arg("tensors"));
 }
 

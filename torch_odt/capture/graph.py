@@ -11,6 +11,7 @@ import hashlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from operator import is_
 from typing import Any, Literal
 
 ValueKind = Literal["parameter", "buffer", "gradient", "state", "input", "tangent", "constant", "computed"]
@@ -37,12 +38,13 @@ def refs(arguments: Any) -> Iterator[int]:
 
 
 def map_refs(arguments: Any, function: Callable[[int], Any]) -> Any:
-    """The same nested arguments with `function(value)` in the place of each `Ref`."""
+    """The same nested arguments with `function(value)` in the place of each `Ref`; what holds none is not copied."""
     if isinstance(arguments, Ref):
         return function(arguments.value)
     if isinstance(arguments, (list, tuple)):
-        return type(arguments)(map_refs(item, function) for item in arguments)
-    if isinstance(arguments, dict):
+        items = [map_refs(item, function) for item in arguments]
+        return arguments if all(map(is_, items, arguments)) else type(arguments)(items)
+    if isinstance(arguments, dict) and arguments:
         return {key: map_refs(item, function) for key, item in arguments.items()}
     return arguments
 

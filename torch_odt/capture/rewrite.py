@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from torch_odt._extensions import has_kernels
 from torch_odt.capture import operators
@@ -30,6 +30,8 @@ from torch_odt.capture.read_codes import read_codes
 from torch_odt.capture.split_expansions import split_expansions
 from torch_odt.capture.update_in_backward import UpdateRule, update_in_backward
 from torch_odt.capture.view_gradients import view_gradients
+
+T = TypeVar("T")
 
 Pass = Callable[[TrainingGraph], str | None]
 Stage = Literal["traced", "numbered", "whole batch", "optimizer"]
@@ -373,18 +375,30 @@ def _renumber(graph: TrainingGraph) -> TrainingGraph:
     new_index = {old: new for new, old in enumerate(v.index for v in graph.values if v.index in named)}
     new_op = {op.index: position for position, op in enumerate(graph.ops)}
 
+    # Networks have thousands of references and of shapes: equal ones are one object.
+    new_ref = {old: Ref(new) for old, new in new_index.items()}
+    shared: dict[Any, Any] = {}
+
+    def same(thing: T) -> T:
+        found: T = shared.setdefault(thing, thing)
+        return found
+
     def renumber(arguments: Any) -> Any:
-        return map_refs(arguments, lambda v: Ref(new_index[v]))
+        return map_refs(arguments, new_ref.__getitem__)
 
     values: list[Value] = []
     for value in graph.values:
         if value.index in named:
             producer = new_op.get(value.producer) if value.producer is not None else None
-            values.append(replace(value, index=len(values), base=new_index[value.base], producer=producer))
+            index, base = new_index[value.index], new_index[value.base]
+            value = replace(value, index=index, base=base, producer=producer)
+            value.shape, value.stride, value.dtype = same(value.shape), same(value.stride), same(value.dtype)
+            values.append(value)
     ops = [
         replace(
             op,
             index=new_op[op.index],
+            target=same(op.target),
             args=renumber(op.args),
             kwargs=renumber(op.kwargs),
             reads=tuple(new_index[v] for v in op.reads),

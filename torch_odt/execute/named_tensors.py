@@ -153,8 +153,9 @@ class _Held:
         dicts: list[dict[str, Any]] = [*held, *holders] if self._are_dicts else held
         self._dicts = [each for each in dicts if each]
         self._empty = [each for each in dicts if not each]
-        self._sizes = list(map(len, self._dicts))
-        self._names = list(chain.from_iterable(map(dict.keys, self._dicts)))
+        # Modules of a class have the same names, by identity: one tuple for all of them.
+        of_names: dict[tuple[int, ...], tuple[str, ...]] = {}
+        self._names = [of_names.setdefault(tuple(map(id, each)), tuple(each)) for each in self._dicts]
         self._values = list(chain.from_iterable(map(dict.values, self._dicts)))
 
     def is_unchanged(self) -> bool:
@@ -164,11 +165,11 @@ class _Held:
             return False
         module = _extensions.memory_module
         if module is not None:
-            return bool(module.hold(self._dicts, self._sizes, self._names, self._values))
+            return bool(module.hold(self._dicts, self._names, self._values))
         return (
-            list(map(len, self._dicts)) == self._sizes
+            list(map(len, self._dicts)) == list(map(len, self._names))
             and all(map(is_, chain.from_iterable(map(dict.values, self._dicts)), self._values))
-            and all(map(is_, chain.from_iterable(map(dict.keys, self._dicts)), self._names))
+            and all(map(is_, chain.from_iterable(self._dicts), chain.from_iterable(self._names)))
         )
 
 

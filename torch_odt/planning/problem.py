@@ -134,6 +134,11 @@ def problem_of(graph: TrainingGraph, costs: Costs, gradients: Gradients = "keep"
     return _RECENT[key][2]
 
 
+def forget_problems() -> None:
+    """Let go of those that are remembered, once planning is over."""
+    _RECENT.clear()
+
+
 def _set_apart(problem: Problem, costs: Costs) -> Problem:
     graph = problem.graph
     transient_bytes = dict(problem.transient_bytes)
