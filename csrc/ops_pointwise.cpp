@@ -20,9 +20,12 @@ constexpr char kGradInput[] = "pointwise_conv2d_grad_input";
 constexpr char kGradWeight[] = "pointwise_conv2d_grad_weight";
 constexpr char kStored[] = "stored_pointwise_conv2d";
 constexpr char kStoredGradInput[] = "stored_pointwise_conv2d_grad_input";
-// What a thread computes at once: tiles of the kernel are 8 by 32 at most.
-constexpr int64_t kRowBlock = 32;
+// What threads share out: tiles of the kernel are 8 by 32 at most.
+constexpr int64_t kRowBlock = 8;
 constexpr int64_t kColumnBlock = 32;
+// Pixels whose parts of the weight's gradient are added up by one thread, whatever the number of threads: of many pixels
+// each thread takes some, and reads no other.
+constexpr int64_t kPixelPart = 2048;
 // Products below which a thread costs more than it saves.
 constexpr int64_t kGrainProducts = 1 << 18;
 
@@ -162,21 +165,44 @@ Tensor pointwise_conv2d_grad_weight(const Tensor& grad_output, const Tensor& inp
       ": grad_output and input must have the same samples, rows and columns");
   const Tensor gradient = as_channels_last(grad_output);
   const Tensor images = as_channels_last(input);
+  const int64_t pixels = pixels_of(input);
+  const int64_t parts = std::max<int64_t>(1, (pixels + kPixelPart - 1) / kPixelPart);
   Tensor grad_weight = empty_contiguous({outputs, inputs, 1, 1}, ScalarType::Float, input);
-  const kernels::MatrixProduct product{
-      .left = data_of<float>(gradient),
-      .left_row = 1,
-      .left_step = outputs,
-      .right = data_of<float>(images),
-      .codes = nullptr,
-      .scales = nullptr,
-      .right_line = inputs,
-      .right_is_transposed = false,
-      .steps = pixels_of(input),
-      .start = nullptr,
-      .result = mutable_data_of<float>(grad_weight),
-      .result_row = inputs};
-  multiply_in_parallel(product, outputs, inputs);
+  Tensor sums = parts == 1 ? grad_weight : empty_contiguous({parts, outputs, inputs}, ScalarType::Float, input);
+  const auto product_of = [&](int64_t part) {
+    const int64_t first = part * kPixelPart;
+    return kernels::MatrixProduct{
+        .left = data_of<float>(gradient) + first * outputs,
+        .left_row = 1,
+        .left_step = outputs,
+        .right = data_of<float>(images) + first * inputs,
+        .codes = nullptr,
+        .scales = nullptr,
+        .right_line = inputs,
+        .right_is_transposed = false,
+        .steps = std::min(kPixelPart, pixels - first),
+        .start = nullptr,
+        .result = mutable_data_of<float>(sums) + part * outputs * inputs,
+        .result_row = inputs};
+  };
+  if (parts == 1) {
+    multiply_in_parallel(product_of(0), outputs, inputs);
+    return grad_weight;
+  }
+  torch::stable::parallel_for(0, parts, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t part = begin; part < end; ++part) {
+      kernels::multiply(product_of(part), {0, outputs, 0, inputs});
+    }
+  });
+  const auto* const from = data_of<float>(sums);
+  auto* const to = mutable_data_of<float>(grad_weight);
+  const int64_t elements = outputs * inputs;
+  std::copy(from, from + elements, to);
+  for (int64_t part = 1; part < parts; ++part) {
+    for (int64_t i = 0; i < elements; ++i) {
+      to[i] += from[part * elements + i];
+    }
+  }
   return grad_weight;
 }
 
