@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import copy
-
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-import torch_odt as odt
+from tests.capture.direct_convolutions import (
+    assert_can_be_switched_off,
+    assert_trains_as_plain_pytorch_does,
+    targets,
+)
 from torch_odt._extensions import has_kernels
-from torch_odt.adapt.step_bytes import step_graph
 from torch_odt.capture.direct_depthwise import FORWARD, GRAD_INPUT, GRAD_WEIGHT
 
 pytestmark = pytest.mark.skipif(not has_kernels, reason="without compiled operators the rewrite is not made")
@@ -35,13 +36,6 @@ def narrow(channels: int) -> nn.Sequential:
     depthwise = nn.Conv2d(channels, channels, 3, 2, 1, groups=channels)
     pool = nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, 5)
     return nn.Sequential(nn.Conv2d(3, channels, 1), depthwise, *pool)
-
-
-def targets(model: nn.Module, images: Tensor) -> list[str]:
-    model = model.to(memory_format=torch.channels_last)
-    batch = (images.contiguous(memory_format=torch.channels_last), torch.randint(5, (len(images),)))
-    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
-    return [op.target for op in step_graph(model, nn.CrossEntropyLoss(), batch, optimizer=optimizer).program]
 
 
 def ours(found: list[str]) -> list[str]:
@@ -90,37 +84,8 @@ def test_gradients_of_a_wide_window_alone() -> None:
 @pytest.mark.parametrize("kernel", [3, 5, 7])
 @pytest.mark.parametrize("micro_batch", [None, 2])
 def test_steps_train_as_plain_pytorch_does(stride: int, kernel: int, micro_batch: int | None) -> None:
-    model = network(kernel, stride).to(memory_format=torch.channels_last)
-    plain = copy.deepcopy(model)
-    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1, momentum=0.9) for each in (model, plain)]
-    loss_fn = nn.CrossEntropyLoss()
-    budget = odt.Budget("1GiB", of="training")
-    step = odt.TrainStep(model, loss_fn, optimizers[0], budget=budget, micro_batch=micro_batch, cache=False)
-    generator = torch.Generator().manual_seed(0)
-    for _ in range(3):
-        x = torch.randn(4, 3, 17, 17, generator=generator).contiguous(memory_format=torch.channels_last)
-        y = torch.randint(5, (4,), generator=generator)
-        optimizers[1].zero_grad()
-        loss = loss_fn(plain(x), y)
-        loss.backward()
-        optimizers[1].step()
-        torch.testing.assert_close(step(x, y), loss.detach(), rtol=1e-5, atol=1e-6)
-    for ours_, theirs in zip(model.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(ours_, theirs, rtol=1e-4, atol=1e-6)
-    assert "direct_depthwise" in str(step.plan)
+    assert_trains_as_plain_pytorch_does(network(kernel, stride), micro_batch, "direct_depthwise")
 
 
 def test_it_can_be_switched_off() -> None:
-    model = network().to(memory_format=torch.channels_last)
-    batch = torch.randn(2, 3, 9, 9), torch.tensor([0, 1])
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    step = odt.TrainStep(
-        model,
-        nn.CrossEntropyLoss(),
-        optimizer,
-        budget=odt.Budget("1GiB", of="training"),
-        disable_rewrites=["direct_depthwise"],
-        cache=False,
-    )
-    step(*batch)
-    assert "direct_depthwise" not in str(step.plan)
+    assert_can_be_switched_off(network(), "direct_depthwise")

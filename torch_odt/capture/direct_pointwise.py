@@ -21,8 +21,9 @@ FORWARD = "torch_odt.pointwise_conv2d.default"
 GRAD_INPUT = "torch_odt.pointwise_conv2d_grad_input.default"
 GRAD_WEIGHT = "torch_odt.pointwise_conv2d_grad_weight.default"
 # Products of a sample up to which operators are taken. Of 23 shapes measured (AVX-512, Zen 4; batches of one and eight)
-# they were then 1.0 to 5.7 times as fast as oneDNN with one thread. With two: 1.0 to 5.5 times, and gradients of weights
-# 0.7 to 6; the slowest were of many pixels and few channels, in batches of eight. Of larger ones neither is faster.
+# they were then 1.0 to 5.7 times as fast as oneDNN with one thread; with two 1.0 to 5.5 times, and gradients of weights
+# 0.7 to 6: the slowest were of many pixels and few channels, in batches of eight. With more products there is no
+# difference worth the other rounding.
 _MOST_PRODUCTS = 1 << 24
 # Half a vector.
 _CHANNELS = 8
