@@ -1,8 +1,13 @@
 #include "ops_images.h"
 
+#include <limits>
+
 #include <torch/csrc/stable/ops.h>
 
 namespace torch_odt {
+
+// Beyond it, a graph from elsewhere could ask for work that hardly ever ends: images without channels take no memory.
+constexpr int64_t kMostPixels = std::numeric_limits<int32_t>::max();
 
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
@@ -14,6 +19,13 @@ void check_images(const char* operator_name, const Tensor& tensor, const char* w
       ": ",
       what,
       " must be a float32 CPU tensor of 4 dimensions");
+  int64_t pixels = 1;
+  for (const int64_t dimension : {0, 2, 3}) {
+    const int64_t size = tensor.size(dimension);
+    STD_TORCH_CHECK(size <= kMostPixels, operator_name, ": ", what, " is larger than images can be");
+    pixels *= size;
+    STD_TORCH_CHECK(pixels <= kMostPixels, operator_name, ": ", what, " has more pixels than images can have");
+  }
 }
 
 void check_bias(const char* operator_name, const std::optional<Tensor>& bias, int64_t channels) {

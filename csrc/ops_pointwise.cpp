@@ -23,32 +23,34 @@ constexpr char kStoredGradInput[] = "stored_pointwise_conv2d_grad_input";
 // What threads share out: tiles of the kernel are 8 by 32 at most.
 constexpr int64_t kRowBlock = 8;
 constexpr int64_t kColumnBlock = 32;
-// Pixels whose parts of the weight's gradient are added up by one thread, whatever the number of threads: of many pixels
-// each thread takes some, and reads no other.
-constexpr int64_t kPixelPart = 2048;
+// Of more pixels the weight's gradient is the sum of several, whatever the number of threads: each thread takes some
+// pixels, and reads hardly any other.
+constexpr int64_t kMostOfPart = 2048;
 // Products below which a thread costs more than it saves.
 constexpr int64_t kGrainProducts = 1 << 18;
 
-void check_shape(const char* name, const Tensor& weight) {
+void check_shape(const char* name, const Tensor& weight, const char* what) {
   STD_TORCH_CHECK(
       weight.is_cpu() && weight.dim() == 4 && weight.size(2) == 1 && weight.size(3) == 1,
       name,
-      ": weight must be a CPU tensor of the shape (outputs, inputs, 1, 1)");
+      ": ",
+      what,
+      " must be a CPU tensor of the shape (outputs, inputs, 1, 1)");
 }
 
 // A weight: numbers, or codes of 8 bits with a scale for each output.
-class Window {
+class Weight {
  public:
-  Window(const char* name, const Tensor& weight)
-      : lines_(as_contiguous(weight)), scales_(lines_), outputs_(0), inputs_(0), has_codes_(false) {
-    check_shape(name, weight);
-    check_images(name, weight, "weight");
-    outputs_ = weight.size(0);
-    inputs_ = weight.size(1);
+  Weight(const char* name, const Tensor& numbers)
+      : lines_(as_contiguous(numbers)), scales_(lines_), outputs_(0), inputs_(0), has_codes_(false) {
+    check_shape(name, numbers, "weight");
+    STD_TORCH_CHECK(numbers.scalar_type() == ScalarType::Float, name, ": weight must be float32");
+    outputs_ = numbers.size(0);
+    inputs_ = numbers.size(1);
   }
-  Window(const char* name, const Tensor& codes, const Tensor& scale)
+  Weight(const char* name, const Tensor& codes, const Tensor& scale)
       : lines_(as_contiguous(codes)), scales_(as_contiguous(scale)), outputs_(0), inputs_(0), has_codes_(true) {
-    check_shape(name, codes);
+    check_shape(name, codes, "codes");
     STD_TORCH_CHECK(codes.scalar_type() == ScalarType::Char, name, ": codes must be int8");
     outputs_ = codes.size(0);
     inputs_ = codes.size(1);
@@ -96,62 +98,74 @@ Sizes with_channels(const Tensor& images, int64_t channels) {
   return {images.size(0), channels, images.size(2), images.size(3)};
 }
 
-// The longer side of the result is shared out among threads.
-void multiply_in_parallel(const kernels::MatrixProduct& product, int64_t rows, int64_t columns) {
+// Blocks of all products are shared out among threads, those of a product along the longer side of its result.
+// `product_of(index)` gives one of the products, whose results are of one size.
+template <typename Function>
+void multiply_in_parallel(int64_t products, int64_t rows, int64_t columns, const Function& product_of) {
+  if (rows == 0 || columns == 0) {
+    return;
+  }
   const bool by_rows = rows * kColumnBlock >= columns * kRowBlock;
   const int64_t block = by_rows ? kRowBlock : kColumnBlock;
   const int64_t length = by_rows ? rows : columns;
-  const int64_t products = block * product.steps * (by_rows ? columns : rows);
-  const int64_t grain = std::max<int64_t>(1, kGrainProducts / std::max<int64_t>(1, products));
-  torch::stable::parallel_for(0, (length + block - 1) / block, grain, [&](int64_t begin, int64_t end) {
-    const int64_t first = begin * block;
-    const int64_t last = std::min(length, end * block);
-    kernels::multiply(
-        product,
-        by_rows ? kernels::MatrixBlock{first, last, 0, columns} : kernels::MatrixBlock{0, rows, first, last});
+  const int64_t blocks = (length + block - 1) / block;
+  const int64_t of_block = block * product_of(0).steps * (by_rows ? columns : rows);
+  const int64_t grain = std::max<int64_t>(1, kGrainProducts / std::max<int64_t>(1, of_block));
+  torch::stable::parallel_for(0, products * blocks, grain, [&](int64_t begin, int64_t end) {
+    while (begin < end) {
+      const int64_t first = begin % blocks * block;
+      const int64_t count = std::min(blocks - begin % blocks, end - begin);
+      const int64_t last = std::min(length, first + count * block);
+      kernels::multiply(
+          product_of(begin / blocks),
+          by_rows ? kernels::MatrixBlock{first, last, 0, columns} : kernels::MatrixBlock{0, rows, first, last});
+      begin += count;
+    }
   });
 }
 
-Tensor forward(const char* name, const Tensor& input, const Window& window, const std::optional<Tensor>& bias) {
-  check_images(name, input, "input");
+Tensor forward(const char* name, const Tensor& input, const Weight& weight, const std::optional<Tensor>& bias) {
   STD_TORCH_CHECK(
-      input.size(1) == window.inputs(), name, ": weight must have as many inputs as the images have channels");
-  check_bias(name, bias, window.outputs());
+      input.size(1) == weight.inputs(), name, ": input must have as many channels as the weight has inputs");
+  check_bias(name, bias, weight.outputs());
   const Tensor images = as_channels_last(input);
   // Without a bias any tensor: GCC takes an empty optional for one that is read.
   const Tensor added = bias ? as_contiguous(*bias) : images;
-  Tensor output = empty_channels_last(with_channels(input, window.outputs()), ScalarType::Float, input);
-  const auto product = window.product(images, true, bias ? data_of<float>(added) : nullptr, output);
-  multiply_in_parallel(product, pixels_of(input), window.outputs());
+  Tensor output = empty_channels_last(with_channels(input, weight.outputs()), ScalarType::Float, input);
+  const auto product = weight.product(images, true, bias ? data_of<float>(added) : nullptr, output);
+  multiply_in_parallel(1, pixels_of(input), weight.outputs(), [&](int64_t) { return product; });
   return output;
 }
 
-Tensor gradient_of_input(const char* name, const Tensor& grad_output, const Window& window) {
-  check_images(name, grad_output, "grad_output");
+Tensor gradient_of_input(const char* name, const Tensor& grad_output, const Weight& weight) {
   STD_TORCH_CHECK(
-      grad_output.size(1) == window.outputs(), name, ": weight must have as many outputs as grad_output has channels");
+      grad_output.size(1) == weight.outputs(), name, ": grad_output must have as many channels as the weight has outputs");
   const Tensor gradient = as_channels_last(grad_output);
-  Tensor grad_input = empty_channels_last(with_channels(grad_output, window.inputs()), ScalarType::Float, grad_output);
-  const auto product = window.product(gradient, false, nullptr, grad_input);
-  multiply_in_parallel(product, pixels_of(grad_output), window.inputs());
+  Tensor grad_input = empty_channels_last(with_channels(grad_output, weight.inputs()), ScalarType::Float, grad_output);
+  const auto product = weight.product(gradient, false, nullptr, grad_input);
+  multiply_in_parallel(1, pixels_of(grad_output), weight.inputs(), [&](int64_t) { return product; });
   return grad_input;
 }
 
 Tensor pointwise_conv2d(const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias) {
-  return forward(kForward, input, Window(kForward, weight), bias);
+  check_images(kForward, input, "input");
+  return forward(kForward, input, Weight(kForward, weight), bias);
 }
 
 Tensor pointwise_conv2d_grad_input(const Tensor& grad_output, const Tensor& weight) {
-  return gradient_of_input(kGradInput, grad_output, Window(kGradInput, weight));
+  check_images(kGradInput, grad_output, "grad_output");
+  return gradient_of_input(kGradInput, grad_output, Weight(kGradInput, weight));
 }
 
 Tensor stored_pointwise_conv2d(
     const Tensor& input, const Tensor& codes, const Tensor& scale, const std::optional<Tensor>& bias) {
-  return forward(kStored, input, Window(kStored, codes, scale), bias);
+  check_images(kStored, input, "input");
+  return forward(kStored, input, Weight(kStored, codes, scale), bias);
 }
 
 Tensor stored_pointwise_conv2d_grad_input(const Tensor& grad_output, const Tensor& codes, const Tensor& scale) {
-  return gradient_of_input(kStoredGradInput, grad_output, Window(kStoredGradInput, codes, scale));
+  check_images(kStoredGradInput, grad_output, "grad_output");
+  return gradient_of_input(kStoredGradInput, grad_output, Weight(kStoredGradInput, codes, scale));
 }
 
 Tensor pointwise_conv2d_grad_weight(const Tensor& grad_output, const Tensor& input) {
@@ -166,11 +180,12 @@ Tensor pointwise_conv2d_grad_weight(const Tensor& grad_output, const Tensor& inp
   const Tensor gradient = as_channels_last(grad_output);
   const Tensor images = as_channels_last(input);
   const int64_t pixels = pixels_of(input);
-  const int64_t parts = std::max<int64_t>(1, (pixels + kPixelPart - 1) / kPixelPart);
+  const int64_t parts = std::max<int64_t>(1, (pixels + kMostOfPart - 1) / kMostOfPart);
+  const int64_t of_part = (pixels + parts - 1) / parts;
   Tensor grad_weight = empty_contiguous({outputs, inputs, 1, 1}, ScalarType::Float, input);
   Tensor sums = parts == 1 ? grad_weight : empty_contiguous({parts, outputs, inputs}, ScalarType::Float, input);
-  const auto product_of = [&](int64_t part) {
-    const int64_t first = part * kPixelPart;
+  multiply_in_parallel(parts, outputs, inputs, [&](int64_t part) {
+    const int64_t first = part * of_part;
     return kernels::MatrixProduct{
         .left = data_of<float>(gradient) + first * outputs,
         .left_row = 1,
@@ -180,20 +195,14 @@ Tensor pointwise_conv2d_grad_weight(const Tensor& grad_output, const Tensor& inp
         .scales = nullptr,
         .right_line = inputs,
         .right_is_transposed = false,
-        .steps = std::min(kPixelPart, pixels - first),
+        .steps = std::min(of_part, pixels - first),
         .start = nullptr,
         .result = mutable_data_of<float>(sums) + part * outputs * inputs,
         .result_row = inputs};
-  };
+  });
   if (parts == 1) {
-    multiply_in_parallel(product_of(0), outputs, inputs);
     return grad_weight;
   }
-  torch::stable::parallel_for(0, parts, 1, [&](int64_t begin, int64_t end) {
-    for (int64_t part = begin; part < end; ++part) {
-      kernels::multiply(product_of(part), {0, outputs, 0, inputs});
-    }
-  });
   const auto* const from = data_of<float>(sums);
   auto* const to = mutable_data_of<float>(grad_weight);
   const int64_t elements = outputs * inputs;

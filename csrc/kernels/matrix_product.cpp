@@ -26,8 +26,10 @@ struct Terms {
   const float* right;
   int64_t right_step;
   int64_t steps;
+  // Where the first steps start, the same in each row; null is zero.
   const float* start;
-  int64_t start_row;
+  // Later steps are summed up by themselves, and added: sums of few terms are rounded less.
+  bool adds;
   float* result;
   int64_t result_row;
 };
@@ -39,9 +41,8 @@ TORCH_ODT_INLINE void add_tile(const Terms& terms, int64_t row) {
   const float* const left = terms.left + row * terms.left_row;
   for (int r = 0; r < kRows; ++r) {
     for (int v = 0; v < kVectors; ++v) {
-      sums[r][v] = terms.start == nullptr
-          ? typename Vector::Type{}
-          : Vector::load(terms.start + (row + r) * terms.start_row + v * Vector::kCount);
+      sums[r][v] =
+          terms.start == nullptr ? typename Vector::Type{} : Vector::load(terms.start + v * Vector::kCount);
     }
   }
   for (int64_t step = 0; step < terms.steps; ++step) {
@@ -58,7 +59,8 @@ TORCH_ODT_INLINE void add_tile(const Terms& terms, int64_t row) {
   }
   for (int r = 0; r < kRows; ++r) {
     for (int v = 0; v < kVectors; ++v) {
-      Vector::store(sums[r][v], terms.result + (row + r) * terms.result_row + v * Vector::kCount);
+      float* const to = terms.result + (row + r) * terms.result_row + v * Vector::kCount;
+      Vector::store(terms.adds ? Vector::load(to) + sums[r][v] : sums[r][v], to);
     }
   }
 }
@@ -155,10 +157,10 @@ TORCH_ODT_INLINE const float* right_of(
   const int64_t line = product.right_line;
   const int64_t across = column * line + step;
   const int64_t along = step * line + column;
-  if (product.right != nullptr && !product.right_is_transposed) {
+  if (product.codes == nullptr && !product.right_is_transposed) {
     return product.right + along;
   }
-  if (product.right != nullptr) {
+  if (product.codes == nullptr) {
     turn_lines<kColumns>(product.right + across, line, nullptr, steps, in_order);
   } else if (product.right_is_transposed) {
     turn_lines<kColumns>(product.codes + across, line, product.scales + column, steps, in_order);
@@ -175,7 +177,7 @@ TORCH_ODT_INLINE void multiply_columns(const MatrixProduct& product, const Matri
   alignas(64) float in_order[kStepsAtOnce * kColumns];
   const float* const left = product.left + block.first_row * product.left_row;
   float* const result = product.result + block.first_row * product.result_row + column;
-  const bool is_in_place = product.right != nullptr && !product.right_is_transposed;
+  const bool is_in_place = product.codes == nullptr && !product.right_is_transposed;
   Terms terms{
       .left = left,
       .left_row = product.left_row,
@@ -184,7 +186,7 @@ TORCH_ODT_INLINE void multiply_columns(const MatrixProduct& product, const Matri
       .right_step = is_in_place ? product.right_line : kColumns,
       .steps = 0,
       .start = product.start == nullptr ? nullptr : product.start + column,
-      .start_row = 0,
+      .adds = false,
       .result = result,
       .result_row = product.result_row};
   // Without steps the result is where it starts.
@@ -192,10 +194,12 @@ TORCH_ODT_INLINE void multiply_columns(const MatrixProduct& product, const Matri
   do {
     terms.steps = std::min(kStepsAtOnce, product.steps - step);
     terms.left = left + step * product.left_step;
-    terms.right = right_of<kColumns>(product, step, terms.steps, column, in_order);
+    if (terms.steps > 0) {
+      terms.right = right_of<kColumns>(product, step, terms.steps, column, in_order);
+    }
     add_rows<kBytes, kVectors>(terms, block.last_row - block.first_row);
-    terms.start = result;
-    terms.start_row = product.result_row;
+    terms.start = nullptr;
+    terms.adds = true;
     step += terms.steps;
   } while (step < product.steps);
 }

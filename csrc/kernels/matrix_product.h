@@ -13,7 +13,7 @@ struct MatrixProduct {
   int64_t left_row;
   int64_t left_step;
   // right(step, column) is right[step * right_line + column], or right[column * right_line + step] if it is transposed.
-  // Without `right` it is the number of `codes` at that place times the scale of its line.
+  // With `codes` it is their number at that place times the scale of its line, and `right` is not read.
   const float* right;
   const int8_t* codes;
   const float* scales;

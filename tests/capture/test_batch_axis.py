@@ -56,6 +56,13 @@ def test_torchvision_models(name: str) -> None:
     check_equal(captured)
 
 
+@pytest.mark.parametrize("activation", [nn.Hardswish, nn.Hardsigmoid, nn.Mish, nn.PReLU, nn.SiLU])
+def test_activations(activation: Callable[[], nn.Module]) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 5), activation(), nn.Linear(5, 3))
+    check_equal(separate(model, classify, torch.randn(4, 6), torch.tensor([0, 2, 1, 1]), size=4, micro_size=2))
+
+
 @pytest.mark.slow
 def test_vgg() -> None:
     import torchvision

@@ -58,13 +58,17 @@ def test_each_gradient_has_an_operator() -> None:
         (network().double(), 16),
         (network(outputs=12), 16),
         (network(inputs=20), 16),
-        (network(outputs=512, inputs=512), 256),
+        (network(outputs=512, inputs=512), 18),
     ],
     ids=["stride", "padding", "window", "groups", "float64", "uneven outputs", "uneven inputs", "large"],
 )
 def test_others_stay_as_they_are(model: nn.Module, size: int) -> None:
     images = torch.randn(1, 3, size, size, dtype=next(model.parameters()).dtype)
     assert ours(targets(model, images)) == []
+
+
+def test_one_of_the_most_products_is_taken() -> None:
+    assert len(ours(targets(network(outputs=512, inputs=512), torch.randn(1, 3, 16, 16)))) == 3
 
 
 @pytest.mark.parametrize("micro_batch", [None, 2])

@@ -75,6 +75,30 @@ def test_output_and_gradients(operators: Operators, inputs: int, outputs: int) -
         assert_right(make_case((2, inputs, 12, 11), outputs, with_bias), operators)
 
 
+@pytest.mark.parametrize("pixels", [2048, 2049, 5000])
+@pytest.mark.parametrize("operators", [COMPILED, PLAIN], ids=["compiled", "plain"])
+def test_gradients_of_weights_of_many_pixels(operators: Operators, pixels: int) -> None:
+    """They are sums of several."""
+    assert_right(make_case((1, 20, pixels, 1), 11), operators)
+    assert_right(make_case((4, 9, pixels // 4, 1), 40), operators)
+
+
+@pytest.mark.skipif(not has_kernels, reason="plain torch sums up as oneDNN does")
+def test_sums_of_one_sign_keep_their_digits() -> None:
+    """As behind ReLU: one running sum of all terms would be off by 9e-7 and 6e-7 here."""
+    generator = torch.Generator().manual_seed(0)
+    x, weight = torch.rand(1, 4096, 4, 4, generator=generator), torch.rand(16, 4096, 1, 1, generator=generator)
+    pixels, gradient = torch.rand(1, 64, 45, 45, generator=generator), torch.full((1, 32, 45, 45), 1 / 135)
+    for ours, exact in (
+        (pointwise_conv2d(x, weight), torch.conv2d(x.double(), weight.double())),
+        (
+            pointwise_conv2d_grad_weight(gradient, pixels)[..., 0, 0],
+            torch.einsum("nohw,nihw->oi", gradient.double(), pixels.double()),
+        ),
+    ):
+        assert (ours - exact).norm() / exact.norm() < 2e-7
+
+
 @given(
     inputs=st.integers(1, 140),
     outputs=st.integers(1, 70),
@@ -93,9 +117,9 @@ def test_any_shape(inputs: int, outputs: int, size: tuple[int, int], samples: in
 
 
 @pytest.mark.skipif(not has_kernels, reason="plain torch sums up as oneDNN does")
-@pytest.mark.parametrize("outputs", [16, 1000])
-def test_threads_and_layouts_change_no_bit(threads: int, outputs: int) -> None:
-    case = make_case((3, 67, 20, 20), outputs)
+@pytest.mark.parametrize(("outputs", "size"), [(16, 20), (1000, 20), (40, 61)])
+def test_threads_and_layouts_change_no_bit(threads: int, outputs: int, size: int) -> None:
+    case = make_case((3, 67, size, size), outputs)
     first = computed(case, COMPILED)
     before = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -140,6 +164,16 @@ def test_codes_have_the_bits_of_the_weight_that_they_stand_for(inputs: int, outp
         stored_pointwise_conv2d_grad_input(case.gradient, codes, scale),
         pointwise_conv2d_grad_input(case.gradient, codes * scale),
     )
+
+
+@pytest.mark.skipif(not has_kernels, reason="plain torch refuses other things")
+def test_images_without_channels_may_not_be_endless() -> None:
+    for shape in ((2**50, 0, 1, 1), (2**20, 0, 2**20, 2**20), (1, 0, 2**40, 1)):
+        with pytest.raises(RuntimeError, match="images can"):
+            pointwise_conv2d(torch.empty(shape), torch.empty(4, 0, 1, 1))
+        with pytest.raises(RuntimeError, match="images can"):
+            pointwise_conv2d_grad_weight(torch.empty(shape), torch.empty(shape))
+    assert torch.equal(pointwise_conv2d(torch.empty(2, 0, 3, 1), torch.empty(4, 0, 1, 1)), torch.zeros(2, 4, 3, 1))
 
 
 def test_bad_codes_are_refused() -> None:

@@ -187,8 +187,8 @@ def _clamp_with_mask_backward(call: Call) -> State:
     return linear(call, gradient, [clamped], lambda: align(call, [gradient, clamped]))
 
 
-@rule("_prelu_kernel")
-def _prelu(call: Call) -> State:
+@rule("_prelu_kernel", "hardswish")
+def _untagged(call: Call) -> State:
     return pointwise(call)
 
 

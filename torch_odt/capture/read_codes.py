@@ -27,13 +27,18 @@ def read_codes(graph: TrainingGraph) -> str | None:
         if not is_decoding(graph, op) or not all(is_held(graph, uses, value, mutated) for value in op.reads):
             continue
         readers = uses.readers(op.results[0])
-        are_pointwise = all(each.target in _STORED and each.args[1] == Ref(op.results[0]) for each in readers)
+        are_pointwise = all(_is_window_of(each, op.results[0]) for each in readers)
         if readers and are_pointwise and uses.is_for(op.results[0], readers) and _has_scales(graph, op):
             changed[op.index] = []
             changed |= {each.index: [_reading_codes(each, op)] for each in readers}
     graph.ops = [new for op in graph.ops for new in changed.get(op.index, [op])]
     count = sum(map(len, changed.values()))
     return f"{count} pointwise convolutions and gradients read codes of 8 bits" if count else None
+
+
+def _is_window_of(op: Op, weight: int) -> bool:
+    """Whether an op is a pointwise convolution by a weight, of which it reads nothing else."""
+    return op.target in _STORED and op.args[1] == Ref(weight) and list(refs(op.args)).count(weight) == 1
 
 
 def _has_scales(graph: TrainingGraph, decoding: Op) -> bool:

@@ -28,7 +28,7 @@ from torch_odt.execute.summary import summarize, summarize_fallback
 from torch_odt.execute.uncaptured import UncapturedStep
 from torch_odt.planning.objective import Goal
 from torch_odt.planning.plan import Plan
-from torch_odt.planning.problem import forget_problems
+from torch_odt.planning.smallest import forget_trials
 from torch_odt.runtime.budget import Allotment, ResolvedBudget
 
 # Planning may have to be repeated for what it has left behind itself.
@@ -72,7 +72,7 @@ def prepare(
     made = _plan(request, plain, *pages, held_bytes=held, collects=collects)
     if not isinstance(request.budget, Allotment):
         # Where budgets pass, the next plan is of the same problem.
-        forget_problems()
+        forget_trials()
     planning_seconds = time.perf_counter() - started
     plan = summarize(request, made.candidate, made.candidates, made.allowance, planning_seconds)
     plan.program = session.program(made.candidate)

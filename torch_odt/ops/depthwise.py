@@ -35,7 +35,8 @@ def depthwise_conv2d(
     """A convolution of each channel by itself, as `conv2d(..., groups=channels)` within rounding.
 
     When to choose it: for small images of 16 channels or more, and narrow windows: the more there is to compute, the
-    less it gains, and of wide windows (5, 7) oneDNN computes large ones faster. Threads change no bit.
+    less it gains, and of wide windows (5, 7) oneDNN computes large ones faster. Threads change no bit. It has no
+    gradient of its own (there are operators for those), so that a module which calls it cannot be trained by autograd.
 
     Args:
         input: float32 of shape (N, C, H, W). Another memory format than channels_last costs a copy.

@@ -27,7 +27,8 @@ def pointwise_conv2d(input: Tensor, weight: Tensor, bias: Tensor | None = None) 
     """A linear layer over the channels of each pixel, as `conv2d` with a 1 x 1 kernel within rounding.
 
     When to choose it: for small images, and where memory counts: nothing is kept behind it. The more there is to
-    compute, the less it gains. Threads change no bit.
+    compute, the less it gains. Threads change no bit. It has no gradient of its own (there are operators for those), so
+    that a module which calls it cannot be trained by autograd.
 
     Args:
         input: float32 of shape (N, inputs, H, W). Another memory format than channels_last costs a copy.
@@ -96,7 +97,7 @@ def stored_pointwise_conv2d(input: Tensor, codes: Tensor, scale: Tensor, bias: T
     """`pointwise_conv2d` by the weight `codes * scale`, bit for bit.
 
     When to choose it: where a weight is stored in 8 bits for want of memory: the weight itself is never there, but for
-    the part that is being multiplied.
+    the part that is being multiplied. It has no gradient of its own either.
 
     Args:
         input, bias: as in `pointwise_conv2d`.

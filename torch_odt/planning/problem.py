@@ -125,17 +125,20 @@ def problem_of(graph: TrainingGraph, costs: Costs, gradients: Gradients = "keep"
             was. Otherwise the peak is that of the sum.
     """
     key = (id(graph), id(costs), gradients, apart)
-    if key not in _RECENT:
-        problem = make_problem(graph, costs, gradients)
-        problem = _set_apart(problem, costs) if apart else problem
-        _RECENT[key] = (graph, costs, problem if costs.transfers is None else _with_paging(problem, costs.transfers))
-        while len(_RECENT) > _REMEMBERED:
-            _RECENT.popitem(last=False)
-    return _RECENT[key][2]
+    known = _RECENT.get(key)
+    if known is not None:
+        return known[2]
+    problem = make_problem(graph, costs, gradients)
+    problem = _set_apart(problem, costs) if apart else problem
+    problem = problem if costs.transfers is None else _with_paging(problem, costs.transfers)
+    _RECENT[key] = (graph, costs, problem)
+    while len(_RECENT) > _REMEMBERED:
+        _RECENT.popitem(last=False)
+    return problem
 
 
 def forget_problems() -> None:
-    """Let go of those that are remembered, once planning is over."""
+    """Let go of those that are remembered."""
     _RECENT.clear()
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from torch_odt.capture.costs import Costs
 from torch_odt.capture.graph import TrainingGraph
 from torch_odt.planning.explore import Families, lower_bound_bytes, try_all
-from torch_odt.planning.problem import Gradients, Problem, problem_of
+from torch_odt.planning.problem import Gradients, Problem, forget_problems, problem_of
 from torch_odt.planning.schedule import Schedule
 from torch_odt.planning.search import Footprint, Search, Trial, Work
 
@@ -48,6 +48,12 @@ def smallest(
     sized = [(footprint(schedule), position) for position, schedule in enumerate(schedules)]
     needed, position = min(sized)
     return schedules[position], needed
+
+
+def forget_trials() -> None:
+    """Let go of the trials and problems that are remembered, once planning is over."""
+    _RECENT.clear()
+    forget_problems()
 
 
 def _remembered(problem: Problem) -> list[Trial]:

@@ -168,6 +168,28 @@ TEST(codes_are_multiplied_as_the_numbers_that_they_stand_for) {
   });
 }
 
+TEST(a_product_without_steps_is_where_it_starts) {
+  const std::vector<float> start(40, 2.0F);
+  std::vector<float> result(3 * start.size(), kUntouched);
+  for (const bool is_transposed : {false, true}) {
+    const MatrixProduct product{
+        .left = nullptr,
+        .left_row = 0,
+        .left_step = 1,
+        .right = nullptr,
+        .codes = nullptr,
+        .scales = nullptr,
+        .right_line = 0,
+        .right_is_transposed = is_transposed,
+        .steps = 0,
+        .start = start.data(),
+        .result = result.data(),
+        .result_row = 40};
+    kernels::multiply(product, {0, 3, 0, 40});
+    CHECK(std::all_of(result.begin(), result.end(), [](float each) { return each == 2.0F; }));
+  }
+}
+
 TEST(parts_of_matrix_products_have_the_bits_of_the_whole) {
   for_each_product([](const Multiplied& sample) {
     std::vector<float> whole = sample.room();

@@ -9,8 +9,8 @@
 #include "../../kernels/bernoulli.h"
 #include "../../kernels/bits.h"
 #include "../../kernels/depthwise.h"
-#include "../../kernels/matrix_product.h"
 #include "../../kernels/isa.h"
+#include "../../kernels/matrix_product.h"
 #include "backward_pass.h"
 
 namespace torch_odt::tests {
