@@ -152,7 +152,7 @@ def test_numbers_that_no_image_has_are_refused_or_mean_nothing(operators: Operat
     forward, grad_input, grad_weight = operators
     most = 2**63 - 1
     x, weight, pixel = torch.ones(1, 64, 3, 3), torch.ones(64, 1, 3, 3), torch.ones(1, 64, 1, 1)
-    if operators is COMPILED:
+    if operators is COMPILED and has_kernels:
         # Of a single window the stride means nothing.
         assert torch.equal(forward(x, weight, None, (most, most), (2, 2)), torch.ones(1, 64, 1, 1))
         expected = torch.zeros(1, 64, 1, 9)
