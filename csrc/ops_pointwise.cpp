@@ -181,11 +181,10 @@ Tensor pointwise_conv2d_grad_weight(const Tensor& grad_output, const Tensor& inp
   const Tensor images = as_channels_last(input);
   const int64_t pixels = pixels_of(input);
   const int64_t parts = std::max<int64_t>(1, (pixels + kMostOfPart - 1) / kMostOfPart);
-  const int64_t of_part = (pixels + parts - 1) / parts;
   Tensor grad_weight = empty_contiguous({outputs, inputs, 1, 1}, ScalarType::Float, input);
   Tensor sums = parts == 1 ? grad_weight : empty_contiguous({parts, outputs, inputs}, ScalarType::Float, input);
   multiply_in_parallel(parts, outputs, inputs, [&](int64_t part) {
-    const int64_t first = part * of_part;
+    const int64_t first = pixels * part / parts;
     return kernels::MatrixProduct{
         .left = data_of<float>(gradient) + first * outputs,
         .left_row = 1,
@@ -195,7 +194,7 @@ Tensor pointwise_conv2d_grad_weight(const Tensor& grad_output, const Tensor& inp
         .scales = nullptr,
         .right_line = inputs,
         .right_is_transposed = false,
-        .steps = std::min(of_part, pixels - first),
+        .steps = pixels * (part + 1) / parts - first,
         .start = nullptr,
         .result = mutable_data_of<float>(sums) + part * outputs * inputs,
         .result_row = inputs};
