@@ -7,7 +7,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from torch_odt.capture.graph import Op, TrainingGraph, Value, refs
-from torch_odt.capture.strides import channels_last_stride, counts_as_channels_last, is_contiguous
+from torch_odt.capture.strides import (
+    channels_last_stride,
+    contiguous_stride,
+    counts_as_channels_last,
+    is_contiguous,
+    same_layout,
+)
 
 _CONVOLUTION, _CONVOLUTION_BACKWARD = "aten.convolution.default", "aten.convolution_backward.default"
 
@@ -30,7 +36,8 @@ def take_over(graph: TrainingGraph, forward: Forward, gradients: Gradients) -> i
 
     Args:
         forward: what takes the place of an `aten.convolution`; None leaves it as it is.
-        gradients: what takes the place of an `aten.convolution_backward`, which goes on computing the others.
+        gradients: what takes the place of an `aten.convolution_backward`, which goes on computing the others. Of both,
+            results that are not wanted, or lie otherwise than the operators lay them out, stay as they are.
 
     Returns:
         How many operators there are now.
@@ -39,8 +46,9 @@ def take_over(graph: TrainingGraph, forward: Forward, gradients: Gradients) -> i
     number = 1 + max((op.index for op in graph.ops), default=0)
     count = 0
     for op in graph.ops:
-        call = forward(graph, op) if op.target == _CONVOLUTION else None
+        call = forward(graph, op) if op.target == _CONVOLUTION and _fits(graph, op, 0) else None
         calls = gradients(graph, op) if op.target == _CONVOLUTION_BACKWARD else {}
+        calls = {position: each for position, each in calls.items() if _fits(graph, op, position)}
         count += (call is not None) + len(calls)
         if call is not None:
             ops.append(_made(op, call))
@@ -76,6 +84,20 @@ def _left(graph: TrainingGraph, op: Op, taken: Collection[int], number: int) -> 
     return [replace(op, args=(*op.args[:10], [value is not None for value in writes]), writes=writes)]
 
 
+def _fits(graph: TrainingGraph, op: Op, position: int) -> bool:
+    """Whether a result is wanted, and lies as the operators lay it out: images (0) or a weight's gradient (1).
+
+    Of images, strides of dimensions of size 1 count: what reads them may choose its layout, and its buffers, by them.
+    """
+    result = op.writes[position]
+    if result is None:
+        return False
+    value = graph.values[result]
+    if position == 1:
+        return same_layout(value.shape, contiguous_stride(value.shape), value.stride)
+    return len(value.shape) == 4 and tuple(value.stride) == channels_last_stride(value.shape)
+
+
 def _made(op: Op, call: Call) -> Op:
     return replace(op, target=call.target, args=call.args, reads=tuple(dict.fromkeys(refs(call.args))))
 
@@ -83,14 +105,6 @@ def _made(op: Op, call: Call) -> Op:
 def are_images(value: Value) -> bool:
     """Whether the operators read a value where it lies."""
     return value.dtype == "float32" and counts_as_channels_last(value.shape, value.stride)
-
-
-def is_image_result(value: Value) -> bool:
-    """Whether images have the strides that the operators give them.
-
-    Those of dimensions of size 1 count: what reads the images may choose its own layout, and its buffers, by them.
-    """
-    return tuple(value.stride) == channels_last_stride(value.shape)
 
 
 def is_window(value: Value) -> bool:

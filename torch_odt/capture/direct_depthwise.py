@@ -14,9 +14,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from torch_odt.capture.direct_convolutions import Call, are_images, is_image_result, is_window, take_over
+from torch_odt.capture.direct_convolutions import Call, are_images, is_window, take_over
 from torch_odt.capture.graph import Op, Ref, TrainingGraph, Value
-from torch_odt.capture.strides import contiguous_stride, same_layout
 
 FORWARD = "torch_odt.depthwise_conv2d.default"
 GRAD_INPUT = "torch_odt.depthwise_conv2d_grad_input.default"
@@ -41,7 +40,7 @@ def direct_depthwise(graph: TrainingGraph) -> str | None:
 def _forward(graph: TrainingGraph, op: Op) -> Call | None:
     x, weight, bias, stride, padding = op.args[:5]
     output = graph.values[op.results[0]]
-    if not _is_depthwise(graph, x, weight, op.args[3:9]) or not is_image_result(output):
+    if not _is_depthwise(graph, x, weight, op.args[3:9]):
         return None
     if not _is_small(output, graph.values[weight.value], _OF_OUTPUT):
         return None
@@ -53,15 +52,12 @@ def _gradients(graph: TrainingGraph, op: Op) -> dict[int, Call]:
     calls: dict[int, Call] = {}
     if not _is_depthwise(graph, x, weight, op.args[4:10]):
         return calls
-    of_input, of_weight, _ = op.writes
     images, window, of_output = (graph.values[ref.value] for ref in (x, weight, gradient))
     geometry = [list(pair) for pair in op.args[4:6]]
-    if of_input is not None and is_image_result(graph.values[of_input]) and _is_small(of_output, window, _OF_INPUT):
+    if _is_small(of_output, window, _OF_INPUT):
         calls[0] = Call(GRAD_INPUT, (gradient, weight, list(images.shape[2:]), *geometry))
-    if of_weight is not None and _is_small(of_output, window, _OF_WEIGHT):
-        result = graph.values[of_weight]
-        if same_layout(result.shape, contiguous_stride(result.shape), result.stride):
-            calls[1] = Call(GRAD_WEIGHT, (gradient, x, list(window.shape[2:]), *geometry))
+    if _is_small(of_output, window, _OF_WEIGHT):
+        calls[1] = Call(GRAD_WEIGHT, (gradient, x, list(window.shape[2:]), *geometry))
     return calls
 
 

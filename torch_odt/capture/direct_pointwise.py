@@ -13,9 +13,8 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from torch_odt.capture.direct_convolutions import Call, are_images, is_image_result, is_window, take_over
+from torch_odt.capture.direct_convolutions import Call, are_images, is_window, take_over
 from torch_odt.capture.graph import Op, Ref, TrainingGraph, Value
-from torch_odt.capture.strides import contiguous_stride, same_layout
 
 FORWARD = "torch_odt.pointwise_conv2d.default"
 GRAD_INPUT = "torch_odt.pointwise_conv2d_grad_input.default"
@@ -37,27 +36,25 @@ def direct_pointwise(graph: TrainingGraph) -> str | None:
 
 def _forward(graph: TrainingGraph, op: Op) -> Call | None:
     x, weight, bias = op.args[:3]
-    output = graph.values[op.results[0]]
-    if not _is_pointwise(graph, x, weight, op.args[3:9]) or not is_image_result(output):
-        return None
-    return Call(FORWARD, (x, weight, bias)) if _products(output, graph.values[x.value]) <= _MOST_PRODUCTS else None
+    is_taken = _is_taken(graph, x, weight, op.args[3:9], graph.values[op.results[0]])
+    return Call(FORWARD, (x, weight, bias)) if is_taken else None
 
 
 def _gradients(graph: TrainingGraph, op: Op) -> dict[int, Call]:
     gradient, x, weight = op.args[:3]
-    calls: dict[int, Call] = {}
-    if not _is_pointwise(graph, x, weight, op.args[4:10]):
-        return calls
-    of_input, of_weight, _ = op.writes
-    if _products(graph.values[gradient.value], graph.values[x.value]) > _MOST_PRODUCTS:
-        return calls
-    if of_input is not None and is_image_result(graph.values[of_input]):
-        calls[0] = Call(GRAD_INPUT, (gradient, weight))
-    if of_weight is not None:
-        result = graph.values[of_weight]
-        if same_layout(result.shape, contiguous_stride(result.shape), result.stride):
-            calls[1] = Call(GRAD_WEIGHT, (gradient, x))
-    return calls
+    if not _is_taken(graph, x, weight, op.args[4:10], graph.values[gradient.value]):
+        return {}
+    return {0: Call(GRAD_INPUT, (gradient, weight)), 1: Call(GRAD_WEIGHT, (gradient, x))}
+
+
+def _is_taken(graph: TrainingGraph, x: Ref, weight: Ref, geometry: Sequence[Any], output: Value) -> bool:
+    """Whether a convolution is pointwise, and of no more products than are taken.
+
+    Args:
+        output: of the convolution, or the gradient of that.
+    """
+    products = math.prod(output.shape[1:]) * graph.values[x.value].shape[1]
+    return _is_pointwise(graph, x, weight, geometry) and products <= _MOST_PRODUCTS
 
 
 def _is_pointwise(graph: TrainingGraph, x: Ref, weight: Ref, geometry: Sequence[Any]) -> bool:
@@ -74,12 +71,3 @@ def _is_pointwise(graph: TrainingGraph, x: Ref, weight: Ref, geometry: Sequence[
         return False
     fills_vectors = all(channels % _CHANNELS == 0 for channels in window.shape[:2])
     return fills_vectors and is_window(window) and are_images(images)
-
-
-def _products(output: Value, images: Value) -> int:
-    """Of a sample.
-
-    Args:
-        output: of the convolution, or the gradient of that.
-    """
-    return math.prod(output.shape[1:]) * images.shape[1]
