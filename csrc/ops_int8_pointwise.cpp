@@ -20,8 +20,13 @@ using kernels::int8::ToGrid;
 
 constexpr char kQuantize[] = "int8_quantize";
 constexpr char kAdd[] = "int8_add";
+constexpr char kHoldsNan[] = ": the input holds NaN";
 // A multiple of 8, so that each thread's part of a mask is its own.
 constexpr int64_t kGrainElements = 1 << 15;
+// Images of few channels, as loaders yield them, are brought into the order of channels_last so many pixels at a time; a
+// multiple of 8.
+constexpr int64_t kGatheredPixels = 64;
+constexpr int64_t kMostGatheredChannels = 64;
 
 Grid8 numbers_of(const Grid& grid) {
   return {grid.step, static_cast<float>(grid.zero)};
@@ -76,11 +81,75 @@ struct Made {
   }
 };
 
+// Images of any strides. These are asked for once, since every question is a call.
+struct Images {
+  const float* values;
+  Sizes sizes;
+  Sizes strides;
+
+  explicit Images(const Tensor& tensor)
+      : values(static_cast<const float*>(tensor.const_data_ptr())), sizes(sizes_of(tensor)) {
+    for (int64_t i = 0; i < tensor.dim(); ++i) {
+      strides.push_back(tensor.stride(i));
+    }
+  }
+
+  // Pixels [begin, end) in the order of channels_last.
+  void gather(int64_t begin, int64_t end, float* to) const {
+    const int64_t channels = sizes[1];
+    const int64_t columns = sizes[3];
+    const int64_t channel_stride = strides[1];
+    const int64_t pixel_stride = strides[3];
+    for (int64_t pixel = begin; pixel < end;) {
+      const int64_t column = pixel % columns;
+      const int64_t some = std::min(end - pixel, columns - column);
+      const float* const line = values + pixel / columns / sizes[2] * strides[0] +
+          pixel / columns % sizes[2] * strides[2] + column * pixel_stride;
+      for (int64_t channel = 0; channel < channels; ++channel) {
+        const float* const from = line + channel * channel_stride;
+        for (int64_t i = 0; i < some; ++i) {
+          to[i * channels + channel] = from[i * pixel_stride];
+        }
+      }
+      to += some * channels;
+      pixel += some;
+    }
+  }
+};
+
+// Returns whether none of the input is NaN.
+bool quantize_gathered(const Images& images, const ToGrid& to) {
+  const int64_t channels = images.sizes[1];
+  const int64_t pixels = images.sizes[0] * images.sizes[2] * images.sizes[3];
+  const int64_t pieces = (pixels + kGatheredPixels - 1) / kGatheredPixels;
+  std::atomic<bool> is_number = true;
+  torch::stable::parallel_for(
+      0, pieces, kGrainElements / (kGatheredPixels * channels), [&](int64_t begin, int64_t end) {
+        float gathered[kGatheredPixels * kMostGatheredChannels];
+        for (int64_t piece = begin; piece < end; ++piece) {
+          const int64_t first = piece * kGatheredPixels;
+          const int64_t last = std::min(pixels, first + kGatheredPixels);
+          images.gather(first, last, gathered);
+          ToGrid part = to;
+          part.output += first * channels;
+          part.mask += first * channels / 8;
+          if (!kernels::int8::quantize(gathered, (last - first) * channels, part)) {
+            is_number = false;
+          }
+        }
+      });
+  return is_number;
+}
+
 std::tuple<Tensor, Tensor, Tensor> quantize(const Tensor& input, const Tensor& grid) {
   STD_TORCH_CHECK(
       input.is_cpu() && input.scalar_type() == ScalarType::Float, kQuantize, ": the input must be float32, and on the CPU");
-  const Tensor source = in_memory_order(input);
   const Made made(input, Grid(kQuantize, grid, "grid"), std::nullopt, std::nullopt);
+  if (input.dim() == 4 && input.numel() > 0 && input.size(1) <= kMostGatheredChannels && !lies_channels_last(input)) {
+    STD_TORCH_CHECK(quantize_gathered(Images(input), made.to), kQuantize, kHoldsNan);
+    return made.all();
+  }
+  const Tensor source = in_memory_order(input);
   const auto* const from = static_cast<const float*>(source.const_data_ptr());
   std::atomic<bool> is_number = true;
   made.for_parts([&](int64_t first, int64_t count, const ToGrid& to) {
@@ -88,7 +157,7 @@ std::tuple<Tensor, Tensor, Tensor> quantize(const Tensor& input, const Tensor& g
       is_number = false;
     }
   });
-  STD_TORCH_CHECK(is_number, kQuantize, ": the input holds NaN");
+  STD_TORCH_CHECK(is_number, kQuantize, kHoldsNan);
   return made.all();
 }
 

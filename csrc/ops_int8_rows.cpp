@@ -73,6 +73,14 @@ Scanned scanned(const Rows& rows, const Threads& threads, const Tensor& like) {
   return found;
 }
 
+// How many pixels there are for each row of values: all of an image, where they are the same in memory.
+int64_t pixels_of_row(const Tensor& gradient) {
+  const int64_t channels = gradient.size(1);
+  const int64_t pixels = gradient.size(2) * gradient.size(3);
+  const bool rows_adjoin = (channels == 1 || gradient.stride(1) == 1) && (gradient.size(0) == 1 || gradient.stride(0) == channels);
+  return pixels > 1 && gradient.stride(2) == 0 && gradient.stride(3) == 0 && rows_adjoin ? pixels : 1;
+}
+
 bool all_finite(const std::vector<float>& numbers) {
   return std::all_of(numbers.begin(), numbers.end(), [](float number) { return std::isfinite(number); });
 }
@@ -106,12 +114,14 @@ RoundedGradient int8_quantize_gradient(
            weight_scale->size(0) == channels),
       kQuantize,
       ": weight_scale must be float32, with one number for each channel");
-  const Tensor dense = channels_last(gradient);
+  const int64_t repeats = pixels_of_row(gradient);
+  const Tensor dense = repeats > 1 ? gradient : channels_last(gradient);
   const Rows rows{
       static_cast<const float*>(dense.const_data_ptr()),
       gradient.size(0) * gradient.size(2) * gradient.size(3),
       channels,
-      mask ? static_cast<const uint8_t*>(mask->const_data_ptr()) : nullptr};
+      mask ? static_cast<const uint8_t*>(mask->const_data_ptr()) : nullptr,
+      repeats};
   const Threads threads = threads_of(rows);
   Scanned found = scanned(rows, threads, gradient);
   STD_TORCH_CHECK(

@@ -69,7 +69,7 @@ Tensor as_contiguous(const Tensor& tensor) {
   return tensor.is_contiguous() ? tensor : torch::stable::contiguous(tensor);
 }
 
-Tensor as_channels_last(const Tensor& tensor) {
+bool lies_channels_last(const Tensor& tensor) {
   const auto sizes = tensor.sizes();
   const auto strides = tensor.strides();
   int64_t stride = 1;
@@ -80,7 +80,13 @@ Tensor as_channels_last(const Tensor& tensor) {
     lies_so = sizes[dimension] == 1 || strides[dimension] == stride;
     stride *= sizes[dimension];
   }
-  return lies_so ? tensor : torch::stable::contiguous(tensor, torch::headeronly::MemoryFormat::ChannelsLast);
+  return lies_so;
+}
+
+Tensor as_channels_last(const Tensor& tensor) {
+  return lies_channels_last(tensor)
+      ? tensor
+      : torch::stable::contiguous(tensor, torch::headeronly::MemoryFormat::ChannelsLast);
 }
 
 Tensor seen_contiguous(const Tensor& tensor, const Sizes& sizes) {

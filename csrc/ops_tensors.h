@@ -21,6 +21,7 @@ torch::stable::Tensor empty_channels_last(
 // The tensor itself if it lies so, otherwise a copy that does.
 torch::stable::Tensor as_contiguous(const torch::stable::Tensor& tensor);
 torch::stable::Tensor as_channels_last(const torch::stable::Tensor& tensor);
+bool lies_channels_last(const torch::stable::Tensor& tensor);
 
 // The same memory with other sizes; of a dense tensor, read in the order in which it lies.
 torch::stable::Tensor seen_contiguous(const torch::stable::Tensor& tensor, const Sizes& sizes);

@@ -143,6 +143,35 @@ def test_a_network_trains_alike_in_less(tmp_path: Path) -> None:
     assert nbytes < 0.8 * whole_nbytes
 
 
+@pytest.mark.parametrize("trains_from", ["classifier", "features.17"])
+def test_int8_layers_are_split_to_the_bit(trains_from: str, tmp_path: Path) -> None:
+    x, y = torch.randn(2, 3, 128, 128), torch.tensor([0, 1])
+    torch.manual_seed(0)
+    whole = mobilenet_v2(width_mult=0.35, num_classes=3, dropout=0.0).eval()
+    for name, parameter in whole.named_parameters():
+        parameter.requires_grad_(name.startswith((trains_from, "classifier")))
+    odt.quant.convert_(whole, [x], qas=True)
+    found = {}
+    for disabled in ((), ("split_expansions",)):
+        model = copy.deepcopy(whole).train()
+        optimizer = torch.optim.SGD([each for each in model.parameters() if each.requires_grad], lr=0.05)
+        if trains_from != "classifier":  # which stays in float32
+            odt.quant.train_int8_(model, optimizer)
+        step = odt.TrainStep(
+            model, F.cross_entropy, optimizer, budget="4GiB", disable_rewrites=disabled, planner="melon", cache=False
+        )
+        losses = [step(x, y).item() for _ in range(3)]
+        assert any(NOTE in note for note in step.plan.notes) == (not disabled)
+        step.plan.save(tmp_path / "plan.json")
+        following = odt.TrainStep(model, F.cross_entropy, optimizer, plan=tmp_path / "plan.json", cache=False)
+        losses.append(following(x, y).item())
+        found[disabled] = (losses, step.plan.arena_bytes, model.state_dict())
+    (losses, nbytes, state), (whole_losses, whole_nbytes, whole_state) = found.values()
+    assert losses == whole_losses and len(set(losses)) > 1
+    assert not [name for name in state if not torch.equal(state[name], whole_state[name])]
+    assert nbytes < 0.8 * whole_nbytes
+
+
 def test_micro_batches_are_split_alike() -> None:
     torch.manual_seed(0)
     x, y = images().repeat(4, 1, 1, 1).contiguous(memory_format=torch.channels_last), torch.randint(3, (8,))

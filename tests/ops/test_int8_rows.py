@@ -64,6 +64,22 @@ def test_any_shape_and_layout(shape: tuple[int, int, int, int], seed: int, strid
     assert_same(found, int8_rows._quantize_plain(gradient, mask, scale, True))
 
 
+@pytest.mark.parametrize("shape", [(1, 37, 4, 4), (3, 64, 7, 5), (2, 1, 3, 3), (40, 17, 7, 7)], ids=str)
+def test_a_gradient_that_is_the_same_for_all_pixels(shape: tuple[int, ...]) -> None:
+    one = torch.randn(shape[0], shape[1], 1, 1)
+    gradient, scale = one.expand(shape), torch.rand(shape[1])
+    dense = gradient.contiguous(memory_format=torch.channels_last)
+    for mask in (None, a_mask(dense)[1]):
+        expected = odt.int8_quantize_gradient(dense, mask, scale, True)
+        assert_same(odt.int8_quantize_gradient(gradient, mask, scale, True), expected)
+        # Of other layouts, too, in which samples or channels do not adjoin.
+        for other in (one[:1].expand(shape), one[:, :1].expand(shape), torch.cat([one, one], 1)[:, ::2].expand(shape)):
+            found = odt.int8_quantize_gradient(other, mask, scale, True)
+            assert_same(
+                found, odt.int8_quantize_gradient(other.clone(memory_format=torch.channels_last), mask, scale, True)
+            )
+
+
 def test_it_reads_from_any_address() -> None:
     memory = torch.randn(1 + 2 * 19 * 5 * 5)
     gradient = memory[1:].view(2, 5, 5, 19).permute(0, 3, 1, 2)

@@ -72,6 +72,12 @@ def clamped() -> nn.Module:
     return nn.Sequential(nn.Conv2d(3, 6, 3), nn.MaxPool2d(2), nn.ReLU6(), nn.Flatten(), nn.Linear(150, 4))
 
 
+def pooled() -> nn.Module:
+    """To a size that is not that of one pixel."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv2d(3, 6, 3), nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(24, 4))
+
+
 class ConvolvesInInt8(nn.Sequential):
     """Float tensors."""
 
@@ -133,6 +139,7 @@ CASES = {
     **{f"qas-{name}": Case(name, qas, True) for name in ("residual", "excited", "fire", "mlp", "vgg")},
     "qas-scores": Case("residual", qas_to_the_scores, True),
     "qas-clamped": Case(clamped, qas, True),
+    "qas-pooled": Case(pooled, qas, True),
     "float": Case(ConvolvesInInt8, plain, False),
     "niti-small": Case(grey(small_net), niti, True, odt.quant.niti_cross_entropy),
     "niti-sums": Case(grey(SumsOfIntegers), niti, True, odt.quant.niti_cross_entropy),

@@ -153,6 +153,15 @@ def test_adaptive_pools(size: tuple[int, int | None]) -> None:
     )
 
 
+def test_the_gradient_behind_a_global_pool_takes_the_memory_of_one_pixel() -> None:
+    x = activation(2, 4, 7, 7)
+    slot = x.slot.detach().requires_grad_()
+    pooled = pooling.adaptive_average_pool(x._replace(slot=slot), (1, 1))
+    given = torch.randn(2, 4, 1, 1)
+    [gradient] = torch.autograd.grad(pooled.slot, slot, given)
+    assert torch.equal(gradient, (given / 49).expand(2, 4, 7, 7)) and gradient.stride()[2:] == (0, 0)
+
+
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # by the check itself
 def test_operators_are_registered_as_torch_wants_them() -> None:
     ops = torch.ops.torch_odt
@@ -216,3 +225,23 @@ def test_sums_and_grids_have_the_bits_of_plain_torch(shape: tuple[int, ...]) -> 
     values[values > 5] = float("inf")
     for ours, theirs in zip(ops.int8_quantize(values, GRID)[::2], pointwise._quantize(values, GRID)[::2], strict=True):
         assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("shape", [(2, 3, 5, 7), (1, 64, 9, 8), (1, 65, 6, 6), (2, 1, 13, 13), (0, 3, 4, 4)], ids=str)
+def test_images_are_quantized_from_any_layout(shape: tuple[int, ...], threads: int) -> None:
+    quantize = torch.ops.torch_odt.int8_quantize
+    wide = torch.randn(shape[:3] + (2 * shape[3],), generator=torch.Generator().manual_seed(3))
+    for values in (
+        wide[..., ::2],
+        wide[..., : shape[3]],
+        wide[..., : shape[3]].transpose(2, 3),
+        wide[..., :1].expand(shape),
+    ):
+        found = quantize(values, GRID)
+        expected = quantize(values.clone(memory_format=torch.channels_last), GRID)
+        for ours, theirs in zip(found[::2], expected[::2], strict=True):
+            assert torch.equal(ours, theirs) and ours.stride() == theirs.stride()
+    if wide.numel():
+        wide[0, 0, -1, shape[3] - 1] = float("nan")
+        with pytest.raises(RuntimeError, match="holds NaN"):
+            quantize(wide[..., : shape[3]], GRID)

@@ -11,13 +11,14 @@ the way, unless `fold_batch_norm` has made it a part of the convolution. (J. Lin
 Memory-Efficient Patch-based Inference for Tiny Deep Learning", NeurIPS 2021, computes the same layers some pixels at a
 time, and the pixels between patches twice. Channels have nothing between them.)
 
-Sums are those of the same numbers; a kernel that is chosen by the number of channels may add them in another order.
+Sums are those of the same numbers; a kernel that is chosen by the number of channels may add them in another order,
+but for int8's, whose sums are exact.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -26,7 +27,8 @@ import torch
 from torch_odt.capture.graph import Op, Ref, TrainingGraph, Value, refs
 from torch_odt.capture.uses import Uses
 
-_CONVOLUTION, _SLICE, _CONCATENATE = "aten.convolution.default", "aten.slice.Tensor", "aten.cat.default"
+_CONVOLUTION, _INT8_LAYER = "aten.convolution.default", "torch_odt.int8_layer.default"
+_SLICE, _CONCATENATE, _EXPAND = "aten.slice.Tensor", "aten.cat.default", "aten.expand.default"
 _ACTIVATIONS = frozenset(
     f"aten.{name}.default"
     for name in (
@@ -47,6 +49,42 @@ _CHANNELS = 16
 
 
 @dataclass(frozen=True)
+class _Convolution:
+    """Where an operator that convolves has its arguments.
+
+    Attributes:
+        taken: what it takes; what widens returns them in this order.
+        by_channel: what has a row for each channel that it returns, or is None; its weight is the first of them.
+    """
+
+    taken: tuple[int, ...]
+    by_channel: tuple[int, ...]
+
+    def weight(self, op: Op) -> Ref:
+        ref = op.args[self.by_channel[0]]
+        assert isinstance(ref, Ref)
+        return ref
+
+    def groups(self, op: Op) -> int:
+        return int(op.args[8] if op.target == _CONVOLUTION else op.args[12][6])
+
+    def of_channels(self, op: Op, taken: Sequence[Ref], by_channel: Sequence[Ref | None], groups: int) -> list[Any]:
+        """The arguments for some of the channels."""
+        args = list(op.args)
+        for position, value in zip((*self.taken, *self.by_channel), (*taken, *by_channel), strict=True):
+            args[position] = value
+        if op.target == _CONVOLUTION:
+            args[8] = groups
+        else:
+            args[12] = [*args[12][:6], groups]
+        return args
+
+
+# An activation in int8 is its values and the slot of its gradient.
+_CONVOLUTIONS = {_CONVOLUTION: _Convolution((0,), (1, 2)), _INT8_LAYER: _Convolution((0, 1), (3, 4, 5, 6))}
+
+
+@dataclass(frozen=True)
 class _Expansion:
     """A convolution that widens, element-wise ops, and a depthwise convolution.
 
@@ -64,7 +102,7 @@ class _Expansion:
 
 def split_expansions(graph: TrainingGraph) -> str | None:
     """The widest tensors between two convolutions are computed some channels at a time."""
-    needs = {op.index: _need(graph, op) for op in graph.ops if op.target == _CONVOLUTION}
+    needs = {op.index: _need(graph, op) for op in graph.ops if _is_image_convolution(graph, op)}
     expansions = {each.depthwise.index: each for each in _find(graph)}
     chosen: list[_Expansion] = []
     while needs:
@@ -100,23 +138,36 @@ def _find(graph: TrainingGraph) -> Iterator[_Expansion]:
                 between.insert(0, producer)
                 reader, value = producer, producer.reads[0]
                 continue
-            if _is_plain_convolution(graph, producer) and producer.args[8] == 1:
+            if (
+                _is_plain_convolution(graph, producer)
+                and producer.target == depthwise.target
+                and _CONVOLUTIONS[producer.target].groups(producer) == 1
+                and all(uses.is_for(result, [reader]) for result in producer.results)
+            ):
                 expansion = _expansion(graph, producer, tuple(between), depthwise)
                 if expansion is not None:
                     yield expansion
             break
 
 
+def _is_image_convolution(graph: TrainingGraph, op: Op) -> bool:
+    return op.target in _CONVOLUTIONS and len(graph.values[op.args[0].value].shape) == 4
+
+
 def _is_plain_convolution(graph: TrainingGraph, op: Op) -> bool:
-    if op.target != _CONVOLUTION or op.kwargs or op.phase != "forward" or op.args[6]:
+    if not _is_image_convolution(graph, op) or op.kwargs or op.phase != "forward":
         return False
+    if op.target == _INT8_LAYER:
+        # What its clamp leaves a backward pass is its third result.
+        return op.writes[2] is None
     values = [graph.values[value] for value in (*op.reads, *op.results)]
-    return len({value.dtype for value in values}) == 1 and len(graph.values[op.args[0].value].shape) == 4
+    return not op.args[6] and len({value.dtype for value in values}) == 1
 
 
 def _is_depthwise(graph: TrainingGraph, op: Op) -> bool:
+    kind = _CONVOLUTIONS[op.target]
     channels = graph.values[op.args[0].value].shape[1]
-    return op.args[8] == channels == graph.values[op.args[1].value].shape[0]
+    return kind.groups(op) == channels == graph.values[kind.weight(op).value].shape[0]
 
 
 def _expansion(graph: TrainingGraph, widening: Op, between: tuple[Op, ...], depthwise: Op) -> _Expansion | None:
@@ -139,8 +190,9 @@ def _expansion(graph: TrainingGraph, widening: Op, between: tuple[Op, ...], dept
 
 def _need(graph: TrainingGraph, convolution: Op) -> int:
     """What a convolution takes and returns for one sample, and its weight where the step makes that."""
+    weight_ref = _CONVOLUTIONS[convolution.target].weight(convolution)
     x, weight, result = (
-        graph.values[value] for value in (*(each.value for each in convolution.args[:2]), convolution.results[0])
+        graph.values[value] for value in (convolution.args[0].value, weight_ref.value, convolution.results[0])
     )
     is_made = graph.values[weight.base].kind == "computed"
     return _nbytes(x) + _nbytes(result) + is_made * math.prod(weight.shape) * _itemsize(weight)
@@ -162,47 +214,67 @@ def _next_index(graph: TrainingGraph, replaced: dict[int, list[Op]]) -> int:
 def _split(graph: TrainingGraph, expansion: _Expansion, number: int) -> list[Op]:
     new: list[Op] = []
 
-    def add(like: Op, args: tuple[Any, ...], result: Value, *, is_view: bool = False) -> Ref:
+    def add(like: Op, args: Sequence[Any], results: Sequence[Value], *, is_view: bool = False) -> list[Ref]:
+        kept = iter(results)
         op = replace(
-            like, index=number + len(new), args=args, kwargs={} if is_view else like.kwargs,
-            reads=tuple(dict.fromkeys(refs(args))), shape_reads=(), writes=(result.index,), is_view=is_view,
+            like, index=number + len(new), args=tuple(args), kwargs={} if is_view else like.kwargs,
+            reads=tuple(dict.fromkeys(refs(args))), shape_reads=(), is_view=is_view,
+            writes=tuple(next(kept).index if each is not None else None for each in like.writes),
         )  # fmt: skip
-        result.producer = op.index
+        for result in results:
+            result.producer = op.index
         new.append(op)
-        return Ref(result.index)
+        return [Ref(result.index) for result in results]
+
+    def add_view(target: str, tensor: Ref, args: tuple[Any, ...], view: Value) -> Ref:
+        like = replace(expansion.widening, target=target, writes=(view.index,))
+        return add(like, (tensor, *args), [view], is_view=True)[0]
 
     def part_of(tensor: Ref | None, start: int, stop: int) -> Ref | None:
         if tensor is None:
             return None
         value = graph.values[tensor.value]
         shape = (stop - start, *value.shape[1:])
-        view = graph.add_value(replace(value, shape=shape), value.base)
-        like = replace(expansion.widening, target=_SLICE)
-        return add(like, (tensor, 0, start, stop), view, is_view=True)
+        return add_view(_SLICE, tensor, (0, start, stop), graph.add_value(replace(value, shape=shape), value.base))
 
     channels = graph.values[expansion.widening.results[0]].shape[1]
     size = channels // expansion.parts
-    together: list[Ref] = []
+    together: list[list[Ref]] = []
     for start in range(0, channels, size):
-        x = expansion.widening.args[0]
+        kind = _CONVOLUTIONS[expansion.widening.target]
+        taken = [expansion.widening.args[position] for position in kind.taken]
         for op in (expansion.widening, *expansion.between, expansion.depthwise):
-            result = graph.add_value(_some_channels(graph.values[op.results[0]], size))
-            if op.target != _CONVOLUTION:
-                x = add(op, (x, *op.args[1:]), result)
+            results = [graph.add_value(_some_channels(graph.values[each], size)) for each in op.results]
+            if op.target not in _CONVOLUTIONS:
+                taken = add(op, (*taken, *op.args[1:]), results)
                 continue
-            weight, bias = (part_of(tensor, start, start + size) for tensor in op.args[1:3])
+            by_channel = [part_of(op.args[position], start, start + size) for position in kind.by_channel]
             groups = size if op is expansion.depthwise else 1
-            x = add(op, (x, weight, bias, *op.args[3:8], groups), result)
-        together.append(x)
-    whole = graph.values[expansion.depthwise.results[0]]
-    add(replace(expansion.depthwise, target=_CONCATENATE), (together, 1), whole)
+            taken = add(op, kind.of_channels(op, taken, by_channel, groups), results)
+        together.append(taken)
+    values, *slots = (graph.values[each] for each in expansion.depthwise.results)
+    like = replace(expansion.depthwise, target=_CONCATENATE, writes=(values.index,))
+    add(like, ([each[0] for each in together], 1), [values])
+    for slot, part in zip(slots, together[0][1:], strict=True):
+        _look_into(graph, slot, graph.values[part.value])
+        one = graph.add_value(replace(slot, shape=(slot.shape[0], 1, *slot.shape[2:])), slot.base)
+        add_view(_EXPAND, add_view(_SLICE, part, (1, 0, 1), one), (list(slot.shape),), slot)
     return new
+
+
+def _look_into(graph: TrainingGraph, value: Value, other: Value) -> None:
+    """What lay in a value lies in another one's memory."""
+    for each in graph.values:
+        if each.base == value.index:
+            each.base = other.base
 
 
 def _some_channels(value: Value, channels: int) -> Value:
     """A value of so many of its channels, as densely laid out."""
     batch, _, rows, columns = value.shape
     shape = (batch, channels, rows, columns)
+    if value.stride[1:] == (0, 0, 0):
+        return replace(value, shape=shape)
     is_channels_last = value.stride[1] == 1 and value.stride[3] == value.shape[1]
     stride = (
         (rows * columns * channels, 1, columns * channels, channels)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -211,8 +212,6 @@ def _(values: Tensor, slot: Tensor, grid: Tensor, output_size: list[int]) -> tup
 @torch.library.custom_op("torch_odt::int8_adaptive_average_pool_backward", mutates_args=())
 def _adaptive_backward(gradient: Tensor, input_shape: list[int]) -> Tensor:
     like = _input_of(gradient, input_shape)
-    if _is_global(input_shape, gradient.shape[2:]):
-        return like.copy_(gradient / like[0, 0].numel())
     found = torch.ops.aten._adaptive_avg_pool2d_backward(gradient, like)
     return found.contiguous(memory_format=torch.channels_last)
 
@@ -223,6 +222,9 @@ def _(gradient: Tensor, input_shape: list[int]) -> Tensor:
 
 
 def _adaptive_gradient(ctx: Any, of_values: Any, gradient: Tensor) -> tuple[Any, ...]:
+    if _is_global(ctx.shape, gradient.shape[2:]):
+        # The same for all pixels of an image: layers read it as it is, and it takes the memory of one pixel.
+        return None, (gradient / math.prod(ctx.shape[2:])).expand(ctx.shape), None, None
     return None, _adaptive_backward(gradient, ctx.shape), None, None
 
 

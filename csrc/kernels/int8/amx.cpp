@@ -12,7 +12,6 @@ namespace torch_odt::kernels::int8 {
 
 namespace {
 
-constexpr int64_t kTileRows = 16;
 constexpr int64_t kTileSteps = 16;
 constexpr int64_t kTileRowBytes = kTileSteps * kStepBytes;
 

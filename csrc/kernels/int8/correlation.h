@@ -55,11 +55,11 @@ struct Correlation {
   int64_t block_rows() const {
     return std::clamp<int64_t>(kLeftBytes / left_row_bytes() / kTileRows * kTileRows, kSlackRows, kMostRows);
   }
-  int64_t left_bytes() const {
-    return aligned((block_rows() + kSlackRows) * left_row_bytes());
+  // Of packed rows, with those that a tile reads behind the last one.
+  int64_t left_bytes(int64_t most_rows) const {
+    return aligned((std::min(most_rows, block_rows()) + kTileRows) * left_row_bytes());
   }
 
-  static constexpr int64_t kTileRows = 16; // AMX's
   static constexpr int64_t kMostRows = 112; // whole tiles of most tables; pixels of common images are a multiple
   static constexpr int64_t kLeftBytes = 131072;
   static constexpr int64_t kMostRowBytes = 16384; // beside which some packed weights have room in the workspace

@@ -47,6 +47,43 @@ void find_places(const Correlation& part, const Target& target, const Rows& rows
   }
 }
 
+// What a block takes at most: how many rows there are, and how many panels of packed weights or of sums at a time.
+struct Extent {
+  int64_t rows;
+  int64_t panels;
+  int64_t sums;
+  // A few rows are finished after the other, see Table::sums_at_once: not of rows that overlap, whose depth is never
+  // small, nor of a depth in chunks.
+  bool in_turn;
+
+  Extent(const Conv2d& conv, const Correlation& part, bool padded, bool packs)
+      : rows(padded ? kMostRows : std::min(part.block_rows(), conv.batch * part.rows.outputs * part.columns.outputs)),
+        in_turn(part.kernels().sums_at_once > 0 && part.chunk() >= part.depth() && !padded) {
+    const int64_t at_once = part.kernels().sums_at_once;
+    panels = std::min(part.panels(), (in_turn ? at_once / kSlackRows : kCachedColumns) / kPanelColumns);
+    if (packs) {
+      panels = std::min(panels, packed_panels(part));
+    }
+    const int64_t all = rows * panels * kPanelColumns;
+    sums = (in_turn ? std::min(all, at_once) : all) + kTileRows * panels * kPanelColumns;
+  }
+
+ private:
+  // How many are packed on the way at a time: a few of small weights, with sums that are small, too; of large weights as
+  // many as whole lines of memory hold columns of, since lines are not in a cache any more when they are read again.
+  int64_t packed_panels(const Correlation& part) const {
+    constexpr int64_t kFewBytes = 49152;
+    constexpr int64_t kManyBytes = 1 << 19;
+    constexpr int64_t kShare = 4;
+    constexpr int64_t kSums = 8192;
+    constexpr int64_t kPanelsOfLine = 4;
+    const int64_t panel_bytes = std::max<int64_t>(part.panel_bytes(), 1);
+    const int64_t weights = std::clamp(part.panels() * panel_bytes / kShare, kFewBytes, kManyBytes) / panel_bytes;
+    const int64_t fitting = std::min(weights, kSums / kPanelColumns / std::max<int64_t>(rows, 1));
+    return fitting > kPanelsOfLine ? fitting / kPanelsOfLine * kPanelsOfLine : std::max<int64_t>(fitting, 1);
+  }
+};
+
 // A thread's own memory.
 struct Workspace {
   Pieces pieces;
@@ -56,21 +93,14 @@ struct Workspace {
   char* packed; // some panels
   int32_t* packed_sums;
 
-  Workspace(const Correlation& part, bool packs, void* at) : pieces(at) {
-    sums = pieces.take<int32_t>(kSums);
-    wide_sums = pieces.take<int64_t>(part.wide() ? kSums : 0);
-    left = pieces.take<char>(part.left_bytes());
-    packed = pieces.take<char>(packs ? std::min(part.panels(), most_packed_panels(part)) * part.panel_bytes() : 0);
+  Workspace(const Conv2d& conv, const Correlation& part, bool packs, void* at) : pieces(at) {
+    const bool may_be_padded = !packs && goes_padded(part.kernels(), part.rows, part.columns, part.source_depth);
+    const Extent most(conv, part, may_be_padded, packs);
+    sums = pieces.take<int32_t>(most.sums);
+    wide_sums = pieces.take<int64_t>(part.wide() ? most.sums : 0);
+    left = pieces.take<char>(part.left_bytes(most.rows));
+    packed = pieces.take<char>(packs ? most.panels * part.panel_bytes() : 0);
     packed_sums = pieces.take<int32_t>(packs ? kCachedColumns : 0);
-  }
-
-  static constexpr int64_t kSums = (kMostRows + kSlackRows) * kCachedColumns;
-  static constexpr int64_t kPackedBytes = 1 << 19;
-
-  // How many panels are packed on the way at a time.
-  static int64_t most_packed_panels(const Correlation& part) {
-    const int64_t panel_bytes = std::max<int64_t>(part.panel_bytes(), 1);
-    return std::clamp<int64_t>(kPackedBytes / panel_bytes, 1, kCachedColumns / kPanelColumns);
   }
 };
 
@@ -84,12 +114,10 @@ struct Sizes {
   int64_t panel_bytes;
   int64_t group_bytes;
   bool wide;
-  // A few rows are finished after the other, see Table::sums_at_once: not of rows that overlap, whose depth is never
-  // small, nor of a depth in chunks.
   bool in_turn;
   int64_t panels_at_once;
 
-  Sizes(const Correlation& part, bool padded, bool packs)
+  Sizes(const Correlation& part, const Extent& most)
       : kernels(part.kernels()),
         depth(part.depth()),
         chunk(part.chunk()),
@@ -98,10 +126,8 @@ struct Sizes {
         panel_bytes(part.panel_bytes()),
         group_bytes(part.group_bytes()),
         wide(part.wide()),
-        in_turn(kernels.sums_at_once > 0 && chunk >= depth && !padded),
-        panels_at_once(std::min(
-            (in_turn ? kernels.sums_at_once / kSlackRows : kCachedColumns) / kPanelColumns,
-            packs ? Workspace::most_packed_panels(part) : kCachedColumns / kPanelColumns)) {}
+        in_turn(most.in_turn),
+        panels_at_once(most.panels) {}
 };
 
 struct Task {
@@ -286,7 +312,7 @@ struct Blocks {
     const bool whole_bytes = how.mask == nullptr || part.target_depth % 8 == 0;
     padded = !packs && conv.groups == 1 && goes_padded(part.kernels(), part.rows, part.columns, part.source_depth) &&
         part.rows.outputs > 0 && part.chunk() >= part.depth() && whole_bytes &&
-        positions.copy_bytes(kMostRows, part.source_depth) <= part.left_bytes();
+        positions.copy_bytes(kMostRows, part.source_depth) <= part.left_bytes(kMostRows);
     const int64_t outputs = part.rows.outputs * part.columns.outputs;
     samples = padded ? conv.batch : 1;
     rows = padded ? positions.positions() : conv.batch * outputs;
@@ -327,14 +353,14 @@ float run_pass(
     const Blocks blocks(conv, part, how, packs, threads.count);
     const PanelSums results(conv, part, source, target, how);
     const int64_t pixels = conv.batch * part.rows.outputs * part.columns.outputs;
-    const Sizes sizes(part, blocks.padded, packs);
+    const Sizes sizes(part, Extent(conv, part, blocks.padded, packs));
     const Task task{conv, pass, part, sizes, source, target, weights, pixels, blocks.padded, results};
     // Few rows are shared out by columns, but not within a byte of a mask.
     const bool by_columns = blocks.count() < threads.count && (how.mask == nullptr || part.target_depth % 8 == 0);
     const int64_t cuts = by_columns ? std::min(part.panels(), threads.count) : 1;
     threads.share(blocks.count() * cuts, [&](int64_t thread, int64_t begin, int64_t end) {
       const Multiplying multiplying(part.kernels());
-      const Workspace own(part, packs, static_cast<char*>(workspace) + thread * thread_bytes);
+      const Workspace own(conv, part, packs, static_cast<char*>(workspace) + thread * thread_bytes);
       float& most = largest[static_cast<size_t>(thread)];
       for (int64_t item = begin; item < end; ++item) {
         const int64_t cut = item % cuts;
@@ -390,7 +416,7 @@ int64_t workspace_bytes(const Conv2d& conv, Pass pass) {
   }
   int64_t most = 0;
   for (int64_t phase = 0; phase < phases_of(conv, pass); ++phase) {
-    most = std::max(most, Workspace(correlation_of(conv, pass, phase), false, nullptr).pieces.bytes());
+    most = std::max(most, Workspace(conv, correlation_of(conv, pass, phase), false, nullptr).pieces.bytes());
   }
   return most;
 }
@@ -442,7 +468,7 @@ bool packs_on_the_way(const Conv2d& conv, Pass pass) {
 int64_t packing_workspace_bytes(const Conv2d& conv, Pass pass) {
   int64_t most = 0;
   for (int64_t phase = 0; phase < phases_of(conv, pass); ++phase) {
-    most = std::max(most, Workspace(correlation_of(conv, pass, phase), true, nullptr).pieces.bytes());
+    most = std::max(most, Workspace(conv, correlation_of(conv, pass, phase), true, nullptr).pieces.bytes());
   }
   return most;
 }

@@ -130,9 +130,9 @@ struct Workspace {
   char* left;
 
   Workspace(const Correlation& part, void* at) : pieces(at) {
-    sums = pieces.take<int32_t>((kMostRows + kSlackRows) * part.panels() * kPanelColumns);
+    sums = pieces.take<int32_t>((kMostRows + kTileRows) * part.panels() * kPanelColumns);
     lines = pieces.take<int32_t>(kMostRows * part.target_depth + kSlackSums);
-    left = pieces.take<char>(part.left_bytes());
+    left = pieces.take<char>(part.left_bytes(kMostRows));
   }
 };
 

@@ -24,11 +24,13 @@ struct Elements {
   using Ints = typename L::Ints;
 
   const Rows rows;
-  const int64_t count;
+  const int64_t count; // of values
   const int64_t mask_bytes;
 
   TORCH_ODT_INLINE explicit Elements(const Rows& from)
-      : rows(from), count(from.count * from.columns), mask_bytes((count + 7) / 8) {}
+      : rows(from),
+        count(from.count / from.repeats * from.columns),
+        mask_bytes((from.count * from.columns + 7) / 8) {}
 
   TORCH_ODT_INLINE uint32_t bits(int64_t index) const {
     const int64_t byte = index / 8;
@@ -43,16 +45,16 @@ struct Elements {
     return found >> (index % 8);
   }
 
-  // `lanes` are all of a vector where kAll.
+  // `value` is where the element's is, and `lanes` are all of a vector where kAll.
   template <bool kAll, bool kMasked>
-  TORCH_ODT_INLINE Floats at(int64_t index, int64_t lanes) const {
+  TORCH_ODT_INLINE Floats at(int64_t value, int64_t index, int64_t lanes) const {
     Floats values;
-    if (kAll || index + L::kCount <= count) {
-      values = L::template load<Floats>(rows.values + index);
+    if (kAll || value + L::kCount <= count) {
+      values = L::template load<Floats>(rows.values + value);
     } else {
       float some[L::kCount] = {};
       for (int64_t i = 0; i < lanes; ++i) {
-        some[i] = rows.values[index + i];
+        some[i] = rows.values[value + i];
       }
       values = L::template load<Floats>(some);
     }
@@ -91,9 +93,10 @@ struct Scan {
       Ints largest[kVectors] = {};
       Floats sums[kVectors] = {};
       for (int64_t row = chunk.begin; row < chunk.end; ++row) {
+        const int64_t value = chunk.rows.first_value(row) + column;
         const int64_t index = row * chunk.rows.columns + column;
         for (int v = 0; v < kVectors; ++v) {
-          const Floats values = from.template at<kAll, kMasked>(index + v * L::kCount, lanes);
+          const Floats values = from.template at<kAll, kMasked>(value + v * L::kCount, index + v * L::kCount, lanes);
           // As bits, magnitudes are ordered as their numbers are, and NaN is above all of them.
           const Ints magnitude = (Ints)values & 0x7fffffff;
           largest[v] = largest[v] < magnitude ? magnitude : largest[v];
@@ -159,10 +162,11 @@ struct Round {
       const int64_t columns = part.rows.columns;
       for (int64_t row = part.begin; row < part.end; ++row) {
         const int64_t begins = row * columns;
+        const int64_t first_value = part.rows.first_value(row);
         const uint32_t key = keys.at(begins);
         const auto some = [&]<bool kAll>(int64_t column, int64_t lanes) __attribute__((always_inline)) {
           const int64_t index = begins + column;
-          const Floats values = from.template at<kAll, kMasked>(index, lanes);
+          const Floats values = from.template at<kAll, kMasked>(first_value + column, index, lanes);
           Floats drawn;
           if constexpr (kScaled) {
             drawn = draws.at(key, index, column);

@@ -4,6 +4,7 @@
 
 #include <cstdint>
 
+#include "../isa.h"
 #include "threads.h"
 
 namespace torch_odt::kernels::int8 {
@@ -14,6 +15,14 @@ struct Rows {
   int64_t columns;
   // One bit an element, as pack_bits leaves them: where it is not set, the element counts as 0. Null for none.
   const uint8_t* mask = nullptr;
+  // How many rows each row of values is there for, one after another: pixels whose gradient is the same, as behind a
+  // pool of all of them.
+  int64_t repeats = 1;
+
+  // Where a row's values begin.
+  TORCH_ODT_INLINE int64_t first_value(int64_t row) const {
+    return (repeats == 1 ? row : row / repeats) * columns;
+  }
 };
 
 // Rows whose sums are added up in float, one after another; then such sums are added up in double, one after another.

@@ -29,12 +29,13 @@ TORCH_ODT_TARGET_INLINE uint32_t bits_at(const uint8_t* mask, int64_t bytes, int
 }
 
 template <bool kMasked>
-TORCH_ODT_TARGET_INLINE __m512 values_at(const Rows& rows, int64_t mask_bytes, int64_t index, __mmask16 inside) {
+TORCH_ODT_TARGET_INLINE __m512
+values_at(const Rows& rows, int64_t mask_bytes, int64_t value, int64_t index, __mmask16 inside) {
   auto read = inside;
   if constexpr (kMasked) {
     read = static_cast<__mmask16>(inside & bits_at(rows.mask, mask_bytes, index));
   }
-  return _mm512_maskz_loadu_ps(read, rows.values + index);
+  return _mm512_maskz_loadu_ps(read, rows.values + value);
 }
 
 // Weights. Returns how many were clamped. What int32 does not hold becomes its lowest number, which needs care above zero.
@@ -57,6 +58,7 @@ TORCH_ODT_TARGET void round_weights(RowsPart& part) {
   Keys keys(part.seed);
   for (int64_t row = part.begin; row < part.end; ++row) {
     const int64_t begins = row * rows.columns;
+    const int64_t first_value = rows.first_value(row);
     const uint32_t key = keys.at(begins);
     __m512i bits = _mm512_setzero_si512();
     for (int64_t column = 0; column < rows.columns; column += kLanes) {
@@ -67,7 +69,7 @@ TORCH_ODT_TARGET void round_weights(RowsPart& part) {
       const __m512i draws = upper ? _mm512_srli_epi32(bits, 16) : _mm512_and_si512(bits, _mm512_set1_epi32(0xffff));
       const int64_t left = rows.columns - column;
       const auto inside = static_cast<__mmask16>(left >= kLanes ? 0xffff : (1U << left) - 1);
-      const __m512 values = values_at<kMasked>(rows, mask_bytes, begins + column, inside);
+      const __m512 values = values_at<kMasked>(rows, mask_bytes, first_value + column, begins + column, inside);
       part.clamped += store_weights(values, draws, part.first.output + begins + column, inside);
     }
   }
@@ -79,13 +81,14 @@ struct Whole {
   __mmask64 inside;
 
   template <bool kMasked>
-  TORCH_ODT_TARGET_INLINE Whole read(const Rows& rows, int64_t mask_bytes, int64_t index, int64_t left) {
+  TORCH_ODT_TARGET_INLINE Whole
+  read(const Rows& rows, int64_t mask_bytes, int64_t value, int64_t index, int64_t left) {
     Whole result;
     result.inside = left < kByteColumns ? (__mmask64{1} << left) - 1 : ~__mmask64{0};
 #pragma GCC unroll 4
     for (int i = 0; i < 4; ++i) {
       const auto some = static_cast<__mmask16>(result.inside >> (i * kLanes));
-      result.values[i] = values_at<kMasked>(rows, mask_bytes, index + i * kLanes, some);
+      result.values[i] = values_at<kMasked>(rows, mask_bytes, value + i * kLanes, index + i * kLanes, some);
     }
     return result;
   }
@@ -121,10 +124,12 @@ TORCH_ODT_TARGET void round_gradients(const RowsPart& part) {
   Keys keys(part.seed);
   for (int64_t row = part.begin; row < part.end; ++row) {
     const int64_t begins = row * rows.columns;
+    const int64_t first_value = rows.first_value(row);
     const uint32_t key = keys.at(begins);
     for (int64_t column = 0; column < rows.columns; column += kByteColumns) {
       const __m512i bits = hashes(steps, static_cast<uint32_t>(begins + byte_hash_of(column)) * kGolden + key);
-      const Whole whole = Whole::read<kMasked>(rows, mask_bytes, begins + column, rows.columns - column);
+      const Whole whole =
+          Whole::read<kMasked>(rows, mask_bytes, first_value + column, begins + column, rows.columns - column);
       Whole::store(whole, bits, part.first, column, begins + column);
       if (part.second.output != nullptr) {
         Whole::store(whole, bits, part.second, column, begins + column);

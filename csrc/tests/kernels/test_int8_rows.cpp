@@ -146,6 +146,36 @@ TEST(int8_rows_are_rounded) {
   }
 }
 
+TEST(int8_rows_of_several_pixels_are_as_if_written_out) {
+  constexpr int64_t kRepeats = 7;
+  constexpr int64_t kSeed = 99;
+  for (const int64_t columns : kColumns) {
+    for (const bool masked : {false, true}) {
+      // Just the values that there are, so that sanitizers tell of more.
+      const RowsSample few(2, columns, false);
+      RowsSample whole(2 * kRepeats, columns, masked);
+      for (size_t i = 0; i < whole.values.size(); ++i) {
+        const auto width = static_cast<size_t>(columns);
+        whole.values[i] = few.values[i / (kRepeats * width) * width + i % width];
+      }
+      const Rows rows{few.values.data(), 2 * kRepeats, columns, whole.rows.mask, kRepeats};
+      std::vector<float> largest[2];
+      std::vector<float> sums[2];
+      std::vector<int8_t> rounded_rows[2];
+      for (const size_t which : {size_t{0}, size_t{1}}) {
+        const Rows& each = which == 0 ? whole.rows : rows;
+        largest[which].resize(static_cast<size_t>(columns));
+        sums[which].resize(static_cast<size_t>(columns));
+        rounded_rows[which].resize(whole.values.size());
+        std::vector<char> workspace(static_cast<size_t>(scan_workspace_bytes(each)));
+        scan(each, {}, largest[which].data(), sums[which].data(), workspace.data());
+        round_rows(each, kSeed, {rounded_rows[which].data(), whole.factors.data()}, nullptr, {});
+      }
+      CHECK(largest[0] == largest[1] && sums[0] == sums[1] && rounded_rows[0] == rounded_rows[1]);
+    }
+  }
+}
+
 TEST(int8_rows_count_what_is_clamped) {
   RowsSample sample(3, 33, false);
   for (float& value : sample.values) {
