@@ -228,9 +228,9 @@ def test_sums_and_grids_have_the_bits_of_plain_torch(shape: tuple[int, ...]) -> 
 
 
 @pytest.mark.parametrize("shape", [(2, 3, 5, 7), (1, 64, 9, 8), (1, 65, 6, 6), (2, 1, 13, 13), (0, 3, 4, 4)], ids=str)
-def test_images_are_quantized_from_any_layout(shape: tuple[int, ...], threads: int) -> None:
+def test_images_are_quantized_from_any_layout(shape: tuple[int, ...]) -> None:
     quantize = torch.ops.torch_odt.int8_quantize
-    wide = torch.randn(shape[:3] + (2 * shape[3],), generator=torch.Generator().manual_seed(3))
+    wide = torch.randn((*shape[:3], 2 * shape[3]), generator=torch.Generator().manual_seed(3))
     for values in (
         wide[..., ::2],
         wide[..., : shape[3]],
