@@ -77,8 +77,11 @@ Scanned scanned(const Rows& rows, const Threads& threads, const Tensor& like) {
 int64_t pixels_of_row(const Tensor& gradient) {
   const int64_t channels = gradient.size(1);
   const int64_t pixels = gradient.size(2) * gradient.size(3);
-  const bool rows_adjoin = (channels == 1 || gradient.stride(1) == 1) && (gradient.size(0) == 1 || gradient.stride(0) == channels);
-  return pixels > 1 && gradient.stride(2) == 0 && gradient.stride(3) == 0 && rows_adjoin ? pixels : 1;
+  // No element's place depends on the stride of a dimension of size 1.
+  const auto strides_by = [&](int64_t dimension, int64_t stride) {
+    return gradient.size(dimension) == 1 || gradient.stride(dimension) == stride;
+  };
+  return pixels > 1 && strides_by(2, 0) && strides_by(3, 0) && strides_by(1, 1) && strides_by(0, channels) ? pixels : 1;
 }
 
 bool all_finite(const std::vector<float>& numbers) {

@@ -4,14 +4,15 @@
     python recipes/tinytl_transfer.py --quick                                 # a look, on scikit-learn's digits
 
 Accuracy: a narrow network (`--network`) is pretrained on small images of one half of the classes and adapted to the
-other half from a few samples, by equal epochs of Adam from the same start: everything trains, the classifier, the
-norms and it, the biases and it, lite residual modules and it, or modules and biases (TinyTL-L+B). As in the paper the
-modules were pretrained with the network; two more rows tell what that is worth: TinyTL-L+B with new modules, and
-everything in plain PyTorch of the network that was pretrained with them. `--data spoken-digits` takes spectrograms of
-one half of the speakers, and adapts to the voices of the others. Each way has the learning rate (`--rates`) that is
-best on samples held out of the training set, in the mean over `--rate-seeds` trainings with seeds of their own. Where
-BatchNorm is frozen, its statistics are those of the samples to adapt to, taken in a forward pass
-(`odt.adapt.estimate_batch_norm_`); in plain PyTorch it follows the batch.
+other half from a few samples, by equal epochs of Adam from the same start: everything trains, the classifier, the norms
+and it, the biases and it, lite residual modules and it, or modules and biases (TinyTL-L+B). As in the paper the modules
+were pretrained with the network; two more rows tell what that is worth: TinyTL-L+B with new modules, and everything in
+plain PyTorch of the network that was pretrained with them. Images are turned, zoomed, shifted, brightened and mirrored
+at random, when the network is pretrained and when it is adapted (`--no-augment`: mirrored alone). `--data
+spoken-digits` takes spectrograms of one half of the speakers, and adapts to the voices of the others. Each way has the
+learning rate (`--rates`) that is best on samples held out of the training set, in the mean over `--rate-seeds`
+trainings with seeds of their own. Where BatchNorm is frozen, its statistics are those of the samples to adapt to, taken
+in a forward pass (`odt.adapt.estimate_batch_norm_`); in plain PyTorch it follows the batch.
 
 Memory: each way trains in a process of its own, the network in full width, batch 8, 224x224, Adam; bytes are what the
 process holds above its level before there was a model, with everything counted. `--micro-batches 8 1` adds a table
@@ -41,7 +42,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch_odt as odt
 from recipes.common.process_bytes import TrainingBytes, training_bytes
 from recipes.common.rates import best_rate
-from recipes.common.transfer_task import Samples, TransferTask, accuracy, first_half, other_speakers, pretrained
+from recipes.common.transfer_task import (
+    Augmentation,
+    Samples,
+    TransferTask,
+    accuracy,
+    first_half,
+    other_speakers,
+    pretrained,
+)
 from recipes.common.transfer_ways import (
     NETWORKS,
     PRETRAINING,
@@ -86,6 +95,14 @@ TIMES_LESS_THAN_FULL, TIMES_LESS_THAN_NORMS, TIMES_LESS_OF_BIASES = 6.0, 5.0, 8.
 POINTS_BELOW_FULL, POINTS_ABOVE_LAST = 0.005, 0.05
 BATCH, MEASURED_SIZE = 8, 224
 SPOKEN_DIGITS = "spoken-digits"
+# Time and pitch are no directions that a spectrogram could be turned between.
+OF_SMALL_PICTURES = Augmentation(turn=0.15, zoom=0.2, shift=0.1, contrast=0.2, brightness=0.2)
+AUGMENTATIONS = {
+    SPOKEN_DIGITS: Augmentation(turn=0.0, zoom=0.1, shift=0.1, contrast=0.2, brightness=0.2),
+    "fashion-mnist": OF_SMALL_PICTURES,
+    "digits": OF_SMALL_PICTURES,
+}
+OF_PHOTOS = Augmentation(turn=0.35, zoom=0.25, shift=0.2, contrast=0.4, brightness=0.3)
 
 
 @dataclass(frozen=True)
@@ -117,6 +134,8 @@ def main(arguments: list[str] | None = None) -> int:
     accuracies: dict[str, Accuracies] = {}
     if not options.memory_only:
         task = other_speakers(options) if options.data == SPOKEN_DIGITS else first_half(options)
+        if options.augment:
+            task = task.augmented(AUGMENTATIONS.get(options.data, OF_PHOTOS))
         starts = {with_modules: _start(options, task, with_modules) for with_modules in (False, True)}
         own = ", ".join(f"{accuracy(model, task.source):.1%}" for model in starts.values())
         sizes = f"{len(task.train.labels)} samples to adapt to, {len(task.test.labels)} to test with"
@@ -164,6 +183,9 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--samples", type=int, default=1000, help="to adapt to; as many are held out")
     parser.add_argument("--test-samples", type=int, default=2000)
     parser.add_argument("--pretrain-epochs", type=int, default=6)
+    parser.add_argument(
+        "--augment", action=argparse.BooleanOptionalAction, default=True, help="change images each time they are seen"
+    )
     parser.add_argument("--epochs", type=int, default=8, help="of each way to adapt")
     parser.add_argument("--rates", type=float, nargs="+", default=RATES, help="learning rates to choose from")
     parser.add_argument("--rate-seeds", type=int, default=1, help="trainings by whose mean a rate is chosen")
@@ -197,6 +219,7 @@ def _start(options: argparse.Namespace, task: TransferTask, with_modules: bool) 
     """The pretrained network."""
     names = ("network", "data", "width", "image_size", "source_samples", "pretrain_epochs")
     name = "tinytl-" + "-".join(str(getattr(options, each)) for each in names) + "-modules" * with_modules
+    name += "-" + "-".join(map(str, astuple(task.source.augmentation))) if task.source.augmentation else ""
     pretraining = PRETRAINING[options.network]
     name += "" if pretraining == Pretraining() else f"-{'-'.join(map(str, astuple(pretraining)))}"
     classes = int(task.source.labels.max()) + 1

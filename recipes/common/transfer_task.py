@@ -4,17 +4,49 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy, interpolate
+from torch.nn.functional import affine_grid, cross_entropy, grid_sample, interpolate
 from torch.utils.data import Dataset
 
 from recipes.common.spoken_digits import load_speakers
 from torch_odt.commands.data import ImageData, load_data
+
+
+@dataclass(frozen=True)
+class Augmentation:
+    """How images are changed each time that they are seen: each by amounts drawn for it, up to these either way.
+
+    Attributes:
+        turn: in radians.
+        zoom: of the size.
+        shift: of half the size, for rows and for columns.
+        contrast, brightness: what normalised values are multiplied by, beside 1, and what is added to them.
+    """
+
+    turn: float
+    zoom: float
+    shift: float
+    contrast: float
+    brightness: float
+
+    def __call__(self, images: Tensor, draw: torch.Generator) -> Tensor:
+        """Other images; what lies outside of one is what a mirror at its edge shows."""
+
+        def drawn(most: float) -> Tensor:
+            return (2 * torch.rand(len(images), generator=draw) - 1) * most
+
+        turn, zoom = drawn(self.turn), 1 + drawn(self.zoom)
+        rows, columns = drawn(self.shift), drawn(self.shift)
+        cosine, sine = zoom * turn.cos(), zoom * turn.sin()
+        places = torch.stack([torch.stack([cosine, -sine, columns], 1), torch.stack([sine, cosine, rows], 1)], 1)
+        grid = affine_grid(places, list(images.shape), align_corners=False)
+        moved = grid_sample(images, grid, padding_mode="reflection", align_corners=False)
+        return moved * (1 + drawn(self.contrast)).view(-1, 1, 1, 1) + drawn(self.brightness).view(-1, 1, 1, 1)
 
 
 @dataclass(frozen=True)
@@ -25,11 +57,13 @@ class Samples:
         images: `(n, 3, size, size)`, float32.
         labels: `(n,)`, counted from 0.
         mirrors: whether an image in a mirror is one, too; that of a sound is not.
+        augmentation: of what `batches` yields; None for none.
     """
 
     images: Tensor
     labels: Tensor
     mirrors: bool = True
+    augmentation: Augmentation | None = None
 
     def batches(self, size: int, draw: torch.Generator) -> Iterator[tuple[Tensor, Tensor]]:
         """One epoch in random order, each image mirrored or not; what does not fill a batch is left out."""
@@ -39,11 +73,13 @@ class Samples:
                 if self.mirrors:
                     mirrored = torch.rand(size, 1, 1, 1, generator=draw) < 0.5
                     images = torch.where(mirrored, images.flip(3), images)
+                if self.augmentation is not None:
+                    images = self.augmentation(images, draw)
                 yield images.contiguous(memory_format=torch.channels_last), self.labels[rows]
 
     def part(self, start: int, stop: int) -> Samples:
         """Those of some rows."""
-        return Samples(self.images[start:stop], self.labels[start:stop], self.mirrors)
+        return replace(self, images=self.images[start:stop], labels=self.labels[start:stop])
 
 
 @dataclass(frozen=True)
@@ -61,6 +97,11 @@ class TransferTask:
     train: Samples
     held_out: Samples
     test: Samples
+
+    def augmented(self, augmentation: Augmentation) -> TransferTask:
+        """The same, whose samples to pretrain on and to adapt to are changed each time."""
+        source, train = (replace(samples, augmentation=augmentation) for samples in (self.source, self.train))
+        return replace(self, source=source, train=train)
 
     @property
     def classes(self) -> int:

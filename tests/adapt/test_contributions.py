@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
-from torch_odt.adapt import Adaptation, FineTuning, Scheme, measure_contributions, sparse_update_
+from torch_odt.adapt import Adaptation, FineTuning, Scheme, measure_contributions, search_scheme, sparse_update_
 from torch_odt.adapt.contributions import accuracy
 
 
@@ -98,6 +99,30 @@ def test_a_layer_that_is_none_is_named_before_anything_trains() -> None:
     with pytest.raises(ValueError, match="'1' is no linear layer"):
         measure_contributions(_model(), counting, layers=["0", "1"])
     assert not counting.starts
+
+
+def test_a_scheme_that_was_found_knows_the_shapes_of_its_model() -> None:
+    found = measure_contributions(_model(), Counting(), layers=["0", "2"])
+    assert found.shapes == {"0": tuple(_model()[0].weight.shape), "2": tuple(_model()[2].weight.shape)}
+
+    class OfLayers:
+        def counted(self, scheme: Scheme) -> int:
+            return 1 + len(scheme.weights)
+
+        simulated = counted
+
+    gains = {key: 1.0 for key in found.weight_gains}
+    scheme = search_scheme(replace(found, weight_gains=gains), OfLayers(), budget=3).scheme
+    assert scheme.shapes == {name: found.shapes[name] for name in scheme.weights} and scheme.weights
+    scheme.check(_model())
+
+
+def test_batches_that_are_used_up_are_named() -> None:
+    batches = [(torch.randn(4, 8), torch.randint(2, (4,)))]
+    for train, test, which in ((iter(batches), batches, "train"), (batches, iter(()), "test")):
+        model = _model()
+        with pytest.raises(ValueError, match=f"{which} yields no batches"):
+            FineTuning(train, test, epochs=2)(model, sparse_update_(model, Scheme(1)))
 
 
 def test_fine_tuning_learns_what_can_be_learnt() -> None:

@@ -96,6 +96,8 @@ def test_bad_input_is_named() -> None:
     assert list(transposed) == layers
     with pytest.raises(ValueError, match="no BatchNorm"):
         estimate_batch_norm_(nn.Linear(2, 2), [torch.ones(1, 2)])
+    with pytest.raises(ValueError, match=r"the logits are of \(2, 4\), not of \(samples, 3\)"):
+        MaskedCrossEntropy([0], of=3)(torch.ones(2, 4), torch.zeros(2, dtype=torch.long))
     with pytest.raises(ValueError, match="no batches"):
         estimate_batch_norm_(nn.BatchNorm1d(2), [])
     with pytest.raises(ValueError, match="not finite"):

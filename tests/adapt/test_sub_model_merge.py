@@ -109,6 +109,11 @@ def test_dtypes_stay_and_sums_are_not_made_in_few_bits(dtype: torch.dtype) -> No
         (ClientUpdate(filled(cnn(3), 1.0), classes=[0]), "nothing", "it was 'nothing'"),
         (ClientUpdate(filled(cnn(3), 1.0), classes=[4]), "7", r"the classes \[4\]; the classifier '7' has 0 to 3"),
         (ClientUpdate(filled(cnn(3), 1.0), classes=[]), "7", r"the classes \[\]"),
+        (
+            ClientUpdate(filled(cnn(3), 1.0) | {"0.weight": torch.full((3, 3, 3, 3), torch.nan)}),
+            None,
+            r"update 0 has numbers that are not finite in '0\.weight'",
+        ),
     ],
 )
 def test_updates_that_do_not_fit_are_named(update: ClientUpdate, head: str | None, said: str) -> None:

@@ -11,8 +11,10 @@ import torchvision
 from adapted_steps import assert_trained_alike, peak_bytes, train_both
 from models import MOBILENET_V2, ModelCase, case_named
 from torch import Tensor, nn
+from torchvision.models import resnet50
 
 import torch_odt as odt
+from torch_odt.adapt import Scheme
 from torch_odt.adapt.group_norm import group_count
 from torch_odt.adapt.lite_residual import LiteResidual, LiteShape
 from torch_odt.adapt.stored_weights import StoredConv2d, StoredLinear
@@ -267,11 +269,44 @@ def test_wrong_arguments_are_named() -> None:
         ({"weight_bits": 4}, "weight_bits=4"),
         ({"kernel_size": 4}, "kernel_size=4"),
         ({"weight_standardization": True}, "norm='group'"),
+        ({"expand": 0}, "expand=0"),
+        ({"expand": float("nan")}, "expand=nan"),
+        ({"input_size": 0}, "input_size=0"),
+        ({"without": "features.1"}, "give a list of names"),
+        ({"classes": 0}, "classes=0"),
+        ({"classes": "5"}, "classes='5'"),
+        ({"classes": True}, "classes=True"),
+        ({"classes": 2.0}, r"classes=2\.0"),
     ):
         with pytest.raises(ValueError, match=text):
             odt.adapt.tinytl_(model, **options)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="no 2-D convolution"):
         odt.adapt.tinytl_(nn.Sequential(nn.Linear(4, 2)))
+    with pytest.raises(TypeError, match="the model is a str"):
+        odt.adapt.tinytl_("mobilenet_v2")  # type: ignore[arg-type]
+
+
+def test_modules_that_take_more_than_the_model_say_so() -> None:
+    model = resnet50(num_classes=3)
+    adaptation = odt.adapt.tinytl_(model, input_size=64)
+    assert adaptation.after.gradient_bytes > adaptation.before.gradient_bytes
+    assert "a smaller expand=" in adaptation.notes[-1]
+    adaptation.unload()
+    assert not any("expand=" in note for note in odt.adapt.tinytl_(model, input_size=64, expand=1 / 16).notes)
+
+
+def test_layers_that_are_in_int8_are_named_as_such() -> None:
+    model = MOBILENET_V2.model().eval()
+    odt.quant.convert_(model, [torch.randn(2, 3, SIZE, SIZE)])
+    for adapt in (odt.adapt.tinytl_, lambda m: odt.adapt.sparse_update_(m, Scheme(0, {"features.17.conv.0.0": 1.0}))):
+        with pytest.raises(ValueError, match=r"convert_'s: take that back first, by odt\.quant\.dequantize_"):
+            adapt(model)
+    model = MOBILENET_V2.model().eval()
+    adaptation = odt.adapt.bias_only_(model)
+    with pytest.raises(ValueError, match=r"It is adapted: call merge\(\)"):
+        odt.quant.convert_(model, [torch.randn(2, 3, SIZE, SIZE)])
+    adaptation.merge()
+    assert odt.quant.convert_(model, [torch.randn(2, 3, SIZE, SIZE)]).layers
 
 
 @pytest.mark.slow
@@ -367,10 +402,13 @@ def test_blocks_without_a_module_get_one_beside_those_that_have() -> None:
     odt.adapt.add_lite_residuals_(model, without=["1"], **options)  # type: ignore[arg-type]
     assert not lites(model[1]) and len(lites(model[2])) == 1
     adaptation = odt.adapt.tinytl_(model, **options)  # type: ignore[arg-type]
-    assert adaptation.notes == (
+    assert adaptation.notes[:2] == (
         "1 lite residual modules, 1 to 1",
         "1 lite residual modules, 2 to 2, as they were pretrained",
     )
+    # Blocks this small are smaller than modules of eight channels.
+    [note] = adaptation.notes[2:]
+    assert "more gradients than all of the model" in note
     adaptation.merge()
     with pytest.raises(ValueError, match=r"each of the 2 blocks of Sequential has a lite residual module"):
         odt.adapt.add_lite_residuals_(model, **options)  # type: ignore[arg-type]

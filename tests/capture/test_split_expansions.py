@@ -16,6 +16,7 @@ import torch_odt as odt
 from tests.capture.test_rewrite import capture, execute, ops_named
 from torch_odt.capture.direct_depthwise import FORWARD as DEPTHWISE
 from torch_odt.capture.graph import TrainingGraph
+from torch_odt.quant.activation import new_slot
 
 NOTE = "wide activations are computed some channels at a time"
 
@@ -143,9 +144,12 @@ def test_a_network_trains_alike_in_less(tmp_path: Path) -> None:
     assert nbytes < 0.8 * whole_nbytes
 
 
-@pytest.mark.parametrize("trains_from", ["classifier", "features.17"])
-def test_int8_layers_are_split_to_the_bit(trains_from: str, tmp_path: Path) -> None:
-    x, y = torch.randn(2, 3, 128, 128), torch.tensor([0, 1])
+@pytest.mark.parametrize(
+    ("trains_from", "shape"),
+    [("classifier", (2, 3, 128, 128)), ("features.17", (2, 3, 128, 128)), ("features.17", (1, 3, 128, 128))],
+)
+def test_int8_layers_are_split_to_the_bit(trains_from: str, shape: tuple[int, ...], tmp_path: Path) -> None:
+    x, y = torch.randn(shape), torch.tensor([0, 1])[: shape[0]]
     torch.manual_seed(0)
     whole = mobilenet_v2(width_mult=0.35, num_classes=3, dropout=0.0).eval()
     for name, parameter in whole.named_parameters():
@@ -170,6 +174,31 @@ def test_int8_layers_are_split_to_the_bit(trains_from: str, tmp_path: Path) -> N
     assert losses == whole_losses and len(set(losses)) > 1
     assert not [name for name in state if not torch.equal(state[name], whole_state[name])]
     assert nbytes < 0.8 * whole_nbytes
+
+
+@pytest.mark.parametrize("size", [(2, 2), (2, 32), (32, 2)])
+def test_slots_of_single_rows_and_columns_are_described_as_they_are(size: tuple[int, int]) -> None:
+    model, x, y = network(Inverted(wide=96)), torch.randn(2, 8, *size), torch.randn(2, 3)
+    odt.quant.convert_(model, [x])
+    graph = capture(model, x, y)
+    assert any(NOTE in note for note in graph.notes)
+    slots = [op.writes[1] for op in ops_named(graph, "torch_odt.int8_layer.default")]
+    assert {graph.values[slot].nbytes for slot in slots if slot is not None} == {4}
+    execute(graph, model, (x, y))
+
+
+def test_an_int8_layer_whose_slot_comes_from_elsewhere_stays_whole() -> None:
+    model, x = network(Inverted()), images()
+    odt.quant.convert_(model, [x])
+    depthwise = model[0].depthwise
+    forward = depthwise.forward
+    depthwise.forward = lambda a: forward(a._replace(slot=new_slot(a.values.shape)))
+    y = torch.randn_like(model(x))
+    step = odt.TrainStep(
+        model, F.mse_loss, torch.optim.SGD(model[3].parameters(), lr=0.1), budget="4GiB", planner="melon", cache=False
+    )
+    step(x, y)
+    assert not any(NOTE in note for note in step.plan.notes)
 
 
 def test_micro_batches_are_split_alike() -> None:

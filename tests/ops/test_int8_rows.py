@@ -64,7 +64,9 @@ def test_any_shape_and_layout(shape: tuple[int, int, int, int], seed: int, strid
     assert_same(found, int8_rows._quantize_plain(gradient, mask, scale, True))
 
 
-@pytest.mark.parametrize("shape", [(1, 37, 4, 4), (3, 64, 7, 5), (2, 1, 3, 3), (40, 17, 7, 7)], ids=str)
+@pytest.mark.parametrize(
+    "shape", [(1, 37, 4, 4), (3, 64, 7, 5), (2, 1, 3, 3), (40, 17, 7, 7), (2, 8, 9, 1), (2, 8, 1, 9)], ids=str
+)
 def test_a_gradient_that_is_the_same_for_all_pixels(shape: tuple[int, ...]) -> None:
     one = torch.randn(shape[0], shape[1], 1, 1)
     gradient, scale = one.expand(shape), torch.rand(shape[1])

@@ -15,7 +15,15 @@ from torch import nn
 from recipes import tinytl_transfer
 from recipes.common import spoken_digits, transfer_task
 from recipes.common.process_bytes import Training, TrainingBytes
-from recipes.common.transfer_task import Samples, accuracy, make_task, other_speakers, pretrained
+from recipes.common.transfer_task import (
+    Augmentation,
+    Samples,
+    TransferTask,
+    accuracy,
+    make_task,
+    other_speakers,
+    pretrained,
+)
 from recipes.common.transfer_ways import Way, adapt, make_network, make_step
 from torch_odt.adapt.lite_residual import LiteResidual
 from torch_odt.commands.data import ImageData
@@ -159,3 +167,21 @@ def _counted(make_training: Callable[..., Training], *arguments: Any) -> Trainin
     """In the place of a process that trains and is measured, which takes long: what would train in it."""
     trained = make_training(*arguments).optimizer.param_groups[0]["params"]
     return TrainingBytes(100, None, sum(parameter.numel() for parameter in trained))
+
+
+def test_images_are_changed_each_in_its_own_way_and_by_nothing_stay_as_they_are() -> None:
+    images, draw = torch.randn(1, 3, 24, 24).expand(4, 3, 24, 24).contiguous(), torch.Generator().manual_seed(0)
+    torch.testing.assert_close(Augmentation(0, 0, 0, 0, 0)(images, draw), images, rtol=0, atol=1e-4)
+    changed = Augmentation(0.3, 0.2, 0.1, 0.2, 0.2)(images, draw)
+    assert changed.isfinite().all() and len({float(image.sum()) for image in changed}) == 4
+    brighter = Augmentation(0, 0, 0, 0, 0.5)(images, draw) - images
+    assert float((brighter - brighter[:, :1, :1, :1]).abs().max()) < 1e-4 and float(brighter.abs().max()) <= 0.5
+
+
+def test_what_is_held_out_and_tested_with_is_not_augmented() -> None:
+    samples = Samples(torch.randn(8, 3, 8, 8), torch.arange(8) % 2, mirrors=False)
+    task = TransferTask(samples, samples, samples, samples).augmented(Augmentation(0.3, 0.2, 0.1, 0.2, 0.2))
+    assert (task.held_out, task.test) == (samples, samples)
+    for each in (task.source, task.train.part(0, 8)):
+        [(images, _)] = each.batches(8, torch.Generator().manual_seed(0))
+        assert not torch.equal(images.sort(0).values, samples.images.sort(0).values)

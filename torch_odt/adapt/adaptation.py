@@ -186,6 +186,8 @@ class Adapting:
     """
 
     def __init__(self, model: nn.Module) -> None:
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"the model is a {type(model).__name__}: give an nn.Module")
         self.model = model
         self.notes: list[str] = []
         self._before = footprint(model)
@@ -249,6 +251,10 @@ class Adapting:
                 a later method has put there would be lost.
         """
         self._changes.append(_Change(undo, is_added, held))
+
+    def gradients_grow(self) -> bool:
+        """Whether what trains now has more gradients than what trained before."""
+        return footprint(self.model).gradient_bytes > self._before.gradient_bytes
 
     def finish(self, method: str) -> Adaptation:
         """The adaptation, from what trains now."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 from torch import nn
 
 from torch_odt.adapt.adaptation import Adaptation, Adapting
+from torch_odt.adapt.layers import int8_hint
 from torch_odt.adapt.lite_residual import LiteBranch, LiteResidual
 from torch_odt.adapt.residual_blocks import Block, find_blocks
 
@@ -57,7 +59,7 @@ def add_lite_residuals_(
         >>> adaptation.notes
         ('16 lite residual modules, features.2 to features.17, as they were pretrained',)
     """
-    check_kernel(kernel_size)
+    check_sizes(kernel_size, expand)
     with Adapting(model) as adapting:
         found = blocks_beside_which(model, input_size, example, blocks, without)
         bare = [block for block in found if lite_beside(model, block) is None]
@@ -72,10 +74,12 @@ def add_lite_residuals_(
         return adapting.finish("add_lite_residuals")
 
 
-def check_kernel(kernel_size: int) -> None:
-    """Raises ValueError where it is no kernel's size."""
+def check_sizes(kernel_size: int, expand: float) -> None:
+    """Raises ValueError where they are none of a lite residual module."""
     if kernel_size < 1 or kernel_size % 2 == 0:
         raise ValueError(f"kernel_size={kernel_size}: it is odd")
+    if not 0 < expand < math.inf:
+        raise ValueError(f"expand={expand}: it is a multiple of a block's input channels, above 0")
 
 
 def blocks_beside_which(
@@ -90,6 +94,8 @@ def blocks_beside_which(
     Raises:
         ValueError: there is none, or a name of `without` is of none.
     """
+    if isinstance(without, str):
+        raise ValueError(f"without={without!r}: give a list of names, [{without!r}]")
     found = find_blocks(model, _example(model, input_size) if example is None else example, blocks=blocks)
     names = [block.name for block in found]
     unknown = [name for name in without if name not in names]
@@ -144,6 +150,11 @@ def insert(adapting: Adapting, block: Block, lite: LiteResidual) -> None:
 def _example(model: nn.Module, input_size: int | tuple[int, int]) -> torch.Tensor:
     first = next((module for module in model.modules() if isinstance(module, nn.Conv2d)), None)
     if first is None:
-        raise ValueError(f"{type(model).__name__} has no 2-D convolution: lite residual modules are for CNNs")
+        raise ValueError(
+            f"{type(model).__name__} has no 2-D convolution of float weights: lite residual modules are for CNNs"
+            f"{int8_hint(model)}"
+        )
     size = (input_size, input_size) if isinstance(input_size, int) else input_size
+    if min(size) < 1:
+        raise ValueError(f"input_size={input_size}: give height and width of an image in pixels")
     return first.weight.new_zeros(1, first.in_channels, *size)

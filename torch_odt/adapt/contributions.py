@@ -11,7 +11,7 @@ import copy
 import json
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from torch_odt.adapt.sparse_update import sparse_update_
 from torch_odt.adapt.weights_digest import weights_digest
 
 TrainAndEvaluate = Callable[[nn.Module, Adaptation], float]
+_NO_BATCHES = "yields no batches: give what can be gone through again and again, as a list or a DataLoader can"
 _FORMAT, _VERSION = "torch_odt.contributions", 2
 
 
@@ -37,12 +38,14 @@ class Contributions:
         reference_biases: so many of the last biases train wherever a weight's gain is measured.
         bias_gains: number of last biases -> accuracy above the classifier's alone; that of 0 is 0.
         weight_gains: layer and ratio -> accuracy above that of the reference biases.
+        shapes: of these layers' weights, so that a scheme that is found notices another model.
     """
 
     classifier_accuracy: float
     reference_biases: int
     bias_gains: Mapping[int, float]
     weight_gains: Mapping[tuple[str, float], float]
+    shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
     def gain(self, scheme: Scheme) -> float:
         """The sum of its parts' gains: what is taken for a scheme's accuracy above the classifier's alone.
@@ -80,10 +83,14 @@ class FineTuning:
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, self.epochs)
         model.train()
         for _ in range(self.epochs):
+            has_batches = False
             for x, y in self.train:
+                has_batches = True
                 optimizer.zero_grad()
                 nn.functional.cross_entropy(model(x), y).backward()
                 optimizer.step()
+            if not has_batches:
+                raise ValueError(f"train {_NO_BATCHES}")
             schedule.step()
         return accuracy(model, self.test)
 
@@ -96,6 +103,8 @@ def accuracy(model: nn.Module, batches: Iterable[tuple[Tensor, Tensor]]) -> floa
         for x, y in batches:
             right += int((model(x).argmax(1) == y).sum())
             samples += len(y)
+    if not samples:
+        raise ValueError(f"test {_NO_BATCHES}")
     return right / samples
 
 
@@ -162,7 +171,8 @@ def measure_contributions(
         for name in names
         for ratio in ratios_of[name]
     }
-    return Contributions(alone, reference, bias_gains, weight_gains)
+    shapes = {name: tuple(model.get_parameter(f"{name}.weight").shape) for name in names}
+    return Contributions(alone, reference, bias_gains, weight_gains, shapes)
 
 
 def _spread(most: int, count: int = 8) -> list[int]:

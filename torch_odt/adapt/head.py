@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 from torch import nn
@@ -9,6 +10,8 @@ from torch import nn
 from torch_odt.adapt.adaptation import Adapting
 
 HEAD_TYPES = (nn.Linear, nn.Conv2d)
+# Where models of timm and transformers keep how many classes they have.
+_COUNTS = ("num_classes", "num_labels")
 
 
 def find_head(model: nn.Module, head: str | None = None) -> str:
@@ -40,11 +43,13 @@ def find_head(model: nn.Module, head: str | None = None) -> str:
 def replace_head(adapting: Adapting, classes: int, *, head: str | None = None) -> str:
     """Put a new classifier in the place of the last layer, initialised as PyTorch does.
 
+    A model that keeps how many classes it has, as those of timm and transformers do, is told.
+
     Returns:
         Its name.
     """
-    if classes < 1:
-        raise ValueError(f"classes={classes}: a classifier has at least one class")
+    if isinstance(classes, bool) or not isinstance(classes, int) or classes < 1:
+        raise ValueError(f"classes={classes!r}: give how many there are, 1 or more")
     name = find_head(adapting.model, head)
     old = adapting.model.get_submodule(name)
     new: nn.Module
@@ -59,4 +64,19 @@ def replace_head(adapting: Adapting, classes: int, *, head: str | None = None) -
         }
         new = nn.Conv2d(old.in_channels, classes, old.kernel_size, bias=old.bias is not None, **geometry)  # type: ignore[arg-type]
     adapting.replace(name, new.to(old.weight.device, old.weight.dtype), is_added=True)
+    _tell(adapting, classes)
     return name
+
+
+def _tell(adapting: Adapting, classes: int) -> None:
+    model = adapting.model
+    told: dict[str, Any] = {name: classes for name in _COUNTS if isinstance(vars(model).get(name), int)}
+    config = vars(model).get("config")
+    if isinstance(getattr(config, "num_labels", None), int):
+        # Other models may have been made from the same object.
+        told["config"] = copy.deepcopy(config)
+        told["config"].num_labels = classes
+    before = {name: vars(model)[name] for name in told}
+    if told:
+        vars(model).update(told)
+        adapting.also_undo(lambda: vars(model).update(before), is_added=True)

@@ -25,7 +25,7 @@ class Tap:
         layer = dict(model.named_modules()).get(name)
         if layer is None or not name:
             known = ", ".join([known for known, _ in model.named_modules() if known][:20])
-            raise ValueError(f"the model has no layer {name!r}; it has {known}")
+            raise ValueError(f"the model has no layer {name!r}; it has {known or 'none'}")
         if "forward" in vars(layer):
             raise ValueError(f"something has replaced the forward of {name!r} already: unload it first")
         self.name = name

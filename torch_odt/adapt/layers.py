@@ -11,6 +11,19 @@ import torch
 from torch import Tensor, nn
 
 
+def int8_hint(model: nn.Module) -> str:
+    """What an error adds that has missed layers in a model whose layers were quantized; "" for others."""
+    for module in model.modules():
+        # Rooms that build upon this one put them there.
+        verb, way_back = (getattr(module, name, None) for name in ("verb", "way_back"))
+        if isinstance(verb, str) and isinstance(way_back, str):
+            return (
+                f". Its layers are {verb}'s: take that back first, by {way_back}; or let requires_grad_(False), before "
+                f"{verb}, say what does not train, which needs no verb more"
+            )
+    return ""
+
+
 @dataclass(frozen=True)
 class Layer:
     """A module without submodules, as it ran.

@@ -15,6 +15,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from torch_odt.adapt.bias_only import bias_names
 from torch_odt.adapt.head import find_head
+from torch_odt.adapt.layers import int8_hint
 from torch_odt.adapt.sparse_layers import SPARSE_TYPES
 
 RATIOS = (1 / 8, 1 / 4, 1 / 2, 1.0)
@@ -79,7 +80,8 @@ class Scheme:
             if layer is None or not isinstance(layer, SPARSE_TYPES):
                 what = "the model has none of this name" if layer is None else f"it is a {type(layer).__name__}"
                 known = ", ".join(updatable_layers(model, head=head)[:5])
-                raise ValueError(f"{name!r} is no linear layer or convolution: {what}; it has {known}, ...")
+                has = f"it has {known}, ..." if known else f"it has none of float weights{int8_hint(model)}"
+                raise ValueError(f"{name!r} is no linear layer or convolution: {what}; {has}")
             if self.weights[name] != 1 and not may_be_sliced(layer):
                 raise ValueError(
                     f"{name!r} is a {type(layer).__name__}, which may compute more than torch's own layer, or be read "

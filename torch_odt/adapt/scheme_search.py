@@ -158,7 +158,8 @@ class _Evolution:
     def scheme(self, genome: Genome) -> Scheme:
         values = [choices[gene] for choices, gene in zip(self.choices, genome, strict=True)]
         weights = {name: ratio for name, ratio in zip(self.layers, values[1:], strict=True) if ratio}
-        return Scheme(int(values[0]), weights)
+        known = self.contributions.shapes
+        return Scheme(int(values[0]), weights, {name: known[name] for name in weights if name in known})
 
     def _gain(self, genome: Genome) -> float:
         if genome not in self.fitness:

@@ -51,8 +51,9 @@ def merge_sub_models(
         A new state_dict, to be loaded into the global model.
 
     Raises:
-        ValueError: an update does not fit the global model or its sub-model, or its weight is no positive number; or
-            classes are given without the head, or there are none of these numbers.
+        ValueError: an update does not fit the global model or its sub-model, holds numbers that are not finite, or has
+            a weight that is no positive number; or classes are given without the head, or there are none of these
+            numbers.
 
     Example:
         >>> wide, narrow = (torch.nn.Sequential(torch.nn.Linear(1, n), torch.nn.Linear(n, 1)) for n in (3, 1))
@@ -94,6 +95,19 @@ def _merged(name: str, value: Any, updates: list[ClientUpdate], head: str | None
     return torch.where((weight > 0).to(value.device), mean.to(value.device, value.dtype), value.detach())
 
 
+def _check_finite(whose: str, update: ClientUpdate, head: str | None) -> None:
+    """Of a classifier the rows that are held are asked alone."""
+    for name, value in update.state_dict.items():
+        if not isinstance(value, Tensor) or not value.is_floating_point():
+            continue
+        of_head = head is not None and name.rpartition(".")[0] == head and update.classes is not None
+        rows = value[list(update.classes or ())] if of_head else value
+        if not bool(rows.isfinite().all()):
+            raise ValueError(
+                f"{whose} has numbers that are not finite, in {name!r}: leave this client out of the round"
+            )
+
+
 def _check(number: int, update: ClientUpdate, global_state: StateDict, head: str | None) -> None:
     whose = f"update {number}"
     if not 0 < update.weight < float("inf"):
@@ -105,6 +119,7 @@ def _check(number: int, update: ClientUpdate, global_state: StateDict, head: str
         expected = dict(update.sub_model.narrow)
     held = {name: shape for name, shape in expected.items() if name in update.state_dict}
     check_shapes(update.state_dict, held, whose)
+    _check_finite(whose, update, head)
     if update.classes is None:
         return
     if head is None or f"{head}.weight" not in shapes:

@@ -14,7 +14,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch_odt.adapt.adaptation import Adaptation, Adapting
 from torch_odt.adapt.add_lite_residuals import (
     blocks_beside_which,
-    check_kernel,
+    check_sizes,
     insert,
     lite_beside,
     lite_parameters,
@@ -105,7 +105,8 @@ def tinytl_(
         >>> adaptation.trained[:2]
         ('features.0.1.bias', 'features.1.conv.0.1.bias')
     """
-    _check(mode, norm, weight_standardization, weight_bits, weight_code, kernel_size)
+    _check(mode, norm, weight_standardization, weight_bits, weight_code)
+    check_sizes(kernel_size, expand)
     with Adapting(model) as adapting:
         found: list[Block] = []
         if mode.startswith("lite"):
@@ -140,12 +141,15 @@ def tinytl_(
             # The last change, because what it frees comes back rounded.
             stored = store_frozen_weights(adapting, weight_code)
             adapting.notes.append(f"{stored} frozen weights are stored in 8 bits ({weight_code})")
+        if bare and adapting.gradients_grow():
+            adapting.notes.append(
+                "these modules have more gradients than all of the model had before, since its blocks are wide: a "
+                "smaller expand= makes them smaller, and without= leaves blocks out"
+            )
         return adapting.finish(f"tinytl ({mode})")
 
 
-def _check(
-    mode: str, norm: str, weight_standardization: bool, weight_bits: int, weight_code: str, kernel_size: int
-) -> None:
+def _check(mode: str, norm: str, weight_standardization: bool, weight_bits: int, weight_code: str) -> None:
     if mode not in MODES:
         raise ValueError(f"mode={mode!r}: it is one of {', '.join(MODES)}")
     if norm not in ("frozen", "folded", "group"):
@@ -158,7 +162,6 @@ def _check(
         raise ValueError(f"weight_code={weight_code!r}: it is one of {', '.join(WEIGHT_CODES)}")
     if weight_code != "affine" and weight_bits != 8:
         raise ValueError(f"weight_code={weight_code!r} is of weights in 8 bits: give weight_bits=8 as well")
-    check_kernel(kernel_size)
 
 
 def _selected(model: nn.Module, mode: Mode, blocks: list[Block]) -> list[str]:

@@ -54,7 +54,8 @@ class _Convolution:
 
     Attributes:
         taken: what it takes; what widens returns them in this order.
-        by_channel: what has a row for each channel that it returns, or is None; its weight is the first of them.
+        by_channel: what has a row for each channel that it returns, or is None; its weight is the first of them. (Of
+            the slot of an int8 weight nothing is read.)
     """
 
     taken: tuple[int, ...]
@@ -80,8 +81,8 @@ class _Convolution:
         return args
 
 
-# An activation in int8 is its values and the slot of its gradient.
-_CONVOLUTIONS = {_CONVOLUTION: _Convolution((0,), (1, 2)), _INT8_LAYER: _Convolution((0, 1), (3, 4, 5, 6))}
+# An activation in int8 is its values and a slot: one number, seen in their shape, whose gradient is theirs.
+_CONVOLUTIONS = {_CONVOLUTION: _Convolution((0,), (1, 2)), _INT8_LAYER: _Convolution((0, 1), (3, 5, 6))}
 
 
 @dataclass(frozen=True)
@@ -142,6 +143,7 @@ def _find(graph: TrainingGraph) -> Iterator[_Expansion]:
                 _is_plain_convolution(graph, producer)
                 and producer.target == depthwise.target
                 and _CONVOLUTIONS[producer.target].groups(producer) == 1
+                and _takes_all(reader, producer)
                 and all(uses.is_for(result, [reader]) for result in producer.results)
             ):
                 expansion = _expansion(graph, producer, tuple(between), depthwise)
@@ -168,6 +170,12 @@ def _is_depthwise(graph: TrainingGraph, op: Op) -> bool:
     kind = _CONVOLUTIONS[op.target]
     channels = graph.values[op.args[0].value].shape[1]
     return kind.groups(op) == channels == graph.values[kind.weight(op).value].shape[0]
+
+
+def _takes_all(reader: Op, producer: Op) -> bool:
+    """Whether an op takes everything that the one before it returns: of int8, values and slot."""
+    taken = _CONVOLUTIONS[reader.target].taken if reader.target in _CONVOLUTIONS else (0,)
+    return [reader.args[position].value for position in taken] == list(producer.results)
 
 
 def _expansion(graph: TrainingGraph, widening: Op, between: tuple[Op, ...], depthwise: Op) -> _Expansion | None:
@@ -273,7 +281,7 @@ def _some_channels(value: Value, channels: int) -> Value:
     """A value of so many of its channels, as densely laid out."""
     batch, _, rows, columns = value.shape
     shape = (batch, channels, rows, columns)
-    if value.stride[1:] == (0, 0, 0):
+    if value.nbytes == _itemsize(value):  # one number, seen everywhere
         return replace(value, shape=shape)
     is_channels_last = value.stride[1] == 1 and value.stride[3] == value.shape[1]
     stride = (

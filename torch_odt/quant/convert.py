@@ -8,6 +8,8 @@ from typing import Any
 
 from torch import nn
 
+from torch_odt.adapt.frozen_batch_norm import FrozenBatchNorm
+from torch_odt.adapt.sparse_layers import SparseConv, SparseLinear
 from torch_odt.quant.modules import MASTERS, Int8Conv2d, Int8Layer, Int8Linear, Masters
 from torch_odt.quant.one_way import require_plain
 from torch_odt.quant.qas import int8_layers, scale_gradients_
@@ -71,7 +73,8 @@ def convert_(
     conversions around it.
 
     The model is then trained like any other, by `TrainStep`, `wrap` or a plain loop, after `scale_gradients_` (or
-    `qas=True`) and `train_int8_`. Its state_dict holds everything, and loads into a model that was converted the same
+    `qas=True`) and `train_int8_`. Parameters that were frozen by `requires_grad_(False)` before stay so, which makes a
+    sparse update of it (TTE). Its state_dict holds everything, and loads into a model that was converted the same
     way, whatever batches that was calibrated on.
 
     Args:
@@ -123,7 +126,9 @@ def convert_(
     layers = tuple(layer for _, rewritten in found for layer in rewritten.layers)
     if not layers:
         reasons = "; ".join(f"{name}: {reason}" for name, reason in list(kept.items())[:5]) or "it has no layers"
-        raise ValueError(f"nothing in {type(model).__name__} can be converted to int8 ({reasons})")
+        raise ValueError(
+            f"nothing in {type(model).__name__} can be converted to int8 ({reasons}){_adapted_hint(model)}"
+        )
     # Whatever can fail has not: the model changes from here on.
     for part, rewritten in found:
         if rewritten.layers:
@@ -212,6 +217,15 @@ def _check(model: nn.Module, observer: str, classifier: str, masters: str, headr
     require_plain(model, "convert_")
     if int8_layers(model):
         raise ValueError(f"{type(model).__name__} has been converted before; dequantize_ it first")
+
+
+def _adapted_hint(model: nn.Module) -> str:
+    if not any(isinstance(module, (FrozenBatchNorm, SparseConv, SparseLinear)) for module in model.modules()):
+        return ""
+    return (
+        ". It is adapted: call merge() or unload() of that adaptation first, or convert the model before and let "
+        "requires_grad_(False), before convert_, say what does not train"
+    )
 
 
 def _nbytes(model: nn.Module) -> int:

@@ -59,6 +59,10 @@ struct Correlation {
   int64_t left_bytes(int64_t most_rows) const {
     return aligned((std::min(most_rows, block_rows()) + kTileRows) * left_row_bytes());
   }
+  // Of a padded copy in their place, see padded.h: as much as is worth it.
+  int64_t most_copy_bytes() const {
+    return aligned((block_rows() + kSlackRows) * left_row_bytes());
+  }
 
   static constexpr int64_t kMostRows = 112; // whole tiles of most tables; pixels of common images are a multiple
   static constexpr int64_t kLeftBytes = 131072;

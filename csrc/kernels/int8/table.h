@@ -12,11 +12,11 @@ namespace torch_odt::kernels::int8 {
 inline constexpr int64_t kPanelColumns = 16;
 inline constexpr int64_t kStepBytes = 4;
 inline constexpr int64_t kPanelStepBytes = kPanelColumns * kStepBytes;
-// Kernels work on whole tiles: the left operand and the sums have this many more rows than are asked for, whose
-// contents do not matter.
-inline constexpr int64_t kSlackRows = 32;
-// The most rows of a tile of `multiply`, AMX's: fewer than these are written behind the last one.
+// Kernels work on whole tiles, whose rows are so many at most, AMX's: behind those that are asked for, the left operand
+// and the sums have as many more, whose contents do not matter.
 inline constexpr int64_t kTileRows = 16;
+// Two of AMX's tiles, which it multiplies together: the least rows of a block.
+inline constexpr int64_t kSlackRows = 2 * kTileRows;
 inline constexpr int64_t kSlackValues = 15;
 // The most terms whose sum fits into int32, whatever they are: 2^31 over 128 * 255, a difference from a zero point, or
 // what left_offset makes of a byte. Longer sums are cut into parts, which are added up in 64 bits.
