@@ -67,6 +67,7 @@ def merge_sub_models(
     updates = list(updates)
     for number, update in enumerate(updates):
         _check(number, update, global_state, head)
+        _check_finite(number, update, head)
     return {name: _merged(name, value, updates, head) for name, value in global_state.items()}
 
 
@@ -95,7 +96,7 @@ def _merged(name: str, value: Any, updates: list[ClientUpdate], head: str | None
     return torch.where((weight > 0).to(value.device), mean.to(value.device, value.dtype), value.detach())
 
 
-def _check_finite(whose: str, update: ClientUpdate, head: str | None) -> None:
+def _check_finite(number: int, update: ClientUpdate, head: str | None) -> None:
     """Of a classifier the rows that are held are asked alone."""
     for name, value in update.state_dict.items():
         if not isinstance(value, Tensor) or not value.is_floating_point():
@@ -119,7 +120,6 @@ def _check(number: int, update: ClientUpdate, global_state: StateDict, head: str
         expected = dict(update.sub_model.narrow)
     held = {name: shape for name, shape in expected.items() if name in update.state_dict}
     check_shapes(update.state_dict, held, whose)
-    _check_finite(whose, update, head)
     if update.classes is None:
         return
     if head is None or f"{head}.weight" not in shapes:
