@@ -96,19 +96,6 @@ def _merged(name: str, value: Any, updates: list[ClientUpdate], head: str | None
     return torch.where((weight > 0).to(value.device), mean.to(value.device, value.dtype), value.detach())
 
 
-def _check_finite(number: int, update: ClientUpdate, head: str | None) -> None:
-    """Of a classifier the rows that are held are asked alone."""
-    for name, value in update.state_dict.items():
-        if not isinstance(value, Tensor) or not value.is_floating_point():
-            continue
-        of_head = head is not None and name.rpartition(".")[0] == head and update.classes is not None
-        rows = value[list(update.classes or ())] if of_head else value
-        if not bool(rows.isfinite().all()):
-            raise ValueError(
-                f"{whose} has numbers that are not finite, in {name!r}: leave this client out of the round"
-            )
-
-
 def _check(number: int, update: ClientUpdate, global_state: StateDict, head: str | None) -> None:
     whose = f"update {number}"
     if not 0 < update.weight < float("inf"):
@@ -129,3 +116,14 @@ def _check(number: int, update: ClientUpdate, global_state: StateDict, head: str
     wrong = [each for each in update.classes if not 0 <= each < rows]
     if wrong or not update.classes:
         raise ValueError(f"{whose} has the classes {list(update.classes)}; the classifier {head!r} has 0 to {rows - 1}")
+
+
+def _check_finite(number: int, update: ClientUpdate, head: str | None) -> None:
+    """Of a classifier the rows that are held are asked alone."""
+    for name, value in update.state_dict.items():
+        if not isinstance(value, Tensor) or not value.is_floating_point():
+            continue
+        of_head = head is not None and name.rpartition(".")[0] == head and update.classes is not None
+        rows = value[list(update.classes or ())] if of_head else value
+        if not bool(rows.isfinite().all()):
+            raise ValueError(f"update {number} has numbers that are not finite in {name!r}: leave this client out")
