@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from adapted_steps import assert_trained_alike, train_both
 from models import MOBILENET_V2, ModelCase, case_named
 from torch import Tensor, nn
+from torchvision.models import mobilenet_v2
 
 import torch_odt as odt
 from torch_odt.adapt import Scheme, sparse_update_
@@ -207,3 +208,14 @@ def _sgd(model: nn.Module) -> torch.optim.Optimizer:
 
 def _batches(case: ModelCase, *, count: int = 2, classes: int = 10) -> list[tuple[Tensor, Tensor]]:
     return [(args[0], args[1] % classes) for args, _ in case.batches(count)]
+
+
+@pytest.mark.parametrize("batch", [8, 1])
+def test_images_that_end_as_one_pixel_keep_to_their_plan(batch: int) -> None:
+    # What convolutions return of such images has other strides than a trace says, which the next one looks at.
+    model = mobilenet_v2(width_mult=0.35, num_classes=3)
+    adaptation = sparse_update_(model, Scheme(8, {"features.17.conv.0.0": 1, "features.16.conv.0.0": 1 / 4}))
+    optimizer = torch.optim.SGD(adaptation.parameters(), lr=0.01)
+    step = odt.TrainStep(model, F.cross_entropy, optimizer, budget=odt.Budget("1GiB", of="training"), cache=False)
+    # A departure is a warning, which is an error here.
+    step(torch.randn(batch, 3, 32, 32), torch.arange(batch) % 3)

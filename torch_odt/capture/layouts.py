@@ -15,7 +15,6 @@ import torch
 from torch_odt.capture.costs import OpCost, ResultLayout
 from torch_odt.capture.graph import Op, TrainingGraph, Value, map_refs
 from torch_odt.capture.operators import resolve
-from torch_odt.capture.strides import same_layout
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,5 +85,5 @@ def layout_of(tensor: torch.Tensor | None) -> ResultLayout | None:
 
 
 def _is_as_traced(value: Value, layout: ResultLayout) -> bool:
-    is_alike = (layout.shape, layout.dtype) == (value.shape, value.dtype)
-    return is_alike and same_layout(value.shape, layout.stride, value.stride)
+    # Strides of dimensions of size 1 count: convolutions look at them to choose a layout for what they return.
+    return (layout.shape, layout.stride, layout.dtype) == (value.shape, value.stride, value.dtype)
