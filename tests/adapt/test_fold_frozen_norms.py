@@ -222,6 +222,9 @@ def test_bad_input_is_named() -> None:
     with pytest.raises(odt.CaptureError, match=r"torch\.fx cannot follow Branches"):
         sparse_update_(model, Scheme(1), norm="folded")
     assert list(model.state_dict()) == keys
+    # Where there is no norm, no code need be followed.
+    model.layers[1] = nn.Identity()
+    assert bias_only_(model, norm="folded").notes[-1].startswith("0 frozen BatchNorms")
     with pytest.raises(ValueError, match="norm='group': it is 'frozen' or 'folded'"):
         bias_only_(model, norm="group")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="it is 'frozen', 'folded' or 'group'"):

@@ -44,7 +44,9 @@ def fold_frozen_norms(adapting: Adapting) -> None:
     model = adapting.model
     sharing = Counter(id(parameter) for module in model.modules() for parameter in module._parameters.values())
     folded = 0
-    for name, norm_name in _behind_in_both_modes(model).items():
+    norms = sum(isinstance(module, FrozenBatchNorm) for module in model.modules())
+    # Code without any need not be what torch.fx can follow.
+    for name, norm_name in _behind_in_both_modes(model).items() if norms else ():
         conv, norm = model.get_submodule(name), model.get_submodule(norm_name)
         assert isinstance(norm, FrozenBatchNorm)
         if not _can_fold(conv, norm) or sharing[id(conv.weight)] > 1:
@@ -53,8 +55,9 @@ def fold_frozen_norms(adapting: Adapting) -> None:
             continue
         _fold(adapting, (name, conv), (norm_name, norm))
         folded += 1
-    left = sum(isinstance(module, FrozenBatchNorm) for module in model.modules())
-    adapting.notes.append(f"{folded} frozen BatchNorms are a part of the convolutions in front of them, {left} are not")
+    adapting.notes.append(
+        f"{folded} frozen BatchNorms are a part of the convolutions in front of them, {norms - folded} are not"
+    )
 
 
 def _behind_in_both_modes(model: nn.Module) -> dict[str, str]:
