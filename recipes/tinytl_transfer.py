@@ -11,8 +11,9 @@ plain PyTorch of the network that was pretrained with them. Images are turned, z
 at random, when the network is pretrained and when it is adapted (`--no-augment`: mirrored alone). `--data
 spoken-digits` takes spectrograms of one half of the speakers, and adapts to the voices of the others. Each way has the
 learning rate (`--rates`) that is best on samples held out of the training set, in the mean over `--rate-seeds`
-trainings with seeds of their own. Where BatchNorm is frozen, its statistics are those of the samples to adapt to, taken
-in a forward pass (`odt.adapt.estimate_batch_norm_`); in plain PyTorch it follows the batch.
+trainings with seeds of their own. Where BatchNorm is frozen, its statistics are those of the samples to adapt to as
+they are seen in training, taken in a forward pass (`odt.adapt.estimate_batch_norm_`); in plain PyTorch it follows the
+batch.
 
 Memory: each way trains in a process of its own, the network in full width, batch 8, 224x224, Adam; bytes are what the
 process holds above its level before there was a model, with everything counted. `--micro-batches 8 1` adds a table
