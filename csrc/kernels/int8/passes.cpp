@@ -9,6 +9,7 @@
 #include "pack_weight.h"
 #include "padded.h"
 #include "panel_sums.h"
+#include "pass_workspace.h"
 #include "patches.h"
 
 namespace torch_odt::kernels::int8 {
@@ -46,66 +47,6 @@ void find_places(const Correlation& part, const Target& target, const Rows& rows
     pixel.advance(part.rows, part.columns);
   }
 }
-
-// What a block takes at most: how many rows there are, and how many panels of packed weights or of sums at a time.
-struct Extent {
-  int64_t rows;
-  int64_t panels;
-  int64_t sums;
-  // A few rows are finished after the other, see Table::sums_at_once: not of rows that overlap, whose depth is never
-  // small, nor of a depth in chunks.
-  bool in_turn;
-
-  Extent(const Conv2d& conv, const Correlation& part, bool padded, bool packs)
-      : rows(padded ? kMostRows : std::min(part.block_rows(), conv.batch * part.rows.outputs * part.columns.outputs)),
-        in_turn(part.kernels().sums_at_once > 0 && part.chunk() >= part.depth() && !padded) {
-    const int64_t at_once = part.kernels().sums_at_once;
-    panels = std::min(part.panels(), (in_turn ? at_once / kSlackRows : kCachedColumns) / kPanelColumns);
-    if (packs) {
-      panels = std::min(panels, packed_panels(part));
-    }
-    const int64_t all = rows * panels * kPanelColumns;
-    sums = (in_turn ? std::min(all, at_once) : all) + kTileRows * panels * kPanelColumns;
-  }
-
- private:
-  // How many are packed on the way at a time: a few of small weights, with sums that are small, too; of large weights a
-  // quarter, and as many as whole lines of memory hold columns of, since lines are not in a cache any more when they are
-  // read again. With an eighth, a linear layer of 1280 x 1000 took a quarter longer; with these, layers as long as with
-  // as many as there is room for.
-  int64_t packed_panels(const Correlation& part) const {
-    constexpr int64_t kFewBytes = 49152;
-    constexpr int64_t kManyBytes = 1 << 19;
-    constexpr int64_t kShare = 4;
-    constexpr int64_t kSums = 8192;
-    constexpr int64_t kPanelsOfLine = 4;
-    const int64_t panel_bytes = std::max<int64_t>(part.panel_bytes(), 1);
-    const int64_t weights = std::clamp(part.panels() * panel_bytes / kShare, kFewBytes, kManyBytes) / panel_bytes;
-    const int64_t fitting = std::min(weights, kSums / kPanelColumns / std::max<int64_t>(rows, 1));
-    return fitting > kPanelsOfLine ? fitting / kPanelsOfLine * kPanelsOfLine : std::max<int64_t>(fitting, 1);
-  }
-};
-
-// A thread's own memory.
-struct Workspace {
-  Pieces pieces;
-  int32_t* sums;
-  int64_t* wide_sums;
-  char* left;
-  char* packed; // some panels
-  int32_t* packed_sums;
-
-  Workspace(const Conv2d& conv, const Correlation& part, bool packs, void* at) : pieces(at) {
-    // Whether it is turns out with the pass; blocks of padded rows are the larger ones in every respect.
-    const bool may_be_padded = !packs && goes_padded(part.kernels(), part.rows, part.columns, part.source_depth);
-    const Extent most(conv, part, may_be_padded, packs);
-    sums = pieces.take<int32_t>(most.sums);
-    wide_sums = pieces.take<int64_t>(part.wide() ? most.sums : 0);
-    left = pieces.take<char>(may_be_padded ? part.most_copy_bytes() : part.left_bytes(most.rows));
-    packed = pieces.take<char>(packs ? most.panels * part.panel_bytes() : 0);
-    packed_sums = pieces.take<int32_t>(packs ? kCachedColumns : 0);
-  }
-};
 
 // What a correlation says of its sizes, divided once rather than for every block.
 struct Sizes {
@@ -145,7 +86,7 @@ struct Task {
   bool padded;
   const PanelSums results;
 
-  float operator()(const Rows& rows, int64_t first_panel, int64_t last_panel, const Workspace& own) const {
+  float operator()(const Rows& rows, int64_t first_panel, int64_t last_panel, const PassWorkspace& own) const {
     Places places;
     if (!padded) {
       find_places(part, target, rows, places);
@@ -175,7 +116,7 @@ struct Task {
       bool gathers,
       const Places& places,
       Left& left,
-      const Workspace& own) const {
+      const PassWorkspace& own) const {
     const bool has_narrow_terms = results.has_terms() && !sizes.wide;
     const auto terms = has_narrow_terms ? results.terms_of<int32_t>(panels) : std::array<int32_t, kCachedColumns>{};
     const bool starts = has_narrow_terms && sizes.kernels.starts_sums;
@@ -214,7 +155,7 @@ struct Task {
       const int32_t* start,
       const int32_t* added,
       const Places& places,
-      const Workspace& own) const {
+      const PassWorkspace& own) const {
     const int64_t at_once = sizes.kernels.sums_at_once / panels.columns() / kSlackRows * kSlackRows;
     float largest = 0;
     for (int64_t row = 0; row < rows; row += at_once) {
@@ -268,7 +209,7 @@ struct Task {
     return {group, first, count, of_group + first * sizes.panel_bytes, sums + first * kPanelColumns};
   }
 
-  Panels pack(int64_t group, int64_t first, int64_t count, const Workspace& own) const {
+  Panels pack(int64_t group, int64_t first, int64_t count, const PassWorkspace& own) const {
     const Panels panels{group, first, count, own.packed, own.packed_sums};
     std::fill_n(own.packed_sums, kCachedColumns, 0);
     const int64_t columns = results.columns_of(panels);
@@ -363,7 +304,7 @@ float run_pass(
     const int64_t cuts = by_columns ? std::min(part.panels(), threads.count) : 1;
     threads.share(blocks.count() * cuts, [&](int64_t thread, int64_t begin, int64_t end) {
       const Multiplying multiplying(part.kernels());
-      const Workspace own(conv, part, packs, static_cast<char*>(workspace) + thread * thread_bytes);
+      const PassWorkspace own(conv, part, packs, static_cast<char*>(workspace) + thread * thread_bytes);
       float& most = largest[static_cast<size_t>(thread)];
       for (int64_t item = begin; item < end; ++item) {
         const int64_t cut = item % cuts;
@@ -419,7 +360,7 @@ int64_t workspace_bytes(const Conv2d& conv, Pass pass) {
   }
   int64_t most = 0;
   for (int64_t phase = 0; phase < phases_of(conv, pass); ++phase) {
-    most = std::max(most, Workspace(conv, correlation_of(conv, pass, phase), false, nullptr).pieces.bytes());
+    most = std::max(most, PassWorkspace(conv, correlation_of(conv, pass, phase), false, nullptr).pieces.bytes());
   }
   return most;
 }
@@ -471,7 +412,7 @@ bool packs_on_the_way(const Conv2d& conv, Pass pass) {
 int64_t packing_workspace_bytes(const Conv2d& conv, Pass pass) {
   int64_t most = 0;
   for (int64_t phase = 0; phase < phases_of(conv, pass); ++phase) {
-    most = std::max(most, Workspace(conv, correlation_of(conv, pass, phase), true, nullptr).pieces.bytes());
+    most = std::max(most, PassWorkspace(conv, correlation_of(conv, pass, phase), true, nullptr).pieces.bytes());
   }
   return most;
 }
