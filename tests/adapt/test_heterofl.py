@@ -84,6 +84,7 @@ def test_the_loss_of_absent_classes_is_masked() -> None:
     assert model.weight.grad.abs().sum(1).nonzero()[:, 0].tolist() == [1, 3]
     whole = MaskedCrossEntropy(range(5), of=5)
     assert torch.equal(whole(logits, y), F.cross_entropy(logits, y))
+    assert torch.equal(whole(logits[0], y[0]), F.cross_entropy(logits[0], y[0]))
 
 
 def test_bad_input_is_named() -> None:

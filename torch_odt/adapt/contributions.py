@@ -160,8 +160,7 @@ def measure_contributions(
 
         return results.get(scheme.key(), run)
 
-    for name in names:
-        Scheme(weights={name: 1.0}).check(model, head=head)
+    measured = Scheme(weights=dict.fromkeys(names, 1.0)).check(model, head=head)
     ratios_of = {name: ratios if may_be_sliced(model.get_submodule(name)) else [1.0] for name in names}
     alone = accuracy_of(Scheme(0))
     bias_gains = {count: accuracy_of(Scheme(count)) - alone for count in counts}
@@ -171,7 +170,7 @@ def measure_contributions(
         for name in names
         for ratio in ratios_of[name]
     }
-    shapes = {name: tuple(model.get_parameter(f"{name}.weight").shape) for name in names}
+    shapes = {name: tuple(layer.weight.shape) for name, layer in measured.items()}
     return Contributions(alone, reference, bias_gains, weight_gains, shapes)
 
 

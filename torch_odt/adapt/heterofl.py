@@ -193,6 +193,6 @@ class MaskedCrossEntropy(nn.Module):
         self.register_buffer("absent", absent)
 
     def forward(self, logits: Tensor, target: Tensor) -> Tensor:
-        if logits.dim() != 2 or logits.shape[1] != len(self.absent):
+        if logits.dim() > 2 or logits.shape[-1:] != self.absent.shape:
             raise ValueError(f"the logits are of {tuple(logits.shape)}, not of (samples, {len(self.absent)})")
         return F.cross_entropy(logits.masked_fill(self.absent, 0.0), target)

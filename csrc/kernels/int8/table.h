@@ -15,7 +15,8 @@ inline constexpr int64_t kPanelStepBytes = kPanelColumns * kStepBytes;
 // Kernels work on whole tiles, whose rows are so many at most, AMX's: behind those that are asked for, the left operand
 // and the sums have as many more, whose contents do not matter.
 inline constexpr int64_t kTileRows = 16;
-// Two of AMX's tiles, which it multiplies together: the least rows of a block.
+// Two of AMX's tiles, which it multiplies together: the least rows of a block, and what a weight's gradient keeps behind
+// its rows.
 inline constexpr int64_t kSlackRows = 2 * kTileRows;
 inline constexpr int64_t kSlackValues = 15;
 // The most terms whose sum fits into int32, whatever they are: 2^31 over 128 * 255, a difference from a zero point, or
