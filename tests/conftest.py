@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import gc
 import importlib
 import os
@@ -9,9 +10,12 @@ import shutil
 import signal
 import sys
 import tempfile
+import time
+import zlib
 from collections.abc import Generator
 
 import pytest
+from _pytest.terminal import TerminalReporter
 from hypothesis import HealthCheck, settings
 
 # Threads that wait in a loop make tests many times slower as soon as anything else runs beside them. OpenMP reads this
@@ -35,12 +39,40 @@ settings.register_profile("searching", _UNTIMED, derandomize=False)
 settings.load_profile("repeatable")
 
 _MANY_MODULES = 50
+_END = "TORCH_ODT_TESTS_END"
+_NO_TIME = "no time was left for it (--seconds)"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--seconds",
+        type=float,
+        help="begin no test later than this after the start, in an order that is another one each day, and name those "
+        "that were left out",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Make the folder in which a run's tests keep traces, measurements and plans; xdist's workers inherit it."""
     if not hasattr(config, "workerinput"):
         os.environ["TORCH_ODT_TESTS_CACHE"] = tempfile.mkdtemp(prefix="torch_odt_tests_")
+        if config.getoption("--seconds") is not None:
+            os.environ[_END] = str(time.time() + config.getoption("--seconds"))
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("--seconds") is not None:
+        day = datetime.date.fromtimestamp(float(os.environ[_END]))
+        items.sort(key=lambda item: zlib.crc32(f"{day} {item.nodeid}".encode()))
+
+
+def pytest_terminal_summary(terminalreporter: TerminalReporter) -> None:
+    skipped = terminalreporter.stats.get("skipped", [])
+    left_out = [report.nodeid for report in skipped if _NO_TIME in str(report.longrepr)]
+    if left_out:
+        terminalreporter.section(f"{len(left_out)} tests were NOT RUN: {_NO_TIME}")
+        for name in sorted(left_out):
+            terminalreporter.write_line(name)
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
@@ -51,6 +83,8 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """A test that replaces anything has a cache of its own: the others must not find what came of that."""
+    if time.time() > float(os.environ.get(_END, "inf")):
+        pytest.skip(_NO_TIME)
     shared = os.environ["TORCH_ODT_TESTS_CACHE"]
     replaces = "monkeypatch" in getattr(item, "fixturenames", ())
     os.environ["TORCH_ODT_CACHE"] = tempfile.mkdtemp(dir=shared) if replaces else shared

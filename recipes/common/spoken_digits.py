@@ -62,11 +62,20 @@ def _recordings(data_dir: Path, cache: Path) -> Path:
             unpacked = cache / "fsdd"
             done = unpacked / "complete"
             if not done.exists():
-                with tarfile.open(archive) as tar:
-                    tar.extractall(unpacked, filter="data")
+                _unpack(archive, unpacked / "recordings")
                 done.touch()
             return unpacked / "recordings"
     raise FileNotFoundError(f"{data_dir} has neither a folder `recordings` nor `recordings.tar.xz`, nor has fsdd in it")
+
+
+def _unpack(archive: Path, folder: Path) -> None:
+    """The files of an archive, by their own names: the filters of `tarfile` came after Python 3.11.0."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with tarfile.open(archive) as tar:
+        for member in tar:
+            content = tar.extractfile(member) if member.isfile() else None
+            if content is not None:
+                (folder / Path(member.name).name).write_bytes(content.read())
 
 
 def _spectrogram(path: Path, mel: Tensor) -> Tensor:
