@@ -99,6 +99,13 @@ def test_a_merged_model_computes_what_was_trained(method: str) -> None:
     torch.testing.assert_close(model(x), trained, rtol=1e-4, atol=1e-5)
 
 
+def test_what_was_taken_back_cannot_be_merged() -> None:
+    adaptation = odt.adapt.bias_only_(_network(), classes=5)
+    adaptation.unload()
+    with pytest.raises(ValueError, match="bias_only was taken back by unload.*call merge.. instead"):
+        adaptation.merge()
+
+
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("leave", ["unload", "merge"])
 def test_a_model_that_was_moved_comes_back_whole(method: str, leave: str) -> None:

@@ -89,6 +89,7 @@ class Adaptation:
     after: Footprint
     notes: tuple[str, ...] = ()
     _changes: list[_Change] = field(default_factory=list, repr=False)
+    _is_unloaded: bool = field(default=False, repr=False)
 
     def parameters(self) -> list[nn.Parameter]:
         """What trains, for the optimizer."""
@@ -121,6 +122,8 @@ class Adaptation:
                         f"a {type(now).__name__} stands where {self.method} has found a {type(before).__name__}: take "
                         "back what was changed afterwards first, by its unload()"
                     )
+        # What was merged has nothing left to take back.
+        self._is_unloaded |= bool(self._changes)
         while self._changes:
             self._changes.pop().undo()
         return self.model
@@ -137,6 +140,9 @@ class Adaptation:
         and all may train that could before. What was added and has learnt stays: a new classifier, lite residual
         modules, GroupNorm in BatchNorm's place, standardised weights. It cannot be taken back by `unload` then.
 
+        Raises:
+            ValueError: it was taken back by `unload` before: what was added is gone with what it has learnt.
+
         Example:
             >>> import torch_odt as odt
             >>> model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)).eval()
@@ -146,6 +152,11 @@ class Adaptation:
             >>> model[2].out_features
             3
         """
+        if self._is_unloaded:
+            raise ValueError(
+                f"{self.method} was taken back by unload(): what it had added and learnt is gone. To use a trained model "
+                "call merge() instead of unload()"
+            )
         while self._changes:
             change = self._changes.pop()
             if not change.is_added:

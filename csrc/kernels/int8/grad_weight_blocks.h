@@ -74,8 +74,9 @@ struct GradientCut {
     const int64_t gathered_values = by_taps ? 0 : gathered_row_bytes();
     const int64_t pixel_bytes = packed_values * kernels->value_bytes + gathered_values;
     const int64_t fitting = kPackedBytes / pixel_bytes / kAlignment * kAlignment;
-    const int64_t all = divided(conv.out_pixels(), kAlignment) * kAlignment;
-    chunk_pixels = std::min(std::clamp(fitting, kAlignment, kMostPixels), std::max(all, kAlignment));
+    const int64_t line = kAlignment / kernels->value_bytes; // pixels, of a whole line of memory
+    const int64_t all = divided(conv.out_pixels(), line) * line;
+    chunk_pixels = std::min(std::clamp(fitting, kAlignment, kMostPixels), std::max(all, line));
   }
 
   // Of a thread that shares pixels.
