@@ -125,6 +125,14 @@ def test_batches_that_are_used_up_are_named() -> None:
             FineTuning(train, test, epochs=2)(model, sparse_update_(model, Scheme(1)))
 
 
+def test_a_loss_that_is_not_finite_ends_it() -> None:
+    model, x = _model(), torch.randn(4, 8)
+    x[2, 3] = float("nan")
+    batches = [(x, torch.randint(2, (4,)))]
+    with pytest.raises(FloatingPointError, match="a loss of epoch 0 is not finite: look for NaN in train"):
+        FineTuning(batches, batches, epochs=2)(model, sparse_update_(model, Scheme(1)))
+
+
 def test_fine_tuning_learns_what_can_be_learnt() -> None:
     torch.manual_seed(0)
     x = torch.randn(64, 8)

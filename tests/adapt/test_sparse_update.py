@@ -165,6 +165,8 @@ def test_weights_in_8_bits_are_made_once_at_a_time() -> None:
 def test_weights_have_8_bits_or_32() -> None:
     with pytest.raises(ValueError, match="weight_bits=4"):
         sparse_update_(_small_network(), Scheme(1), weight_bits=4)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="channels='best'"):
+        sparse_update_(_small_network(), Scheme(1), channels="best")  # type: ignore[arg-type]
 
 
 def test_a_plan_travels_where_an_activation_is_kept_for_a_mean(tmp_path: Path) -> None:

@@ -12,6 +12,15 @@ from torch_odt.adapt.sparse_layers import channel_dim
 ChannelChoice = Literal["largest", "smallest", "random"]
 
 
+def check_choice(choice: str) -> None:
+    """
+    Raises:
+        ValueError: there is no such choice.
+    """
+    if choice not in get_args(ChannelChoice):
+        raise ValueError(f"channels={choice!r}: choose one of {', '.join(map(repr, get_args(ChannelChoice)))}")
+
+
 def kept_channels(layer: nn.Module, ratio: float, *, choice: ChannelChoice = "largest", seed: int = 0) -> Tensor:
     """The input channels whose weights train.
 
@@ -34,8 +43,7 @@ def kept_channels(layer: nn.Module, ratio: float, *, choice: ChannelChoice = "la
         >>> kept_channels(layer, 1 / 2)
         tensor([1, 3])
     """
-    if choice not in get_args(ChannelChoice):
-        raise ValueError(f"channels={choice!r}: choose one of {', '.join(map(repr, get_args(ChannelChoice)))}")
+    check_choice(choice)
     if not 0 < ratio <= 1:
         raise ValueError(f"a ratio of {ratio}: it is the share of the input channels that train, in (0, 1]")
     weight = layer.get_parameter("weight").detach()

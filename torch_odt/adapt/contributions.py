@@ -64,6 +64,10 @@ class FineTuning:
         train, test: batches of inputs and classes, gone through as often as needed (a list, a DataLoader).
         epochs, lr, momentum: of stochastic gradient descent, whose rate falls to 0 as a cosine does.
 
+    Raises:
+        FloatingPointError: by the call, where a loss is not finite.
+        ValueError: by the call, where there are no batches.
+
     Example:
         >>> batches = [(torch.randn(8, 4), torch.randint(2, (8,)))]
         >>> model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
@@ -82,15 +86,20 @@ class FineTuning:
         optimizer = torch.optim.SGD(adaptation.parameters(), lr=self.lr, momentum=self.momentum)
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, self.epochs)
         model.train()
-        for _ in range(self.epochs):
-            has_batches = False
+        for epoch in range(self.epochs):
+            losses = []
             for x, y in self.train:
-                has_batches = True
                 optimizer.zero_grad()
-                nn.functional.cross_entropy(model(x), y).backward()
+                loss = nn.functional.cross_entropy(model(x), y)
+                loss.backward()
                 optimizer.step()
-            if not has_batches:
+                losses.append(loss.detach())
+            if not losses:
                 raise ValueError(f"train {_NO_BATCHES}")
+            if not bool(torch.stack(losses).isfinite().all()):
+                raise FloatingPointError(
+                    f"a loss of epoch {epoch} is not finite: look for NaN in train, or take a lower lr than {self.lr}"
+                )
             schedule.step()
         return accuracy(model, self.test)
 

@@ -10,7 +10,7 @@ from typing import Literal
 from torch import nn
 
 from torch_odt.adapt.adaptation import Adaptation, Adapting
-from torch_odt.adapt.channels import ChannelChoice, kept_channels
+from torch_odt.adapt.channels import ChannelChoice, check_choice, kept_channels
 from torch_odt.adapt.fold_frozen_norms import FrozenNorms, check_norm, fold_frozen_norms
 from torch_odt.adapt.frozen_batch_norm import freeze_batch_norms
 from torch_odt.adapt.head import find_head, replace_head
@@ -58,8 +58,8 @@ def sparse_update_(
         stored in 8 bits or took over a norm come back rounded.
 
     Raises:
-        ValueError: the scheme does not fit the model, the model has no classifier that can be found, or `weight_bits`
-            is neither 8 nor 32.
+        ValueError: the scheme does not fit the model, the model has no classifier that can be found, `channels` or
+            `norm` is no such choice, or `weight_bits` is neither 8 nor 32.
         CaptureError: `norm="folded"`, and `torch.fx` cannot follow the model.
 
     Example:
@@ -76,6 +76,7 @@ def sparse_update_(
     if weight_bits not in (8, 32):
         raise ValueError(f"weight_bits={weight_bits}: it is 8 or 32")
     check_norm(norm)
+    check_choice(channels)
     with Adapting(model) as adapting:
         name = find_head(model, head) if classes is None else replace_head(adapting, classes, head=head)
         biases = body_biases(model, head=name)
