@@ -154,8 +154,8 @@ class Adaptation:
         """
         if self._is_unloaded:
             raise ValueError(
-                f"{self.method} was taken back by unload(): what it had added and learnt is gone. Call merge() instead of "
-                "unload() to use a trained model"
+                f"{self.method} was taken back by unload(): what it had added and learnt is gone. Call merge() instead "
+                "of unload() to use a trained model"
             )
         while self._changes:
             change = self._changes.pop()
