@@ -58,11 +58,16 @@ def test_what_is_missed_is_named() -> None:
     rows["plain full"] = reached(0.84)
     assert tinytl_transfer._missed_accuracies(rows) == [
         "the task does not count: full fine-tuning reaches 84.0%, the classifier alone 80.0%",
-        "TinyTL-L+B reaches 80.0%, full fine-tuning 84.0%",
+        "torch_odt lite+bias, 8 bits (affine), pretrained modules reaches 80.0%, full fine-tuning 84.0%",
     ]
     rows["torch_odt last"] = reached(0.7)
     rows[str(tinytl_transfer.TINYTL)] = reached(0.836)
     assert tinytl_transfer._missed_accuracies(rows) == []
+    # Samples held out say which modules count, and not those of the test.
+    rows[str(tinytl_transfer.NEW_MODULES)] = tinytl_transfer.Accuracies({0.01: 0.7, 0.03: 0.9}, 0.03, [0.82])
+    assert tinytl_transfer._missed_accuracies(rows) == [
+        "torch_odt lite+bias, 8 bits (affine) reaches 82.0%, full fine-tuning 84.0%"
+    ]
     taken = dict.fromkeys(map(str, tinytl_transfer.JUDGED), TrainingBytes(100, None, 1))
     taken["plain full"], taken["plain norm+last"] = TrainingBytes(799, None, 1), TrainingBytes(500, None, 1)
     assert tinytl_transfer._missed_bytes("net", taken) == [
