@@ -15,7 +15,6 @@ import zlib
 from collections.abc import Generator
 
 import pytest
-from _pytest.terminal import TerminalReporter
 from hypothesis import HealthCheck, settings
 
 # Threads that wait in a loop make tests many times slower as soon as anything else runs beside them. OpenMP reads this
@@ -66,7 +65,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items.sort(key=lambda item: zlib.crc32(f"{day} {item.nodeid}".encode()))
 
 
-def pytest_terminal_summary(terminalreporter: TerminalReporter) -> None:
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     skipped = terminalreporter.stats.get("skipped", [])
     left_out = [report.nodeid for report in skipped if _NO_TIME in str(report.longrepr)]
     if left_out:

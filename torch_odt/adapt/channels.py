@@ -13,10 +13,7 @@ ChannelChoice = Literal["largest", "smallest", "random"]
 
 
 def check_choice(choice: str) -> None:
-    """
-    Raises:
-        ValueError: there is no such choice.
-    """
+    """Raise `ValueError` where there is no such choice."""
     if choice not in get_args(ChannelChoice):
         raise ValueError(f"channels={choice!r}: choose one of {', '.join(map(repr, get_args(ChannelChoice)))}")
 
