@@ -51,7 +51,7 @@ def test_ways_differ_in_what_they_say() -> None:
 @pytest.mark.slow
 def test_ways_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("sklearn")
-    small = {"image-size": 16, "width": 4, "source-samples": 64, "samples": 64, "test-samples": 32, "batch": 16}
+    small = {"image-size": 16, "width": 8, "source-samples": 64, "samples": 64, "test-samples": 32, "batch": 16}
     small |= {"pretrain-epochs": 1, "epochs": 1, "rates": 0.01, "seeds": 1}
     arguments = [f"--{name}={value}" for name, value in small.items()]
     code = octo_int8.main([*arguments, "--cache", str(tmp_path / "cache"), "--out", str(tmp_path)])
