@@ -62,7 +62,13 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if config.getoption("--seconds") is not None:
         day = datetime.date.fromtimestamp(float(os.environ[_END]))
-        items.sort(key=lambda item: zlib.crc32(f"{day} {item.nodeid}".encode()))
+        items.sort(key=lambda item: zlib.crc32(f"{day} {_group(item)}".encode()))
+
+
+def _group(item: pytest.Item) -> str:
+    """Tests that share what they have measured keep their order."""
+    mark = item.get_closest_marker("xdist_group")
+    return item.nodeid if mark is None else str(mark.args[0])
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

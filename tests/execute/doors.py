@@ -17,6 +17,7 @@ from models import Batch, ModelCase
 
 import torch_odt as odt
 from torch_odt.execute.accounting import held_by_process
+from torch_odt.execute.wrap import session_of
 
 
 @dataclass
@@ -102,6 +103,7 @@ class WrapDoor(Door):
         assert list(self.model.state_dict()) == list(self._start)
 
     def _ready(self, budget: odt.Budget) -> Callable[[Batch], torch.Tensor]:
+        session_of(self.model).level_bytes = held_by_process()
         odt.set_budget(self.model, budget)
         optimizer = exactness.make_optimizer(self.model.parameters())
 
