@@ -142,7 +142,10 @@ def main(arguments: list[str] | None = None) -> int:
         own = ", ".join(f"{accuracy(model, task.source):.1%}" for model in starts.values())
         sizes = f"{len(task.train.labels)} samples to adapt to, {len(task.test.labels)} to test with"
         print(f"pretrained without and with modules: {own} of its own; {sizes}", file=sys.stderr, flush=True)
-        accuracies = {str(way): _accuracies(options, starts[way.pretrained_modules], task, way) for way in TRAINED}
+        accuracies = {
+            str(way): _accuracies(options, starts[way.pretrained_modules], task, _with_norm(options, way))
+            for way in TRAINED
+        }
         _print_accuracies(accuracies)
         print(f"TinyTL-L+B by samples held out: {_chosen_modules(accuracies)}")
     tables: dict[str, Bytes] = {}
@@ -170,6 +173,7 @@ def main(arguments: list[str] | None = None) -> int:
             if options.memory_only
             else f"tinytl_transfer_{options.network}_{Path(options.data).resolve().name}"
         )
+        name += "_detached" * (options.norm == "detached")
         (options.out / f"{name}.json").write_text(json.dumps(report, indent=1) + "\n")
     print("target met" if not missed else f"missed: {'; '.join(missed)}")
     return 1 if missed else 0
@@ -188,6 +192,9 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--pretrain-epochs", type=int, default=6)
     parser.add_argument(
         "--augment", action=argparse.BooleanOptionalAction, default=True, help="change images each time they are seen"
+    )
+    parser.add_argument(
+        "--norm", choices=("frozen", "detached"), default="frozen", help="what BatchNorm becomes in torch_odt's ways"
     )
     parser.add_argument("--epochs", type=int, default=8, help="of each way to adapt")
     parser.add_argument("--rates", type=float, nargs="+", default=RATES, help="learning rates to choose from")
@@ -216,6 +223,11 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
         for name, value in (quick | {"measured_size": 96, "micro_batches": [BATCH]}).items():
             setattr(options, name, value)
     return options
+
+
+def _with_norm(options: argparse.Namespace, way: Way) -> Way:
+    """The way, with BatchNorm as the options say. In front of a classifier that trains alone it stays frozen."""
+    return way if way.engine == "plain" or way.trains == "last" else replace(way, norm=options.norm)
 
 
 def _start(options: argparse.Namespace, task: TransferTask, with_modules: bool) -> nn.Module:
@@ -275,7 +287,8 @@ def _adapted(
 def _bytes(options: argparse.Namespace, network: str, micro_batch: int) -> Bytes:
     rows = {}
     for way in JUDGED if options.quick else MEASURED:
-        rows[str(way)] = training_bytes(training, network, way, options.measured_size, BATCH, micro_batch)
+        measured = _with_norm(options, way)
+        rows[str(way)] = training_bytes(training, network, measured, options.measured_size, BATCH, micro_batch)
         print(f"{network}, {way}: {rows[str(way)].process_bytes / 2**20:.1f} MiB", file=sys.stderr, flush=True)
     return rows
 

@@ -47,12 +47,14 @@ class Way:
         engine: "plain" is PyTorch as it is, in which BatchNorm follows the batch where something of it may train.
         weight_code: how frozen weights are stored: in float32, or in 8 bits.
         pretrained_modules: the network was pretrained with lite residual modules beside its blocks.
+        norm: what BatchNorm becomes in torch_odt: frozen, or one that follows the batch and keeps no input.
     """
 
     trains: Mode
     engine: Literal["plain", "torch_odt"] = "torch_odt"
     weight_code: Literal["float32", "affine", "codebook"] = "float32"
     pretrained_modules: bool = False
+    norm: Literal["frozen", "detached"] = "frozen"
 
     def __str__(self) -> str:
         bits = "" if self.weight_code == "float32" else f", 8 bits ({self.weight_code})"
@@ -89,6 +91,7 @@ def adapt(model: nn.Module, way: Way, classes: int, input_size: int) -> list[nn.
         adaptation = odt.adapt.tinytl_(
             model,
             mode=way.trains,
+            norm=way.norm,
             classes=classes,
             input_size=input_size,
             blocks=BLOCKS,

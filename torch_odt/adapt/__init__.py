@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from torch_odt.adapt.bias_only import bias_only_
     from torch_odt.adapt.blocks import Blockwise, Stage, blockwise
     from torch_odt.adapt.contributions import Contributions, FineTuning, measure_contributions
+    from torch_odt.adapt.detached_batch_norm import DetachedBatchNorm
     from torch_odt.adapt.distillation import DistillationLoss, distillation_loss
     from torch_odt.adapt.drift import FadingMean, PageHinkley
     from torch_odt.adapt.frozen_batch_norm import FrozenBatchNorm
@@ -40,6 +41,7 @@ __all__ = [
     "Blockwise",
     "ClientUpdate",
     "Contributions",
+    "DetachedBatchNorm",
     "DistillationLoss",
     "FadingMean",
     "FineTuning",
@@ -82,6 +84,7 @@ _LAZY = {
     "Blockwise": "blocks",
     "ClientUpdate": "sub_model_merge",
     "Contributions": "contributions",
+    "DetachedBatchNorm": "detached_batch_norm",
     "DistillationLoss": "distillation",
     "FadingMean": "drift",
     "FineTuning": "contributions",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -72,6 +73,9 @@ class FrozenBatchNorm(nn.Module):
             shift = -self.running_mean * scale
         if self.bias is not None:
             shift = shift + self.bias
+        return self._affine(x, scale, shift)
+
+    def _affine(self, x: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
         of_channels = (-1, *(1 for _ in range(x.dim() - 2)))
         return torch.addcmul(shift.view(of_channels), x, scale.view(of_channels)).to(x.dtype)
 
@@ -117,7 +121,12 @@ class FrozenBatchNormAct(FrozenBatchNorm):
         return result
 
 
-def frozen_batch_norm(name: str, norm: _BatchNorm) -> FrozenBatchNorm:
+def frozen_batch_norm(
+    name: str,
+    norm: _BatchNorm,
+    plain: type[FrozenBatchNorm] = FrozenBatchNorm,
+    activating: type[FrozenBatchNorm] = FrozenBatchNormAct,
+) -> FrozenBatchNorm:
     """What takes a BatchNorm's place.
 
     Raises:
@@ -125,20 +134,23 @@ def frozen_batch_norm(name: str, norm: _BatchNorm) -> FrozenBatchNorm:
     """
     kind = type(norm)
     if kind in PLAIN_BATCH_NORMS:
-        return FrozenBatchNorm(norm)
+        return plain(norm)
     if kind.__module__.startswith("timm.") and kind.__name__.startswith("BatchNormAct"):
-        return FrozenBatchNormAct(norm)
+        return activating(norm)
     raise ValueError(
         f"{name} is a {kind.__module__}.{kind.__qualname__}, which may compute more than BatchNorm: it cannot be "
         "frozen. Replace it by torch.nn.BatchNorm2d and what follows"
     )
 
 
-def freeze_batch_norms(adapting: Adapting, *, below: str = "") -> int:
+def freeze_batch_norms(
+    adapting: Adapting, *, below: str = "", make: Callable[[str, _BatchNorm], FrozenBatchNorm] = frozen_batch_norm
+) -> int:
     """Put a `FrozenBatchNorm` in the place of each BatchNorm; those that there are take up what they have learnt.
 
     Args:
         below: the name of a submodule, for those inside it alone.
+        make: makes it, of a BatchNorm and its name.
 
     Returns:
         How many there were. Those without running statistics are left as they are, and named in the notes.
@@ -160,6 +172,6 @@ def freeze_batch_norms(adapting: Adapting, *, below: str = "") -> int:
         if module.running_mean is None:
             adapting.notes.append(f"{name} has no running statistics, so it normalizes with those of the batch")
             continue
-        adapting.replace(name, frozen_batch_norm(name, module))
+        adapting.replace(name, make(name, module))
         count += 1
     return count

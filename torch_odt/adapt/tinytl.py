@@ -20,8 +20,9 @@ from torch_odt.adapt.add_lite_residuals import (
     lite_parameters,
 )
 from torch_odt.adapt.bias_only import NORMALIZES_ITS_INPUT, bias_names
+from torch_odt.adapt.detached_batch_norm import detached_batch_norm
 from torch_odt.adapt.fold_frozen_norms import fold_frozen_norms
-from torch_odt.adapt.frozen_batch_norm import FrozenBatchNorm, freeze_batch_norms
+from torch_odt.adapt.frozen_batch_norm import FrozenBatchNorm, freeze_batch_norms, frozen_batch_norm
 from torch_odt.adapt.group_norm import group_batch_norms
 from torch_odt.adapt.head import find_head, replace_head
 from torch_odt.adapt.lite_residual import LiteBranch, LiteResidual
@@ -40,7 +41,7 @@ def tinytl_(
     mode: Mode = "lite+bias",
     classes: int | None = None,
     head: str | None = None,
-    norm: Literal["frozen", "folded", "group"] = "frozen",
+    norm: Literal["frozen", "folded", "detached", "group"] = "frozen",
     weight_standardization: bool = False,
     weight_bits: Literal[32, 8] = 32,
     weight_code: WeightCode = "affine",
@@ -72,8 +73,10 @@ def tinytl_(
         classes: replace the classifier by a new one for so many classes; None keeps the one that there is.
         head: the classifier's name; by default it is the last linear layer.
         norm: "frozen" keeps BatchNorm's statistics (`FrozenBatchNorm`); "folded" does, too, and makes it a part of the
-            convolution in front of it where that is frozen (see `bias_only_`); "group" puts GroupNorm in its place, for
-            models that were pretrained with it. GroupNorm keeps its input for the backward pass.
+            convolution in front of it where that is frozen (see `bias_only_`); "detached" follows the batch in
+            training, and keeps no input either (`DetachedBatchNorm`): better where data differ much from those of the
+            pretraining, but batches cannot be cut then; "group" puts GroupNorm in its place, for models that were
+            pretrained with it. GroupNorm keeps its input for the backward pass.
         weight_standardization: standardise convolutions without a bias; only with norm="group".
         weight_bits: 8 stores frozen weights as integers, and computes with what these stand for.
         weight_code: what they stand for: "affine", a multiple of the output channel's scale, or "codebook", one of 256
@@ -119,7 +122,7 @@ def tinytl_(
         if norm == "group":
             group_batch_norms(adapting)
         else:
-            freeze_batch_norms(adapting)
+            freeze_batch_norms(adapting, make=detached_batch_norm if norm == "detached" else frozen_batch_norm)
         if norm == "folded":
             fold_frozen_norms(adapting)
         if weight_standardization:
@@ -152,8 +155,8 @@ def tinytl_(
 def _check(mode: str, norm: str, weight_standardization: bool, weight_bits: int, weight_code: str) -> None:
     if mode not in MODES:
         raise ValueError(f"mode={mode!r}: it is one of {', '.join(MODES)}")
-    if norm not in ("frozen", "folded", "group"):
-        raise ValueError(f"norm={norm!r}: it is 'frozen', 'folded' or 'group'")
+    if norm not in ("frozen", "folded", "detached", "group"):
+        raise ValueError(f"norm={norm!r}: it is 'frozen', 'folded', 'detached' or 'group'")
     if weight_standardization and norm != "group":
         raise ValueError("weight_standardization changes what a frozen norm's statistics are of; use norm='group'")
     if weight_bits not in (8, 32):
