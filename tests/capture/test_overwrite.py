@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import torch_odt as odt
 from tests.capture.test_rewrite import capture, check_against_plain, execute
 from torch_odt.capture.costs import Costs
 from torch_odt.capture.graph import Op, Output, TrainingGraph
@@ -251,3 +252,20 @@ def test_bits_stay_when_activations_are_overwritten_or_not() -> None:
     found, wanted = execute(with_it, model, (x, y)), execute(without, model, (x, y))
     assert found.keys() == wanted.keys()
     assert all(torch.equal(found[key], wanted[key]) for key in wanted)
+
+
+def test_a_norm_overwrites_what_it_has_taken_the_statistics_of() -> None:
+    """In both passes the sum over what is overwritten comes first."""
+    layers = [nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU6(), nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4)]
+    model = nn.Sequential(*layers, nn.ReLU6(), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+    odt.adapt.tinytl_(model, mode="bias", norm="detached", classes=None, head="3")
+    model.train()
+    graph = check_against_plain(model, images(), torch.randn(2, 4), disabled=["choose_layouts"])
+    overwritten = [op for op in graph.program if op.overwrites is not None]
+    norms = [op for op in overwritten if op.target == "aten.addcmul.default"]
+    scaled = [op for op in overwritten if op.target == "aten.mul.Tensor" and op.phase == "backward"]
+    assert norms and scaled
+    for op in (*norms, *scaled):
+        readers = [other for other in graph.program if op.overwrites in other.reads]
+        assert len(readers) == 2 and readers[-1] is op and not readers[0].may_rerun
+    check_graph(graph)

@@ -161,8 +161,11 @@ def _check_overwritten(graph: TrainingGraph, op: Op, value: int) -> None:
         found = graph.values[value]
         if value in graph.output_values:
             raise _is_not(op, "overwrites what leaves the step")
-        readers = [other.index for other in graph.ops if value in other.reads]
-        if found.kind != "computed" or found.producer is None or readers != [reader.index]:
+        readers = [other for other in graph.ops if value in other.reads]
+        # Sums that come first, once, if it is not a view of it that is read.
+        are_early = all(reader is op and other.is_pinned and not other.is_view for other in readers[:-1])
+        is_last = bool(readers) and readers[-1] is reader and are_early
+        if found.kind != "computed" or found.producer is None or not is_last:
             raise _is_not(op, "overwrites what is not its own to overwrite")
         reader = graph.ops[found.producer]
         if not reader.is_view:

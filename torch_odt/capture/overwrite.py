@@ -3,14 +3,14 @@
 What propagates a gradient through an elementwise operator or a normalisation reads it and an activation, and writes
 another of the same size: in place of three tensors two are in memory, often at the very peak of a step, and the
 processor need not fetch what it is about to overwrite. In the forward pass of frozen layers the same holds for
-activation functions and residuals, where the backward pass needs neither what they read nor what they write.
+activation functions, residuals and norms, where the backward pass needs neither what they read nor what they write.
+Sums and statistics of what is overwritten, a bias's gradient or a norm's mean, are computed before.
 
-What is overwritten is never recomputed, nor is what makes it.
+What is overwritten is never recomputed, nor is what makes it, or sums it up.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -118,6 +118,9 @@ _PRODUCTS = frozenset(
 )
 # What may be overwritten in the forward pass: results of these, which no rematerializer brings back.
 _MAKERS = _PRODUCTS | frozenset(_IN_PLACE)
+_SUM = "aten.sum.dim_IntList"
+# Sums of a tensor are this many times smaller at least.
+_TIMES_SMALLER = 16
 # How much of an activation may be kept of what is computed from it, and could no longer be computed again.
 _KEPT_SHARE = 0.25
 
@@ -128,14 +131,9 @@ def overwrite_activations(graph: TrainingGraph) -> str | None:
     That is done where the backward pass needs neither of the two, and little of what is computed from them nearby, or
     nothing of what came before them: what is overwritten cannot be computed again.
     """
-    makers = {value: op for op in graph.ops for value in op.results}
-    readers: dict[int, list[Op]] = {}
-    for op in graph.ops:
-        for value in op.reads:
-            readers.setdefault(value, []).append(op)
+    makers, readers = _makers_and_readers(graph)
     kept = {graph.values[value].base for value in graph.output_values}
     kept |= {graph.values[value].base for op in graph.ops if op.phase == "backward" for value in op.reads}
-    counts = Counter({value: len(ops) for value, ops in readers.items()})
     start = _frozen_start(graph, kept)
     count = 0
     for op in graph.ops:
@@ -150,9 +148,9 @@ def overwrite_activations(graph: TrainingGraph) -> str | None:
             if nearby_bytes > _KEPT_SHARE * graph.values[result].nbytes:
                 continue
         for value in _overwritable(graph, op, way, result):
-            maker = _maker(value, makers, counts)
+            maker = _maker(graph, op, value, makers, readers)
             if maker is not None and maker.target in _MAKERS and graph.values[value].base not in kept:
-                _overwrite(graph, op, value, result, maker)
+                _overwrite(graph, op, value, result, maker, readers)
                 count += 1
                 break
     return f"{count} activations are overwritten by those that are computed from them" if count else None
@@ -194,8 +192,8 @@ def _kept_nearby_bytes(
 
 def overwrite_gradients(graph: TrainingGraph) -> str | None:
     """Let operators of the backward pass write into gradients that they are the last to read."""
-    makers = {value: op for op in graph.ops for value in op.results}
-    readers = Counter(value for op in graph.ops for value in op.reads)
+    _sum_early(graph)
+    makers, readers = _makers_and_readers(graph)
     leaving = {graph.values[value].base for value in graph.output_values}
     sums = _sums_of_parameter_gradients(graph, makers)
     count = 0
@@ -207,9 +205,9 @@ def overwrite_gradients(graph: TrainingGraph) -> str | None:
         if result is None or graph.values[result].base in leaving:
             continue
         for value in _overwritable(graph, op, way, result):
-            maker = _maker(value, makers, readers)
+            maker = _maker(graph, op, value, makers, readers)
             if maker is not None and maker.phase == "backward" and graph.values[value].base not in leaving:
-                _overwrite(graph, op, value, result, maker)
+                _overwrite(graph, op, value, result, maker, readers)
                 count += 1
                 break
     return f"{count} gradients are overwritten by those that are computed from them" if count else None
@@ -226,25 +224,61 @@ def _overwritable(graph: TrainingGraph, op: Op, way: InPlace, result: int) -> li
     ]
 
 
-def _maker(value: int, makers: Mapping[int, Op], readers: Mapping[int, int]) -> Op | None:
-    """What has computed a value, behind views of it; None where it is read more than once, or belongs to the caller.
+def _makers_and_readers(graph: TrainingGraph) -> tuple[dict[int, Op], dict[int, list[Op]]]:
+    readers: dict[int, list[Op]] = {}
+    for op in graph.ops:
+        for value in op.reads:
+            readers.setdefault(value, []).append(op)
+    return {value: op for op in graph.ops for value in op.results}, readers
+
+
+def _maker(
+    graph: TrainingGraph, op: Op, value: int, makers: Mapping[int, Op], readers: Mapping[int, Sequence[Op]]
+) -> Op | None:
+    """What has computed a value that `op` is the last to read, behind views of it; None where the caller has it.
 
     Layers of a transformer compute on (samples, tokens, channels) and multiply (samples x tokens, channels).
     """
+    *others, last = readers[value]
+    if last is not op or not all(_is_sum(graph, other, value) for other in others):
+        return None
     maker = makers.get(value)
-    while maker is not None and readers[value] == 1 and maker.is_view:
+    while maker is not None and maker.is_view:
         value = maker.reads[0]
+        if len(readers[value]) != 1:
+            return None
         maker = makers.get(value)
-    return maker if readers[value] == 1 else None
+    return maker
+
+
+def _is_sum(graph: TrainingGraph, op: Op, value: int) -> bool:
+    """Whether an op makes so little of a value that nobody runs it again to save memory."""
+    is_small = all(_TIMES_SMALLER * graph.values[r].nbytes <= graph.values[value].nbytes for r in op.results)
+    return is_small and not op.is_view and op.overwrites is None
+
+
+def _sum_early(graph: TrainingGraph) -> None:
+    """A gradient that is summed for a bias, and goes on through an operator that may overwrite it, is summed first."""
+    _, readers = _makers_and_readers(graph)
+    ordered: dict[int, Op] = {}
+    for op in graph.ops:
+        if op.phase == "backward" and op.target in _IN_PLACE:
+            sums = [other for value in op.reads for other in readers[value] if other.target == _SUM]
+            ordered |= {other.index: other for other in sums if other.reads[0] in op.reads}
+        ordered.setdefault(op.index, op)
+    graph.ops = list(ordered.values())
 
 
 def _is_alike(one: Value, other: Value) -> bool:
     return (one.shape, one.stride, one.dtype, one.nbytes) == (other.shape, other.stride, other.dtype, other.nbytes)
 
 
-def _overwrite(graph: TrainingGraph, op: Op, argument: int, result: int, maker: Op) -> None:
+def _overwrite(
+    graph: TrainingGraph, op: Op, argument: int, result: int, maker: Op, readers: Mapping[int, Sequence[Op]]
+) -> None:
     op.overwrites = argument
-    op.is_pinned = maker.is_pinned = True
+    for each in (maker, *readers[argument]):
+        each.is_pinned = True
     old, new = graph.values[result].base, graph.values[argument].base
     for value in graph.values:
         if value.base == old:
