@@ -13,7 +13,7 @@ alone). `--data spoken-digits` takes spectrograms of one half of the speakers, a
 Each way has the learning rate (`--rates`) that is best on samples held out of the training set, in the mean over
 `--rate-seeds` trainings with seeds of their own. Where BatchNorm is frozen, its statistics are those of the samples to
 adapt to as they are seen in training, taken in a forward pass (`odt.adapt.estimate_batch_norm_`); in plain PyTorch it
-follows the batch.
+follows the batch, and so it does by `--norm detached`, but that no gradient passes through its statistics.
 
 Memory: each way trains in a process of its own, the network in full width, batch 8, 224x224, Adam; bytes are what the
 process holds above its level before there was a model, with everything counted. `--micro-batches 8 1` adds a table
