@@ -227,7 +227,7 @@ def test_bad_input_is_named() -> None:
     assert bias_only_(model, norm="folded").notes[-1].startswith("0 frozen BatchNorms")
     with pytest.raises(ValueError, match="norm='group': it is 'frozen' or 'folded'"):
         bias_only_(model, norm="group")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="it is 'frozen', 'folded' or 'group'"):
+    with pytest.raises(ValueError, match="it is 'frozen', 'folded', 'detached' or 'group'"):
         tinytl_(model, norm="fold")  # type: ignore[arg-type]
 
 
