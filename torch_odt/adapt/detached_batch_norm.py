@@ -19,6 +19,7 @@ class DetachedBatchNorm(FrozenBatchNorm):
 
     Choose it over that where data differ much from those of the pretraining, and a batch has eight samples or more:
     statistics fit what the layers in front compute by now. Samples influence each other, so that batches cannot be cut.
+    No gradient holds statistics back, so that a learning rate which frozen ones bear may be too high.
 
     Args:
         norm: a BatchNorm of any dimension that has running statistics.
