@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -231,7 +232,7 @@ def pretrained(
             schedule.step()
     if not all(each.isfinite().all() for each in model.state_dict().values()):
         raise FloatingPointError(f"pretraining diverged at a learning rate of {rate:g}: take a lower one")
-    partial = cache.with_suffix(".partial")
+    partial = cache.with_suffix(f".{os.getpid()}.partial")
     torch.save(model.state_dict(), partial)
     partial.replace(cache)
     return model

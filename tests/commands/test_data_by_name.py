@@ -6,6 +6,7 @@ import gzip
 import pickle
 import shutil
 from pathlib import Path
+from typing import IO
 
 import numpy as np
 import pytest
@@ -48,6 +49,21 @@ def test_packed_fashion_mnist_is_unpacked_into_the_cache_by_default(
 ) -> None:
     load_data("fashion-mnist", data_dir=packed_fashion_mnist)
     assert len(list(own_cache.rglob("*-ubyte"))) == 4
+
+
+def test_another_process_may_unpack_at_the_same_time(
+    packed_fashion_mnist: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copy = shutil.copyfileobj
+
+    def while_another_unpacks(*files: IO[bytes]) -> None:
+        monkeypatch.setattr(shutil, "copyfileobj", copy)
+        check(load_data("fashion-mnist", data_dir=packed_fashion_mnist, image_size=32), 40, 8, 10, 32)
+        copy(*files)
+
+    monkeypatch.setattr(shutil, "copyfileobj", while_another_unpacks)
+    check(load_data("fashion-mnist", data_dir=packed_fashion_mnist, image_size=32), 40, 8, 10, 32)
+    assert not list(own_cache.rglob("*.partial"))
 
 
 def test_unpacked_fashion_mnist_is_read_where_it_lies(packed_fashion_mnist: Path, own_cache: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import shutil
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -148,16 +149,24 @@ def _unpacked_fashion_mnist(data_dir: Path, cache_dir: Path | None) -> Path:
 
 
 def _unpack(raw: Path, stem: str, target: Path) -> None:
-    """Put one file there, whole or not at all; nothing to do if it is as new as its source."""
+    """Put one file there, whole or not at all; nothing to do if it is as new as its source.
+
+    Several processes may unpack at once: each writes a file of its own.
+    """
     source = raw / stem if (raw / stem).is_file() else raw / f"{stem}.gz"
     final = target / stem
     if final.is_file() and final.stat().st_mtime >= source.stat().st_mtime:
         return
-    partial = target / f"{stem}.partial"
     open_packed = gzip.open if source.suffix == ".gz" else open
-    with open_packed(source, "rb") as packed, partial.open("wb") as unpacked:
-        shutil.copyfileobj(packed, unpacked)
-    partial.replace(final)
+    with tempfile.NamedTemporaryFile(dir=target, prefix=f"{stem}.", suffix=".partial", delete=False) as unpacked:
+        partial = Path(unpacked.name)
+        try:
+            with open_packed(source, "rb") as packed:
+                shutil.copyfileobj(packed, unpacked)
+            unpacked.close()
+            partial.replace(final)
+        finally:
+            partial.unlink(missing_ok=True)
 
 
 def _cifar10(data_dir: Path, size: int, download: bool) -> ImageData:
