@@ -135,7 +135,8 @@ def main(arguments: list[str] | None = None) -> int:
     options.cache.mkdir(parents=True, exist_ok=True)
     accuracies: dict[str, Accuracies] = {}
     if not options.memory_only:
-        task = other_speakers(options) if options.data == SPOKEN_DIGITS else first_half(options)
+        transfer = other_speakers if options.data == SPOKEN_DIGITS else first_half
+        task = transfer(options, held_out=options.held_out)
         if options.augment:
             task = task.augmented(AUGMENTATIONS.get(options.data, OF_PHOTOS))
         starts = {with_modules: _start(options, task, with_modules) for with_modules in (False, True)}
@@ -187,7 +188,10 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--width", type=float, default=0.35, help="of that network")
     parser.add_argument("--image-size", type=int, default=48)
     parser.add_argument("--source-samples", type=int, default=24000, help="at most so many to pretrain on")
-    parser.add_argument("--samples", type=int, default=1000, help="to adapt to; as many are held out")
+    parser.add_argument("--samples", type=int, default=1000, help="to adapt to")
+    parser.add_argument(
+        "--held-out", type=int, help="samples that rates and modules are chosen by; --samples if not given"
+    )
     parser.add_argument("--test-samples", type=int, default=2000)
     parser.add_argument("--pretrain-epochs", type=int, default=6)
     parser.add_argument(

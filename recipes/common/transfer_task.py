@@ -126,12 +126,13 @@ def make_task(
     return _divided(_samples(data.train, source_classes, source), adapted, tested, train, held_out)
 
 
-def first_half(options: argparse.Namespace) -> TransferTask:
+def first_half(options: argparse.Namespace, *, held_out: int | None = None) -> TransferTask:
     """The first half of the classes, after pretraining on the second, as a recipe's options say.
 
     Args:
         options: `data`, `data_dir`, `image_size`, `cache`, and how many samples: `source_samples` to pretrain with,
-            `samples` to adapt to and as many held out, `test_samples`.
+            `samples` to adapt to, `test_samples`.
+        held_out: so many are; as many as are adapted to by default.
     """
     data = load_data(
         options.data, data_dir=options.data_dir, image_size=options.image_size, cache_dir=options.cache / "data"
@@ -141,16 +142,16 @@ def first_half(options: argparse.Namespace) -> TransferTask:
         range(len(data.classes) // 2, len(data.classes)),
         source=options.source_samples,
         train=options.samples,
-        held_out=options.samples,
+        held_out=options.samples if held_out is None else held_out,
         test=options.test_samples,
     )
 
 
-def other_speakers(options: argparse.Namespace) -> TransferTask:
+def other_speakers(options: argparse.Namespace, *, held_out: int | None = None) -> TransferTask:
     """Spoken digits of the first half of the speakers, after pretraining on the second half, as a recipe's options say.
 
     Args:
-        options: as for `first_half`; images are spectrograms of that size.
+        options, held_out: as for `first_half`; images are spectrograms of that size.
 
     Raises:
         FileNotFoundError: `data_dir` holds no recordings.
@@ -168,13 +169,14 @@ def other_speakers(options: argparse.Namespace) -> TransferTask:
     source = together([speakers[name].train for name in names[half:]])
     adapted = together([speakers[name].train for name in names[:half]])
     tested = together([speakers[name].test for name in names[:half]])
-    most = 2 * options.samples + max(0, options.test_samples - len(tested.labels))
+    held_out = options.samples if held_out is None else held_out
+    most = options.samples + held_out + max(0, options.test_samples - len(tested.labels))
     return _divided(
         source.part(0, options.source_samples),
         adapted.part(0, most),
         tested.part(0, options.test_samples),
         options.samples,
-        options.samples,
+        held_out,
     )
 
 

@@ -140,6 +140,8 @@ def test_other_speakers_are_adapted_to(monkeypatch: pytest.MonkeyPatch, tmp_path
     voices_of = [set(part.images.round().unique().tolist()) for part in parts]
     assert voices_of[0] == {3.0, 4.0} and all(found <= {1.0, 2.0} for found in voices_of[1:])
     assert all(part.images.shape[1:] == (3, 24, 24) and not part.mirrors for part in parts)
+    fewer = other_speakers(argparse.Namespace(data_dir=tmp_path, cache=tmp_path, **sizes), held_out=2)
+    assert [len(part.labels) for part in (fewer.train, fewer.held_out, fewer.test)] == [6, 2, 10]
 
 
 def test_pretraining_is_remembered(tmp_path: Path) -> None:
