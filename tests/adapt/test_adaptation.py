@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -69,6 +70,7 @@ _tinytl = partial(odt.adapt.tinytl_, classes=5, input_size=SIZE)
 METHODS: dict[str, Callable[[nn.Module], Adaptation]] = {
     "sparse_update": _sparse,
     "bias_only": partial(odt.adapt.bias_only_, classes=5),
+    "bias_only of folded norms": partial(odt.adapt.bias_only_, classes=5, norm="folded"),
     "tinytl": partial(_tinytl, blocks={_Block: "branch"}),
     "tinytl of whole blocks": partial(_tinytl, blocks={_Block: ""}),
     "tinytl in 8 bits": partial(_tinytl, blocks={_Block: "branch"}, weight_bits=8),
@@ -104,6 +106,26 @@ def test_what_was_taken_back_cannot_be_merged() -> None:
     adaptation.unload()
     with pytest.raises(ValueError, match=r"bias_only was taken back by unload\(\).*Call merge\(\)"):
         adaptation.merge()
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("leave", ["unload", "merge"])
+def test_a_copy_has_its_own_way_back(method: str, leave: str) -> None:
+    model = _network()
+    adaptation = METHODS[method](model)
+    _train(adaptation)
+    adapted = _described(model)
+    copied = copy.deepcopy(adaptation)
+    getattr(copied, leave)()
+    assert str(_described(model)) == str(adapted)
+    getattr(adaptation, leave)()
+    assert str(_described(copied.model)) == str(_described(model))
+
+
+def _described(model: nn.Module) -> list[Any]:
+    """What it is made of, what trains, and every value."""
+    values = [(name, tensor.tolist()) for name, tensor in model.state_dict().items()]
+    return [str(model), [parameter.requires_grad for parameter in model.parameters()], values]
 
 
 @pytest.mark.parametrize("method", METHODS)

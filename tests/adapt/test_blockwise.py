@@ -123,6 +123,10 @@ def test_inputs_are_held_once_as_their_parts_lie(memory_format: torch.memory_for
 def test_what_is_no_chain_is_named() -> None:
     with pytest.raises(ValueError, match=r"Linear.*is no chain"):
         Chain(nn.Linear(3, 2), torch.ones(2, 3))
+    x, y = torch.ones(2, 3, 8, 8), torch.zeros(2).long()
+    for batch, message in ((x, r"inputs and target, \(x, y\)"), ((x[:0], y[:0]), "the batch is empty")):
+        with pytest.raises(ValueError, match=message):
+            odt.adapt.blockwise(_network(), F.cross_entropy, batch, blocks=2)  # type: ignore[arg-type]
 
 
 def _network() -> nn.Module:

@@ -99,6 +99,8 @@ def test_a_layer_that_is_none_is_named_before_anything_trains() -> None:
     with pytest.raises(ValueError, match="'1' is no linear layer"):
         measure_contributions(_model(), counting, layers=["0", "1"])
     assert not counting.starts
+    with pytest.raises(TypeError, match="train_and_evaluate returned a NoneType"):
+        measure_contributions(_model(), lambda model, adaptation: None)  # type: ignore[arg-type, return-value]
 
 
 def test_a_scheme_that_was_found_knows_the_shapes_of_its_model() -> None:

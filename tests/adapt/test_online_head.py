@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import torch_odt as odt
-from torch_odt.adapt import OnlineHead, PageHinkley, online_head
+from torch_odt.adapt import OnlineHead, PageHinkley, online_autoencoder, online_head
 from torch_odt.runtime import Checkpointer
 
 FEATURES = 12
@@ -331,7 +331,7 @@ def test_a_rate_that_is_too_large_is_named() -> None:
     ("labels", "error", "message"),
     [
         ("low", TypeError, r"write \[label\]"),
-        (["low"], ValueError, "1 labels for 2"),
+        (["low"], ValueError, r"1 labels for 2: .*samples are \(n, \.\.\.\)"),
         ([["low"], "high"], TypeError, "not a list"),
         ([math.nan, 1], ValueError, "NaN"),
         (torch.tensor([0.5, 1.0]), TypeError, "integers"),
@@ -394,6 +394,11 @@ def test_options_out_of_their_range_are_named(options: dict[str, object], messag
         PageHinkley(threshold=0)
 
 
+def test_a_single_text_is_no_list_of_classes() -> None:
+    with pytest.raises(TypeError, match=r"classes='cat' is one label: .*\['cat'\]"):
+        online_head(network(), samples(1)[0], classes="cat")
+
+
 def test_what_cannot_be_done_yet_is_refused() -> None:
     model, (x, labels) = network(), samples(12)
     head = online_head(model, x)
@@ -414,6 +419,11 @@ def test_what_cannot_be_done_yet_is_refused() -> None:
     attached.observe(x)
     with pytest.raises(ValueError, match="no linear layer that was replaced"):
         attached.start_from_replaced_layer(["a", "b", "c"])
+    for state in ({}, online_autoencoder(model, x).state_dict()):
+        with pytest.raises(ValueError, match=r"no state of an online head: it lacks .*classes"):
+            head.load_state_dict(state)
+    with pytest.raises(ValueError, match=r"no state of an online auto-encoder: it lacks scores"):
+        online_autoencoder(model, x).load_state_dict(head.state_dict())
     with pytest.raises(ValueError, match="for 12 features; here there are 6"):
         online_head(network(), x, replace="0").load_state_dict(head.state_dict())
 

@@ -99,6 +99,8 @@ def test_counted_bytes_order_schemes_as_the_simulator_does() -> None:
 
 def test_the_optimizers_state_counts() -> None:
     batch = (torch.randn(2, 3, 8, 8), torch.randint(4, (2,)))
+    with pytest.raises(ValueError, match="the model's inputs and the target"):
+        SchemeMemory(_network(), nn.functional.cross_entropy, batch[0])  # type: ignore[arg-type]
     plain = SchemeMemory(_network(), nn.functional.cross_entropy, batch)
     adam = SchemeMemory(_network(), nn.functional.cross_entropy, batch, optimizer=torch.optim.Adam)
     scheme = Scheme(0, {"9": 1})

@@ -128,6 +128,26 @@ def test_unload_writes_the_slices_into_ordinary_weights() -> None:
     torch.testing.assert_close(model.eval()(x), adapted, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("name", ["mobilenet_v2", "resnet18"])
+def test_a_state_dict_tells_which_channels_train(name: str) -> None:
+    case = case_named(name)
+    trained, other = case.model(seed=1), case.model(seed=2)
+    here = sparse_update_(trained, SCHEMES[name], classes=5)
+    there = sparse_update_(other, SCHEMES[name], classes=5, channels="random", seed=3)
+    x, y = _batches(case, classes=5)[0]
+    with torch.no_grad():
+        for parameter in here.parameters():
+            parameter.mul_(1.5)
+    other.load_state_dict(trained.state_dict())
+    assert torch.equal(other.eval()(x), trained.eval()(x))
+    F.cross_entropy(other(x), y).backward()
+    F.cross_entropy(trained(x), y).backward()
+    gradients = [[parameter.grad for parameter in model.parameters()] for model in (other, trained)]
+    assert all(ours is theirs is None or torch.equal(ours, theirs) for ours, theirs in zip(*gradients, strict=True))
+    there.merge()
+    torch.testing.assert_close(other(x), trained(x), rtol=1e-4, atol=1e-5)
+
+
 def test_a_scheme_that_does_not_fit_leaves_the_model_as_it_was() -> None:
     model = _small_network()
     with pytest.raises(ValueError, match="'2' is no linear layer"):
@@ -135,6 +155,8 @@ def test_a_scheme_that_does_not_fit_leaves_the_model_as_it_was() -> None:
     circular = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1, padding_mode="circular"), nn.Flatten(), nn.Linear(4, 2))
     with pytest.raises(ValueError, match="0: padding_mode='circular'"):
         sparse_update_(circular, Scheme(0, {"0": 1 / 2}), classes=9)
+    with pytest.raises(TypeError, match=r"scheme is a str: give a Scheme; Scheme\.load"):
+        sparse_update_(model, "scheme.json")  # type: ignore[arg-type]
     assert isinstance(model[1], nn.BatchNorm2d)
     assert circular[2].out_features == 2
 

@@ -234,6 +234,8 @@ def test_what_cannot_be_stored_is_named(tmp_path: Path) -> None:
         store_outputs(mentor, images, tmp_path / "s", layers=["layer9"])
     with pytest.raises(ValueError, match="no samples"):
         store_outputs(mentor, images[:0], tmp_path / "s")
+    with pytest.raises(TypeError, match="data is a DataLoader: give a Dataset"):
+        store_outputs(mentor, DataLoader(images), tmp_path / "s")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="dtype='int8'"):
         store_outputs(mentor, images, tmp_path / "s", dtype="int8")  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="sample 0 is a dict"):

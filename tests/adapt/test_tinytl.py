@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
+from functools import partial
 
 import pytest
 import timm
@@ -11,10 +13,10 @@ import torchvision
 from adapted_steps import assert_trained_alike, peak_bytes, train_both
 from models import MOBILENET_V2, ModelCase, case_named
 from torch import Tensor, nn
-from torchvision.models import resnet50
+from torchvision.models import resnet18, resnet50
 
 import torch_odt as odt
-from torch_odt.adapt import Scheme
+from torch_odt.adapt import Adaptation, Scheme
 from torch_odt.adapt.group_norm import group_count
 from torch_odt.adapt.lite_residual import LiteResidual, LiteShape
 from torch_odt.adapt.stored_weights import StoredConv2d, StoredLinear
@@ -103,7 +105,7 @@ def test_each_mode_trains_what_it_says() -> None:
 
 def test_norms_that_are_more_than_norms_are_refused_or_kept_whole() -> None:
     model = timm.create_model("mobilenetv3_small_050", num_classes=4)
-    with pytest.raises(ValueError, match="BatchNormAct2d, which is more than BatchNorm"):
+    with pytest.raises(ValueError, match=r"BatchNormAct2d, which is more than BatchNorm: .* norm='frozen'"):
         odt.adapt.tinytl_(model, norm="group", input_size=SIZE)
 
     class Doubled(nn.BatchNorm2d):
@@ -272,6 +274,9 @@ def test_wrong_arguments_are_named() -> None:
         ({"expand": 0}, "expand=0"),
         ({"expand": float("nan")}, "expand=nan"),
         ({"input_size": 0}, "input_size=0"),
+        ({"input_size": "224"}, "input_size='224'"),
+        ({"input_size": (64,)}, r"input_size=\(64,\)"),
+        ({"blocks": {"BasicBlock": "branch"}}, "its keys are the types of blocks"),
         ({"without": "features.1"}, "give a list of names"),
         ({"classes": 0}, "classes=0"),
         ({"classes": "5"}, "classes='5'"),
@@ -425,6 +430,22 @@ def test_what_cannot_be_given_modules_says_why() -> None:
         odt.adapt.add_lite_residuals_(nn.Sequential(nn.Conv2d(3, 4, 3)))
     with pytest.raises(ValueError, match=r"without=9: the blocks are 1"):
         odt.adapt.add_lite_residuals_(own_model(), blocks={OwnBlock: "branch"}, without=["9"], input_size=16)
+
+
+@pytest.mark.parametrize(
+    "first",
+    [
+        partial(odt.adapt.tinytl_, mode="bias", weight_bits=8),
+        partial(odt.adapt.sparse_update_, scheme=Scheme(2, {"conv1": 1 / 3}), weight_bits=8),
+    ],
+)
+def test_modules_go_beside_layers_that_an_earlier_method_has_replaced(first: Callable[..., Adaptation]) -> None:
+    model = resnet18(num_classes=3)
+    first(model)
+    assert not any(isinstance(module, nn.Conv2d) for module in model.modules())
+    adaptation = odt.adapt.tinytl_(model, input_size=SIZE)
+    assert len(lites(model)) == 8 and model(torch.ones(2, 3, SIZE, SIZE)).shape == (2, 3)
+    adaptation.unload()
 
 
 @pytest.mark.parametrize("name", ["resnet18", "mobilenet_v2"])

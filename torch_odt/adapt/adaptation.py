@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -260,6 +261,9 @@ class Adapting:
             is_added: what it takes back is something that learns, or without which the model computes something else.
             held: modules that stand by now in what it takes out of the model, each with what stood there before; what
                 a later method has put there would be lost.
+
+        Both are to be no closures but, say, partials of functions: `copy.deepcopy` of an adaptation copies what these
+        hold along with the model, and a closure would go on changing the original.
         """
         self._changes.append(_Change(undo, is_added, held))
 
@@ -279,7 +283,7 @@ class Adapting:
             return
         parameter.requires_grad_(requires_grad)
         parameter.grad = None
-        self.also_undo(lambda: _set(parameter, not requires_grad))
+        self.also_undo(partial(_set, parameter, not requires_grad))
 
     def _take_back(self) -> None:
         while self._changes:

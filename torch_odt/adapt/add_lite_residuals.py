@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping
-from typing import Any
+from functools import partial
+from typing import Any, TypeGuard
 
 import torch
 from torch import nn
@@ -13,6 +14,8 @@ from torch_odt.adapt.adaptation import Adaptation, Adapting
 from torch_odt.adapt.layers import int8_hint
 from torch_odt.adapt.lite_residual import LiteBranch, LiteResidual
 from torch_odt.adapt.residual_blocks import Block, find_blocks
+from torch_odt.adapt.sparse_layers import SparseConv
+from torch_odt.adapt.stored_weights import StoredConv2d
 
 
 def add_lite_residuals_(
@@ -128,18 +131,10 @@ def insert(adapting: Adapting, block: Block, lite: LiteResidual) -> None:
     modes = [(module, module.training) for module in parent.modules()]
     branch = LiteBranch(old, lite).train(parent.training)
 
-    def take_back() -> None:
-        if old is not None:
-            old.training = branch.training
-        setattr(parent, attribute, old)
-
-    def held() -> list[tuple[nn.Module, nn.Module]]:
-        layers = dict(old.named_children()) if isinstance(old, nn.Sequential) else {"main": old}
-        return [(now, layers[name]) for name, now in branch.named_children() if name != "lite"]
-
     if attribute:
         setattr(parent, attribute, branch)
-        adapting.also_undo(take_back, is_added=True, held=held)
+        take_back = partial(_take_back, parent, attribute, old, branch)
+        adapting.also_undo(take_back, is_added=True, held=partial(_held, old, branch))
     else:
         adapting.replace(block.name, branch, is_added=True)
     # The layers of the branch keep modes of their own.
@@ -147,14 +142,30 @@ def insert(adapting: Adapting, block: Block, lite: LiteResidual) -> None:
         module.training = training
 
 
+def _take_back(parent: nn.Module, attribute: str, old: nn.Module | None, branch: LiteBranch) -> None:
+    if old is not None:
+        old.training = branch.training
+    setattr(parent, attribute, old)
+
+
+def _held(old: nn.Module, branch: LiteBranch) -> list[tuple[nn.Module, nn.Module]]:
+    layers = dict(old.named_children()) if isinstance(old, nn.Sequential) else {"main": old}
+    return [(now, layers[name]) for name, now in branch.named_children() if name != "lite"]
+
+
 def _example(model: nn.Module, input_size: int | tuple[int, int]) -> torch.Tensor:
-    first = next((module for module in model.modules() if isinstance(module, nn.Conv2d)), None)
+    first = next((module for module in model.modules() if _is_conv2d(module)), None)
     if first is None:
         raise ValueError(
             f"{type(model).__name__} has no 2-D convolution of float weights: lite residual modules are for CNNs"
             f"{int8_hint(model)}"
         )
     size = (input_size, input_size) if isinstance(input_size, int) else input_size
-    if min(size) < 1:
-        raise ValueError(f"input_size={input_size}: give height and width of an image in pixels")
-    return first.weight.new_zeros(1, first.in_channels, *size)
+    if not isinstance(size, tuple) or len(size) != 2 or any(not isinstance(n, int) or n < 1 for n in size):
+        raise ValueError(f"input_size={input_size!r}: give height and width of an image in pixels")
+    return next(model.parameters()).new_zeros(1, first.in_channels, *size)
+
+
+def _is_conv2d(module: nn.Module) -> TypeGuard[nn.Conv2d | StoredConv2d | SparseConv]:
+    """Whether it is one, or what an earlier method has made of one."""
+    return isinstance(module, nn.Conv2d | StoredConv2d) or (isinstance(module, SparseConv) and len(module.stride) == 2)

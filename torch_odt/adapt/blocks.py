@@ -210,7 +210,11 @@ def blockwise(
     """
     if (budget is None) == (blocks is None):
         raise ValueError("give either a budget, in which each block is to fit, or the number of blocks")
+    if not isinstance(batch, tuple | list) or len(batch) != 2:
+        raise ValueError("batch: give inputs and target, (x, y)")
     x, target = batch
+    if not len(x):
+        raise ValueError("the batch is empty: give one of the size that will be trained with")
     chain = Chain(model, x)
     units = _Units(chain, loss_fn, x, target, optimizer, head or _pooled_head(chain), planner, cache)
     guess = [chain.bytes_between(start, end) for start, end in units.ends]

@@ -13,7 +13,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, SupportsFloat
 
 import torch
 from torch import Tensor, nn
@@ -147,6 +147,7 @@ def measure_contributions(
 
     Raises:
         ValueError: the cache is of another start, or a part is none of the model's.
+        TypeError: `train_and_evaluate` returns no number.
 
     Example:
         >>> batches = [(torch.randn(8, 4), torch.randint(2, (8,)))]
@@ -204,7 +205,10 @@ class _Results:
     def get(self, key: str, run: Callable[[], float]) -> float:
         found: dict[str, float] = self._data["accuracies"]
         if key not in found:
-            found[key] = float(run())
+            reached = run()
+            if not isinstance(reached, SupportsFloat):
+                raise TypeError(f"train_and_evaluate returned a {type(reached).__name__}: it returns an accuracy")
+            found[key] = float(reached)
             self._write()
         return found[key]
 

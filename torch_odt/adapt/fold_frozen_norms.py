@@ -7,6 +7,7 @@ MobileNetV2, whose last 20 biases train, these and what goes with them are half 
 from __future__ import annotations
 
 from collections import Counter
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -109,16 +110,17 @@ def _fold(adapting: Adapting, conv: tuple[str, Any], norm: tuple[str, FrozenBatc
     adapting.replace(name, folded)
     adapting.replace(norm_name, _without_norm(frozen))
 
-    @torch.no_grad()
-    def give_back() -> None:
-        # The model may have been moved since, the norm with it or not.
-        scale, shift = (each.to(folded.weight) for each in (frozen.frozen_scale, _shift(layer, frozen)))
-        layer.weight.data = folded.weight.data / _column(scale, folded.weight)
-        if frozen.bias is not None and trains:
-            frozen.bias.copy_(folded.bias - shift)
-
-    adapting.also_undo(give_back)
+    adapting.also_undo(partial(_give_back, layer, frozen, folded, trains))
     layer.weight.data = layer.weight.data.new_empty(0)
+
+
+@torch.no_grad()
+def _give_back(layer: Any, frozen: FrozenBatchNorm, folded: Any, trains: bool) -> None:
+    # The model may have been moved since, the norm with it or not.
+    scale, shift = (each.to(folded.weight) for each in (frozen.frozen_scale, _shift(layer, frozen)))
+    layer.weight.data = folded.weight.data / _column(scale, folded.weight)
+    if frozen.bias is not None and trains:
+        frozen.bias.copy_(folded.bias - shift)
 
 
 def _shift(conv: Any, norm: FrozenBatchNorm) -> Tensor:

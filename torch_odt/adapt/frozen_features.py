@@ -108,7 +108,10 @@ class FrozenFeatures:
         features = features.flatten(1)
         if features.shape != (1, self.count):
             found = tuple(sample.shape[1:])
-            raise ValueError(f"a sample of {found} has {features.numel()} features, and the first had {self.count}")
+            raise ValueError(
+                f"a sample of {found} has {features.numel()} features, and the first had {self.count}: samples are "
+                "(n, ...), each like the one that was given when this was made"
+            )
         if not bool(torch.isfinite(features).all()):
             raise ValueError("a sample's features are not finite: it was not learnt from; look at the sample")
         return features

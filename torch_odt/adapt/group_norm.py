@@ -32,7 +32,10 @@ def group_batch_norms(adapting: Adapting) -> int:
         if isinstance(module, _BatchNorm):
             if type(module) not in PLAIN_BATCH_NORMS:
                 kind = type(module)
-                raise ValueError(f"{name} is a {kind.__module__}.{kind.__qualname__}, which is more than BatchNorm")
+                raise ValueError(
+                    f"{name} is a {kind.__module__}.{kind.__qualname__}, which is more than BatchNorm: GroupNorm "
+                    "cannot take its place, norm='frozen', 'folded' and 'detached' can be used"
+                )
             norm = nn.GroupNorm(group_count(module.num_features), module.num_features, module.eps, device="meta")
             norm.register_parameter("weight", module.weight)
             norm.register_parameter("bias", module.bias)

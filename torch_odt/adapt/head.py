@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -79,4 +80,8 @@ def _tell(adapting: Adapting, classes: int) -> None:
     before = {name: vars(model)[name] for name in told}
     if told:
         vars(model).update(told)
-        adapting.also_undo(lambda: vars(model).update(before), is_added=True)
+        adapting.also_undo(partial(_restore, model, before), is_added=True)
+
+
+def _restore(model: nn.Module, before: dict[str, Any]) -> None:
+    vars(model).update(before)

@@ -64,7 +64,7 @@ def store_outputs(
         StoredOutputsError: the folder (or its `.partial`) holds something else: outputs of a mentor of other weights,
             of data of another length or with other inputs, in another type or of other layers. It is left as it is.
         FloatingPointError: an output is not finite, or too large for the type.
-        TypeError: a sample or an output is none of what it should be.
+        TypeError: the data, a sample or an output is none of what it should be.
         ValueError: there are no samples, there is no such layer, or it does not run exactly once in a pass.
         OSError: the disk is full, or cannot be written to; what is there stays for the next call.
 
@@ -82,6 +82,8 @@ def store_outputs(
         raise ValueError(f"dtype={dtype!r}: outputs are stored as {' or '.join(DTYPES)}")
     if batch_size < 1:
         raise ValueError(f"batch_size={batch_size}: at least one sample runs at once")
+    if not hasattr(data, "__getitem__"):
+        raise TypeError(f"data is a {type(data).__name__}: give a Dataset or a tensor, whose samples have an index")
     samples = len(data)
     if not samples:
         raise ValueError("the data have no samples")

@@ -59,6 +59,9 @@ def find_blocks(model: nn.Module, example: Any, *, blocks: Mapping[type[nn.Modul
     Raises:
         ValueError: the model has no such block; a block lacks the attribute, or is not called with images.
     """
+    for kind in blocks or {}:
+        if not isinstance(kind, type):
+            raise ValueError(f"blocks has {kind!r}: its keys are the types of blocks themselves, {{YourBlock: ...}}")
     branches = {**BRANCHES, **{_full_name(kind): branch for kind, branch in (blocks or {}).items()}}
     found: dict[str, str] = {}
     for name, module in model.named_modules():

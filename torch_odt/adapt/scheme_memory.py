@@ -60,6 +60,9 @@ class SchemeMemory:
         classes, head: as for `sparse_update_`.
         optimizer: makes the optimizer of what trains; by default SGD without momentum.
 
+    Raises:
+        ValueError: the batch is no such tuple, or the model has no classifier that can be found.
+
     Example:
         >>> model = nn.Sequential(nn.Linear(100, 50), nn.ReLU(), nn.Linear(50, 2))
         >>> memory = SchemeMemory(model, nn.functional.cross_entropy, (torch.randn(64, 100), torch.zeros(64).long()))
@@ -77,6 +80,8 @@ class SchemeMemory:
         head: str | None = None,
         optimizer: MakeOptimizer = lambda parameters: torch.optim.SGD(parameters, lr=0.1),
     ) -> None:
+        if not isinstance(batch, tuple | list) or len(batch) < 2:
+            raise ValueError("batch: give the model's inputs and the target, (x, y)")
         self._model, self._loss_fn, self._batch = model, loss_fn, batch
         self._classes, self._head = classes, head
         self._make_optimizer = optimizer

@@ -29,6 +29,7 @@ class SparseLinear(nn.Module):
     Attributes:
         weight: the whole weight, frozen; its kept columns are out of date until `merge`.
         trained_weight: the kept columns, `(out_features, len(kept))`.
+        kept: as given; a part of the state, because another choice makes another layer of the same trained weight.
 
     Example:
         >>> layer = nn.Linear(4, 3)
@@ -48,7 +49,7 @@ class SparseLinear(nn.Module):
         super().__init__()
         self.register_parameter("weight", layer._parameters["weight"])
         self.register_parameter("bias", layer._parameters["bias"])
-        self.register_buffer("kept", kept, persistent=False)
+        self.register_buffer("kept", kept)
         self.trained_weight = nn.Parameter(layer.weight.detach().index_select(1, kept))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -79,6 +80,7 @@ class SparseConv(nn.Module):
         weight: the whole weight, frozen; its kept channels are out of date until `merge`.
         trained_weight: the kept channels: a slice of `weight` along its second dimension, for a depthwise convolution
             along its first.
+        kept, inputs: where this slice lies in `weight`, and which channels of the input it is for; parts of the state.
 
     Raises:
         ValueError: the padding is of another kind.
@@ -102,7 +104,7 @@ class SparseConv(nn.Module):
     def __init__(self, layer: nn.Conv1d | nn.Conv2d | nn.Conv3d, kept: Tensor) -> None:
         super().__init__()
         self.stride, self.padding, self.dilation = layer.stride, _padding(layer), layer.dilation
-        self.groups = layer.groups
+        self.in_channels, self.groups = layer.in_channels, layer.groups
         self.register_parameter("weight", layer._parameters["weight"])
         self.register_parameter("bias", layer._parameters["bias"])
         self.dim = channel_dim(layer)
@@ -114,8 +116,8 @@ class SparseConv(nn.Module):
         else:
             first = torch.arange(layer.groups, device=kept.device).unsqueeze(1) * per_group
             rows, inputs, self.kept_groups = kept, (first + kept).flatten(), layer.groups
-        self.register_buffer("kept", rows, persistent=False)
-        self.register_buffer("inputs", inputs, persistent=False)
+        self.register_buffer("kept", rows)
+        self.register_buffer("inputs", inputs)
         self.trained_weight = nn.Parameter(layer.weight.detach().index_select(self.dim, rows))
 
     def forward(self, x: Tensor) -> Tensor:

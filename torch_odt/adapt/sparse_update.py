@@ -60,6 +60,7 @@ def sparse_update_(
     Raises:
         ValueError: the scheme does not fit the model, the model has no classifier that can be found, `channels` or
             `norm` is no such choice, or `weight_bits` is neither 8 nor 32.
+        TypeError: `scheme` is none.
         CaptureError: `norm="folded"`, and `torch.fx` cannot follow the model.
 
     Example:
@@ -72,6 +73,8 @@ def sparse_update_(
         'features.13.conv.0.0.trained_weight'
         >>> _ = adaptation.unload()
     """
+    if not isinstance(scheme, Scheme):
+        raise TypeError(f"scheme is a {type(scheme).__name__}: give a Scheme; Scheme.load(path) reads one from a file")
     layers = scheme.check(model, head=head)
     if weight_bits not in (8, 32):
         raise ValueError(f"weight_bits={weight_bits}: it is 8 or 32")

@@ -6,6 +6,7 @@ planner may drop it after the forward pass, and make it again for the backward p
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Literal
 
 import torch
@@ -82,6 +83,7 @@ class StoredConv2d(_StoredWeight):
 
     def __init__(self, layer: nn.Conv2d, code: WeightCode = "affine") -> None:
         super().__init__(layer, code)
+        self.in_channels = layer.in_channels
         self.stride, self.padding, self.dilation, self.groups = (
             layer.stride,
             layer.padding,
@@ -135,8 +137,9 @@ def _store(adapting: Adapting, name: str, layer: nn.Linear | nn.Conv2d, code: We
     weight = layer.weight
     adapting.replace(name, stored)
 
-    def give_back() -> None:
-        weight.data = stored.weight()
-
-    adapting.also_undo(give_back)
+    adapting.also_undo(partial(_give_back, weight, stored))
     weight.data = weight.data.new_empty(0)
+
+
+def _give_back(weight: Tensor, stored: StoredLinear | StoredConv2d) -> None:
+    weight.data = stored.weight()

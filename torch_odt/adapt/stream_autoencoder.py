@@ -20,7 +20,7 @@ from torch_odt.adapt.frozen_features import FrozenFeatures
 from torch_odt.adapt.head import find_head
 from torch_odt.adapt.linear import linear_of
 from torch_odt.adapt.running_statistics import RunningStatistics
-from torch_odt.adapt.stream_layer import OnlineLayer, place_of_layer
+from torch_odt.adapt.stream_layer import OnlineLayer, check_state, place_of_layer
 
 Reconstructed = Literal["features", "input"]
 
@@ -239,8 +239,9 @@ class OnlineAutoencoder(OnlineLayer):
         """Take over the state of an auto-encoder on the same features, as a copy.
 
         Raises:
-            ValueError: it has another number of features, outputs or numbers in between.
+            ValueError: it has another number of features, outputs or numbers in between, or is no state of one.
         """
+        check_state(state, "online auto-encoder", {"layer", "scores"})
         shapes = {name: tuple(parameter.shape) for name, parameter in self.layer.named_parameters()}
         found = {name: tuple(tensor.shape) for name, tensor in state["layer"].items()}
         if found != shapes:

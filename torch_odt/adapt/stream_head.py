@@ -21,7 +21,7 @@ from torch_odt.adapt.drift import FadingMean, PageHinkley
 from torch_odt.adapt.frozen_features import FrozenFeatures
 from torch_odt.adapt.head import find_head
 from torch_odt.adapt.linear import linear_of
-from torch_odt.adapt.stream_layer import OnlineLayer, place_of_layer
+from torch_odt.adapt.stream_layer import OnlineLayer, check_state, place_of_layer
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +68,7 @@ def online_head(
             layer that is named, once for each sample.
         sample: one or more, `(n, ...)`, as they will come; nothing is learnt from it.
         replace: the head takes the place of this layer: its features are what the layer is given. By default that is
-            the last linear layer.
+            the last linear layer, or the last convolution where none is linear.
         attach: ... or it goes behind this layer: its features are what the layer returns. "" is the whole model.
         classes: labels that are known to come. Others are added when they come.
         lr: of SGD, without momentum. By default 0.5 / features: standardised features have a squared length of their
@@ -84,6 +84,7 @@ def online_head(
 
     Raises:
         ValueError: an option is out of its range; the layer does not exist or has no features.
+        TypeError: `classes` is a single text.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 2))
@@ -133,6 +134,8 @@ class OnlineHead(OnlineLayer):
         self.accuracy = accuracy
         self._rows: dict[Hashable, int] = {}
         self.layer = self._layer_of_zeros(0)
+        if isinstance(classes, str | bytes):
+            raise TypeError(f"classes={classes!r} is one label: give a list of them, [{classes!r}]")
         for label in classes:
             self._add_class(_checked_label(label))
 
@@ -217,8 +220,9 @@ class OnlineHead(OnlineLayer):
         """Take over the state of a head on the same features, as a copy.
 
         Raises:
-            ValueError: it has another number of features.
+            ValueError: it has another number of features, or is no state of an online head.
         """
+        check_state(state, "online head", {"layer", "classes", "accuracy"})
         width = state["layer"]["weight"].shape[1]
         if width != self.features.count:
             raise ValueError(f"the state is of a head for {width} features; here there are {self.features.count}")
@@ -268,7 +272,7 @@ def _checked_labels(labels: Sequence[Hashable] | Tensor, count: int) -> list[Has
     if isinstance(labels, str | bytes) or not isinstance(labels, Sequence | np.ndarray):
         raise TypeError(f"labels are a list with one for each sample, not a {type(labels).__name__}: write [label]")
     if len(labels) != count:
-        raise ValueError(f"{len(labels)} labels for {count}: give one for each")
+        raise ValueError(f"{len(labels)} labels for {count}: give one for each; samples are (n, ...)")
     return [_checked_label(label) for label in labels]
 
 

@@ -134,6 +134,13 @@ class OnlineLayer:
         return "\n".join(lines)
 
 
+def check_state(state: Mapping[str, Any], what: str, needed: set[str]) -> None:
+    """Raise `ValueError` where a state is of something else."""
+    missing = sorted((needed | {"statistics", "drift", "lr"}) - set(state))
+    if missing:
+        raise ValueError(f"this is no state of an {what}: it lacks {', '.join(missing)}")
+
+
 def place_of_layer(
     model: nn.Module, sample: Tensor, *, replace: str | None, attach: str | None, default: Callable[[], str]
 ) -> FrozenFeatures:

@@ -6,6 +6,7 @@ together with GroupNorm.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -85,6 +86,10 @@ def _standardizing(conv: nn.Conv2d) -> StandardizedConv2d:
 def _fold(adapting: Adapting, conv: _ConvNd) -> None:
     weight, old = conv.weight, conv.weight.data
     # The weight may have been moved to another device or type until then.
-    adapting.also_undo(lambda: setattr(weight, "data", old.to(weight)), is_added=True)
+    adapting.also_undo(partial(_give_back, weight, old), is_added=True)
     with torch.no_grad():
         weight.data = standardized(old).contiguous(memory_format=torch.preserve_format)
+
+
+def _give_back(weight: Tensor, old: Tensor) -> None:
+    weight.data = old.to(weight)

@@ -11,6 +11,7 @@ import operator
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -99,10 +100,7 @@ def install(model: nn.Module, graph: fx.Graph) -> Callable[[], None]:
     forward.__module__ = old.__module__
     model.__class__ = type(old.__name__, (old,), {"forward": forward, "__module__": old.__module__})
 
-    def undo() -> None:
-        model.__class__ = old
-
-    return undo
+    return partial(setattr, model, "__class__", old)
 
 
 def _is_converted(model: nn.Module, node: fx.Node) -> bool:
