@@ -104,6 +104,14 @@ class Task:
             adapted = copy.deepcopy(self.model)
             return run(adapted, adapt(adapted))
 
+    def held_out_accuracy(self, adapt: Adapt, lr: float, seed: int) -> float:
+        """On the held-out samples; 0 where training diverged."""
+        try:
+            return self.accuracy(adapt, self.fine_tuning(lr), seed)
+        except FloatingPointError as error:
+            print(f"at a rate of {lr:g}: {error}", file=sys.stderr, flush=True)
+            return 0.0
+
     def updating(self, scheme: Scheme) -> Adapt:
         return lambda model: odt.adapt.sparse_update_(model, scheme, classes=self.classes)
 
@@ -361,7 +369,7 @@ def _bytes_of_everything(task: Task) -> int:
 def _row(task: Task, adapt: Adapt, nbytes: int, what: str, options: argparse.Namespace) -> Row:
     lr = options.rates[0]
     if len(options.rates) > 1:
-        lr = max(options.rates, key=lambda lr: task.accuracy(adapt, task.fine_tuning(lr), 0))
+        lr = max(options.rates, key=lambda lr: task.held_out_accuracy(adapt, lr, 0))
     run = task.fine_tuning(lr, on_test=True)
     accuracies = [task.accuracy(adapt, run, seed) for seed in range(1, options.seeds + 1)]
     return Row(nbytes, lr, accuracies, statistics.mean(accuracies), what)
@@ -378,7 +386,7 @@ def _ranked(task: Task, contributions: Contributions, count: int) -> list[tuple[
         # Few layers, and many: how many is drawn, too.
         chosen = set(draw.sample(layers, draw.randint(0, len(layers) // 2)))
         scheme = Scheme(draw.choice(biases), {name: draw.choice(ratios) for name in layers if name in chosen})
-        reached = task.accuracy(task.updating(scheme), task.fine_tuning(LEARNING_RATE), 1)
+        reached = task.held_out_accuracy(task.updating(scheme), LEARNING_RATE, 1)
         ranked.append((contributions.gain(scheme), reached, str(scheme)))
     return ranked
 

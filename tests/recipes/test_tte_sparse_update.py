@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
 
 from recipes import tte_sparse_update
 from torch_odt.adapt import FineTuning, Scheme
@@ -30,6 +32,16 @@ def test_a_scheme_is_found_and_compared(tmp_path: Path, monkeypatch: pytest.Monk
     first = len(runs)
     assert tte_sparse_update.main(arguments) == ended
     assert len(runs) - first == len(rows) * (2 + 1) + 3, "contributions are remembered"
+
+
+def test_a_rate_at_which_training_diverges_is_none_to_choose() -> None:
+    x, y = torch.randn(16, 4, generator=torch.Generator().manual_seed(0)), torch.arange(16) % 2
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
+    task = tte_sparse_update.Task(model, 2, tte_sparse_update.Shuffled((x, y), 8), [(x, y)], [(x, y)], epochs=3)
+    adapt = task.updating(Scheme(1, {"0": 1.0}))
+    assert task.held_out_accuracy(adapt, 1e30, 0) == 0 < task.held_out_accuracy(adapt, 0.01, 0)
+    with pytest.raises(FloatingPointError, match="lower lr"):
+        task.accuracy(adapt, task.fine_tuning(1e30), 0)
 
 
 def _counted(call, runs):  # type: ignore[no-untyped-def]
