@@ -93,7 +93,9 @@ def main(arguments: list[str] | None = None) -> int:
             "missed": missed,
         }
         ranges = "" if options.weight_ranges == "channel" else f"_by_{options.weight_ranges}"
-        (options.out / f"octo_int8_{options.network}{ranges}.json").write_text(json.dumps(report, indent=1) + "\n")
+        rounding = "" if options.gradient_rounding == "stochastic" else f"_{options.gradient_rounding}"
+        name = f"octo_int8_{options.network}{ranges}{rounding}.json"
+        (options.out / name).write_text(json.dumps(report, indent=1) + "\n")
     print("target met" if not missed else f"missed: {'; '.join(missed)}")
     return 1 if missed else 0
 
