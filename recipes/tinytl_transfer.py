@@ -169,11 +169,8 @@ def main(arguments: list[str] | None = None) -> int:
             "bytes": {title: {name: asdict(row) for name, row in rows.items()} for title, rows in tables.items()},
             "missed": missed,
         }
-        name = (
-            "tinytl_memory"
-            if options.memory_only
-            else f"tinytl_transfer_{options.network}_{Path(options.data).resolve().name}"
-        )
+        name = f"tinytl_transfer_{options.network}_{Path(options.data).resolve().name}" + "_augmented" * options.augment
+        name = "tinytl_memory" if options.memory_only else name
         name += "_detached" * (options.norm == "detached")
         (options.out / f"{name}.json").write_text(json.dumps(report, indent=1) + "\n")
     print("target met" if not missed else f"missed: {'; '.join(missed)}")
@@ -219,6 +216,8 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     if options.data is None:
         options.data = "digits" if options.data_dir is None else "fashion-mnist"
+    if options.held_out is not None and options.held_out < 1:
+        parser.error(f"--held-out {options.held_out}: at least one sample is needed to choose by")
     if options.data == SPOKEN_DIGITS and options.data_dir is None:
         parser.error("--data spoken-digits: name the folder of the recordings by --data-dir")
     if options.quick:

@@ -98,19 +98,16 @@ class Task:
         return FineTuning(self.train, test, epochs=self.epochs, lr=lr, momentum=MOMENTUM)
 
     def accuracy(self, adapt: Adapt, run: FineTuning, seed: int) -> float:
-        """Of a copy of the model that was adapted and trained."""
+        """Of a copy of the model that was adapted and trained; 0 where training diverged, which is told."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             adapted = copy.deepcopy(self.model)
-            return run(adapted, adapt(adapted))
-
-    def held_out_accuracy(self, adapt: Adapt, lr: float, seed: int) -> float:
-        """On the held-out samples; 0 where training diverged."""
-        try:
-            return self.accuracy(adapt, self.fine_tuning(lr), seed)
-        except FloatingPointError as error:
-            print(f"at a rate of {lr:g}: {error}", file=sys.stderr, flush=True)
-            return 0.0
+            adaptation = adapt(adapted)
+            try:
+                return run(adapted, adaptation)
+            except FloatingPointError as error:
+                print(f"{adaptation.method} at a rate of {run.lr:g}: {error}", file=sys.stderr, flush=True)
+                return 0.0
 
     def updating(self, scheme: Scheme) -> Adapt:
         return lambda model: odt.adapt.sparse_update_(model, scheme, classes=self.classes)
@@ -138,6 +135,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = _options(arguments)
     torch.set_num_threads(options.threads)
     options.cache.mkdir(parents=True, exist_ok=True)
+    data = Path(options.data).resolve().name
     task = _task(options)
     contributions = _contributions(task, options)
     memory = SchemeMemory(
@@ -163,7 +161,7 @@ def main(arguments: list[str] | None = None) -> int:
         add_scheme(found[name], best.scheme)
         if options.out is not None:
             options.out.mkdir(parents=True, exist_ok=True)
-            best.scheme.save(options.out / f"tte_scheme_{options.network}_{count}.json")
+            best.scheme.save(options.out / f"tte_scheme_{options.network}_{data}_{count}.json")
     add("everything", _train_everything(task), _bytes_of_everything(task), "everything")
     ranked = _ranked(task, contributions, options.ranked)
     correlation = _rank_correlation(ranked)
@@ -171,16 +169,19 @@ def main(arguments: list[str] | None = None) -> int:
     missed = _missed(rows, found)
     print("\n".join(missed) if missed else "targets met")
     if options.out is not None:
+        plain = {name: value for name, value in vars(options).items() if not isinstance(value, Path)}
         report = {
-            "network": options.network,
-            "data": _name(options),
+            "options": plain | {"data": data},
+            "torch": torch.__version__,
             "contributions": _measured(contributions),
             "rows": {name: asdict(row) for name, row in rows.items()},
             "rank_correlation": correlation,
             "ranked": ranked,
             "missed": missed,
         }
-        (options.out / f"tte_sparse_update_{options.network}.json").write_text(json.dumps(report, indent=1) + "\n")
+        (options.out / f"tte_sparse_update_{options.network}_{data}.json").write_text(
+            json.dumps(report, indent=1) + "\n"
+        )
     return 1 if missed else 0
 
 
@@ -219,10 +220,9 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def _name(options: argparse.Namespace) -> str:
-    """What contributions depend on, beside the weights."""
-    data = str(options.data).replace("/", "_")
-    numbers = [options.image_size, options.pretrain, options.pretrain_epochs, options.train, options.held_out]
-    return "-".join([options.network, data, *map(str, [*numbers, options.batch, options.epochs])])
+    """Of the pretrained network: what its weights depend on."""
+    numbers = (options.image_size, options.pretrain, options.pretrain_epochs, NETWORKS[options.network].rate)
+    return "-".join(["tte", options.network, str(options.data).replace("/", "_"), *map(str, numbers)])
 
 
 def _task(options: argparse.Namespace) -> Task:
@@ -305,12 +305,10 @@ NETWORKS = {
 
 def _pretrained(options: argparse.Namespace, samples: Samples, classes: int) -> nn.Module:
     """The network after training on the first half of the classes; remembered in the cache."""
-    network = NETWORKS[options.network]
-    numbers = (options.image_size, options.pretrain, options.pretrain_epochs, network.rate)
-    name = "-".join(["tte", options.network, str(options.data).replace("/", "_"), *map(str, numbers)])
+    network, cache = NETWORKS[options.network], options.cache / f"{_name(options)}.pt"
     known = transfer_task.Samples(*samples)
     model = transfer_task.pretrained(
-        lambda: network.make(classes), known, options.pretrain_epochs, options.cache / f"{name}.pt", rate=network.rate
+        lambda: network.make(classes), known, options.pretrain_epochs, cache, rate=network.rate
     )
     print(f"pretrained: {transfer_task.accuracy(model, known):.1%} of what it was trained on", flush=True)
     return model
@@ -326,6 +324,7 @@ def _last_layers(model: nn.Module, count: int) -> Scheme:
 
 def _contributions(task: Task, options: argparse.Namespace) -> Contributions:
     layers = _convolutions(task.model)[-options.layers :]
+    numbers = (options.train, options.held_out, options.batch, options.epochs)
     return odt.adapt.measure_contributions(
         task.model,
         task.fine_tuning(LEARNING_RATE),
@@ -333,7 +332,7 @@ def _contributions(task: Task, options: argparse.Namespace) -> Contributions:
         layers=layers,
         ratios=RATIOS[-options.ratios :],
         biases=sorted({0, *options.last, len(layers) * 3 // 4, len(layers)}),
-        cache=options.cache / f"{_name(options)}.json",
+        cache=options.cache / f"{'-'.join([_name(options), *map(str, numbers)])}.json",
     )
 
 
@@ -369,7 +368,7 @@ def _bytes_of_everything(task: Task) -> int:
 def _row(task: Task, adapt: Adapt, nbytes: int, what: str, options: argparse.Namespace) -> Row:
     lr = options.rates[0]
     if len(options.rates) > 1:
-        lr = max(options.rates, key=lambda lr: task.held_out_accuracy(adapt, lr, 0))
+        lr = max(options.rates, key=lambda lr: task.accuracy(adapt, task.fine_tuning(lr), 0))
     run = task.fine_tuning(lr, on_test=True)
     accuracies = [task.accuracy(adapt, run, seed) for seed in range(1, options.seeds + 1)]
     return Row(nbytes, lr, accuracies, statistics.mean(accuracies), what)
@@ -386,13 +385,15 @@ def _ranked(task: Task, contributions: Contributions, count: int) -> list[tuple[
         # Few layers, and many: how many is drawn, too.
         chosen = set(draw.sample(layers, draw.randint(0, len(layers) // 2)))
         scheme = Scheme(draw.choice(biases), {name: draw.choice(ratios) for name in layers if name in chosen})
-        reached = task.held_out_accuracy(task.updating(scheme), LEARNING_RATE, 1)
+        reached = task.accuracy(task.updating(scheme), task.fine_tuning(LEARNING_RATE), 1)
         ranked.append((contributions.gain(scheme), reached, str(scheme)))
     return ranked
 
 
-def _rank_correlation(ranked: list[tuple[float, float, str]]) -> float:
-    """Spearman's, between gains and accuracies."""
+def _rank_correlation(ranked: list[tuple[float, float, str]]) -> float | None:
+    """Spearman's, between gains and accuracies; None where these or those are all alike."""
+    if any(len({row[column] for row in ranked}) < 2 for column in (0, 1)):
+        return None
     gains, reached = (torch.tensor([row[column] for row in ranked]) for column in (0, 1))
     return float(torch.corrcoef(torch.stack([_ranks(gains), _ranks(reached)]))[0, 1])
 
@@ -415,7 +416,7 @@ def _missed(rows: dict[str, Row], found: dict[str, str]) -> list[str]:
     return missed
 
 
-def _print(rows: dict[str, Row], correlation: float) -> None:
+def _print(rows: dict[str, Row], correlation: float | None) -> None:
     width = max(map(len, rows))
     print(f"{'':{width}}{'KiB a sample':>14}{'rate':>7}{'accuracy':>10}   of each seed")
     for name, row in rows.items():
@@ -423,7 +424,8 @@ def _print(rows: dict[str, Row], correlation: float) -> None:
         print(f"{name:{width}}{row.bytes / 1024:14.0f}{row.learning_rate:7g}{row.mean:10.1%}   {each}")
     for name, row in rows.items():
         print(f"{name}: {row.what}")
-    print(f"rank correlation of the sum of gains with accuracy: {correlation:.2f}")
+    told = "none, as all are alike" if correlation is None else f"{correlation:.2f}"
+    print(f"rank correlation of the sum of gains with accuracy: {told}")
 
 
 if __name__ == "__main__":

@@ -182,9 +182,10 @@ def other_speakers(options: argparse.Namespace, *, held_out: int | None = None) 
 
 def _divided(source: Samples, adapted: Samples, tested: Samples, train: int, held_out: int) -> TransferTask:
     """What is adapted to in three parts; what is left of it is tested with as well."""
-    # A fifth at least is held out where there are fewer.
-    cut = min(train, len(adapted.labels) * 4 // 5)
-    end = min(train + held_out, len(adapted.labels))
+    # Where there are fewer than both, a fifth at least is held out.
+    count = len(adapted.labels)
+    cut = train if count >= train + held_out else min(train, count * 4 // 5)
+    end = min(train + held_out, count)
     rest = adapted.part(end, len(adapted.labels))
     test = Samples(torch.cat([tested.images, rest.images]), torch.cat([tested.labels, rest.labels]), tested.mirrors)
     return TransferTask(source, adapted.part(0, cut), adapted.part(cut, end), test)
@@ -224,10 +225,11 @@ def pretrained(
         trainer = torch.optim.SGD(model.parameters(), lr=rate, momentum=0.9, weight_decay=1e-4, nesterov=True)
     else:
         trainer = torch.optim.AdamW(model.parameters(), lr=rate, weight_decay=1e-2)
-    steps = epochs * (len(samples.labels) // 64)
+    size = min(64, len(samples.labels))
+    steps = epochs * (len(samples.labels) // size)
     schedule = torch.optim.lr_scheduler.OneCycleLR(trainer, rate, steps, pct_start=0.1, cycle_momentum=False)
     for _ in range(epochs):
-        for x, y in samples.batches(64, draw):
+        for x, y in samples.batches(size, draw):
             trainer.zero_grad()
             cross_entropy(model(x), y, label_smoothing=label_smoothing).backward()
             trainer.step()

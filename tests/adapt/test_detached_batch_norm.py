@@ -143,6 +143,6 @@ def test_timms_norm_activates_what_it_has_normalised() -> None:
 
 def test_what_has_no_variance_is_named() -> None:
     norm = DetachedBatchNorm(nn.BatchNorm1d(3)).train()
-    with pytest.raises(ValueError, match=r"shape \(1, 3\) has one value for each channel"):
+    with pytest.raises(ValueError, match=r"shape \(1, 3\) has fewer than two values for each channel"):
         norm(torch.randn(1, 3))
     assert isinstance(norm, FrozenBatchNorm) and norm.eval()(torch.randn(1, 3)).shape == (1, 3)

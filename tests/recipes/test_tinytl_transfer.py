@@ -40,7 +40,7 @@ def test_ways_to_adapt_are_compared(
     arguments = [f"--{name}={value}" for name, value in (small | {"measured-size": 32, "micro-batches": 8}).items()]
     arguments += ["--cache", str(tmp_path / "cache"), "--out", str(tmp_path)]
     code = tinytl_transfer.main(arguments)
-    report = json.loads((tmp_path / "tinytl_transfer_proxyless_mobile_digits.json").read_text())
+    report = json.loads((tmp_path / "tinytl_transfer_proxyless_mobile_digits_augmented.json").read_text())
     assert len(report["accuracies"]) == len(tinytl_transfer.TRAINED)
     [rows] = report["bytes"].values()
     trained = {name: row["trained_parameters"] for name, row in rows.items()}
@@ -124,6 +124,8 @@ def test_samples_for_training_that_are_left_are_tested_with_where_there_are_too_
     parts = [{int(image[0, 0, 0]) for image in part.images} for part in (task.train, task.held_out, task.test)]
     assert [len(part) for part in parts] == [5, 5, 6] and len(set.union(*parts)) == 16
     assert {36, 38} < parts[2]
+    few = make_task(data, [1], source=10, train=12, held_out=2, test=6)
+    assert [len(part.labels) for part in (few.train, few.held_out)] == [12, 2]
 
 
 def test_other_speakers_are_adapted_to(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

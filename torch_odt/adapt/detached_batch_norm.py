@@ -25,7 +25,7 @@ class DetachedBatchNorm(FrozenBatchNorm):
         norm: a BatchNorm of any dimension that has running statistics.
 
     Raises:
-        ValueError: it has no running statistics; or, when called, a batch has one value for each channel.
+        ValueError: it has no running statistics; or, when called, a batch has fewer than two values for each channel.
 
     Example:
         >>> from torch import nn
@@ -45,7 +45,7 @@ class DetachedBatchNorm(FrozenBatchNorm):
             return super().forward(x)
         values = x.numel() // self.num_features
         if values < 2:
-            raise ValueError(f"a batch of shape {tuple(x.shape)} has one value for each channel, and no variance")
+            raise ValueError(f"a batch of shape {tuple(x.shape)} has fewer than two values for each channel")
         with torch.no_grad():
             of_samples = [dim for dim in range(x.dim()) if dim != 1]
             variance, mean = torch.var_mean(x.to(self.running_var.dtype), of_samples, correction=0)
