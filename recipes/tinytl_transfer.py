@@ -72,6 +72,7 @@ BIASES = Way("bias", weight_code="affine")
 TRAINED = (
     FULL,
     NORMS,
+    Way("norm+last"),
     Way("last"),
     BIASES,
     Way("lite", weight_code="affine", pretrained_modules=True),
