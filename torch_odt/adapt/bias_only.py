@@ -44,6 +44,7 @@ def bias_only_(
         CaptureError: `norm="folded"`, and `torch.fx` cannot follow the model.
 
     Example:
+        >>> import torch
         >>> from torchvision.models import mobilenet_v2
         >>> import torch_odt as odt
         >>> model = mobilenet_v2()

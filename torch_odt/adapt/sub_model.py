@@ -36,6 +36,7 @@ class SubModel:
         base: which block of the channels it has, counted from 0.
 
     Example:
+        >>> import torch
         >>> wide, narrow = (nn.Sequential(nn.Linear(4, n), nn.ReLU(), nn.Linear(n, 2)) for n in (6, 3))
         >>> half = SubModel.leading(wide, narrow, torch.ones(1, 4))
         >>> narrow.load_state_dict(half.extract(wide.state_dict()))
@@ -79,6 +80,7 @@ class SubModel:
                 groups in both (ResNeXt), shuffled channels, and the gates and heads of LSTMs and attention are not.
 
         Example:
+            >>> import torch
             >>> from torchvision.models import mobilenet_v2
             >>> wide, narrow = mobilenet_v2(), mobilenet_v2(width_mult=0.5)
             >>> half = SubModel.leading(wide, narrow, torch.ones(1, 3, 32, 32))
@@ -102,6 +104,7 @@ class SubModel:
             ValueError: as for `leading`; or a tensor's width is another multiple, which is named.
 
         Example:
+            >>> import torch
             >>> wide, narrow = (nn.Sequential(nn.Linear(4, n), nn.ReLU(), nn.Linear(n, 2)) for n in (8, 2))
             >>> bases = SubModel.split(wide, narrow, torch.ones(1, 4))
             >>> states = [base.extract(wide.state_dict()) for base in bases]

@@ -99,6 +99,7 @@ def convert_(
             been converted or quantized in another way, or an option is not one of those.
 
     Example:
+        >>> import torch
         >>> import torch_odt as odt
         >>> model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(288, 2))
         >>> conversion = odt.quant.convert_(model, [torch.randn(4, 3, 8, 8)], qas=True)
@@ -156,6 +157,7 @@ def dequantize_(model: nn.Module) -> nn.Module:
         ValueError: the model has not been converted.
 
     Example:
+        >>> import torch
         >>> import torch_odt as odt
         >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
         >>> _ = odt.quant.convert_(model, [torch.randn(16, 4)])
