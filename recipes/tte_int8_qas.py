@@ -22,7 +22,6 @@ import math
 import statistics
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -34,7 +33,7 @@ from torch.nn.functional import cross_entropy
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch_odt as odt
-from recipes.common.mcunet import MCUNetLike
+from recipes.common.narrow_networks import NARROW_NETWORKS, Network
 from recipes.common.rates import best_rate
 from recipes.common.transfer_task import TransferTask, accuracy, make_task, pretrained
 from torch_odt.adapt.adaptation import Adapting
@@ -149,37 +148,13 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     return options
 
 
-def _mobilenet_v2(classes: int) -> nn.Module:
-    from torchvision.models import mobilenet_v2
-
-    return mobilenet_v2(width_mult=0.35, num_classes=classes)
-
-
 def _resnet18(classes: int) -> nn.Module:
     from torchvision.models import resnet18
 
     return resnet18(num_classes=classes)
 
 
-@dataclass(frozen=True)
-class Network:
-    """One to train.
-
-    Attributes:
-        make: from the number of classes.
-        rate: the highest learning rate of its pretraining.
-    """
-
-    make: Callable[[int], nn.Module]
-    rate: float = 0.1
-
-
-# MobileNetV2 diverges at the rate that suits the others.
-NETWORKS = {
-    "mcunet": Network(MCUNetLike),
-    "mobilenet_v2": Network(_mobilenet_v2, rate=0.02),
-    "resnet18": Network(_resnet18),
-}
+NETWORKS = NARROW_NETWORKS | {"resnet18": Network(_resnet18)}
 
 
 def _task(options: argparse.Namespace) -> TransferTask:

@@ -35,7 +35,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch_odt as odt
 from recipes.common import transfer_task
-from recipes.common.mcunet import MCUNetLike
+from recipes.common.narrow_networks import NARROW_NETWORKS, Network
 from recipes.common.proxyless_mobile import ProxylessMobile
 from torch_odt.adapt import Adaptation, Contributions, FineTuning, Scheme, SchemeMemory
 from torch_odt.adapt.adaptation import Adapting
@@ -276,31 +276,7 @@ def _optimizer(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=LEARNING_RATE, momentum=MOMENTUM)
 
 
-def _mobilenet_v2(classes: int) -> nn.Module:
-    from torchvision.models import mobilenet_v2
-
-    return mobilenet_v2(width_mult=0.35, num_classes=classes)
-
-
-@dataclass(frozen=True)
-class Network:
-    """One to adapt.
-
-    Attributes:
-        make: from the number of classes.
-        rate: the highest learning rate of its pretraining.
-    """
-
-    make: Callable[[int], nn.Module]
-    rate: float = 0.1
-
-
-# MobileNetV2 diverges at the rate that suits the others.
-NETWORKS = {
-    "mcunet": Network(MCUNetLike),
-    "mobilenet_v2": Network(_mobilenet_v2, rate=0.02),
-    "proxyless": Network(partial(ProxylessMobile, width=0.3)),
-}
+NETWORKS = NARROW_NETWORKS | {"proxyless": Network(partial(ProxylessMobile, width=0.3))}
 
 
 def _pretrained(options: argparse.Namespace, samples: Samples, classes: int) -> nn.Module:

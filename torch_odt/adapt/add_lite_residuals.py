@@ -161,7 +161,7 @@ def _example(model: nn.Module, input_size: int | tuple[int, int]) -> torch.Tenso
             f"{int8_hint(model)}"
         )
     size = (input_size, input_size) if isinstance(input_size, int) else input_size
-    if not isinstance(size, tuple) or len(size) != 2 or any(not isinstance(n, int) or n < 1 for n in size):
+    if not isinstance(size, tuple | list) or len(size) != 2 or any(not isinstance(n, int) or n < 1 for n in size):
         raise ValueError(f"input_size={input_size!r}: give height and width of an image in pixels")
     return next(model.parameters()).new_zeros(1, first.in_channels, *size)
 
