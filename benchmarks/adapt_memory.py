@@ -7,7 +7,11 @@ Each row is a process of its own. Bytes are the most that it held in the steps b
 before the model was made: weights, gradients, the optimizer's state, activations, buffers of libraries, the plan; in
 brackets with the first two, in which torch_odt measures operators. Seconds are the median of these steps. Micro-batches
 are off, unless `--micro-batch` says how many samples run at once: a plain loop then accumulates gradients (where
-BatchNorm trains, that is another computation). Adam keeps two moments of what trains.
+BatchNorm follows the batch, that is another computation). Adam keeps two moments of what trains.
+
+In the rows of plain PyTorch the network is what torchvision made it, BatchNorm follows the batch, and what does not
+train has `requires_grad=False`. PyTorch has no lite residual modules: in their rows the model that `tinytl_` has made
+runs in a plain loop.
 """
 
 from __future__ import annotations
@@ -22,7 +26,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from frontier import describe_machine
+
 METHODS = ("full", "norm+last", "last", "bias", "lite", "lite+bias", "lite+bias, 8 bits")
+CLASSES = 10
 MIB = 2**20
 
 
@@ -37,7 +44,8 @@ def main() -> int:
             rows.append(run(way, method, arguments))
             print(line(rows[-1], rows[0]), flush=True)
     if arguments.out:
-        arguments.out.write_text(json.dumps(rows, indent=1) + "\n")
+        result = {"machine": describe_machine(arguments), "rows": rows}
+        arguments.out.write_text(json.dumps(result, indent=1) + "\n")
     return 0
 
 
@@ -87,21 +95,20 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     torch.set_num_threads(arguments.threads)
     torch.manual_seed(0)
     images = torch.randn(arguments.batch, 3, arguments.size, arguments.size)
-    x, y = images.contiguous(memory_format=torch.channels_last), torch.randint(10, (arguments.batch,))
+    x, y = images.contiguous(memory_format=torch.channels_last), torch.randint(CLASSES, (arguments.batch,))
     del images
     # What the first operators of a process leave behind is not the model's.
     torch.nn.functional.conv2d(x[:1], torch.randn(8, 3, 3, 3, requires_grad=True)).sum().backward()
     settle()
     idle = anonymous()
     model = torchvision.models.get_model(arguments.model, weights=None).to(memory_format=torch.channels_last)
-    bits = 8 if method.endswith("8 bits") else 32
-    # Plain full fine-tuning trains BatchNorm with the statistics of the batch, as everybody does it.
-    if method == "full":
-        model.classifier[-1] = torch.nn.Linear(model.classifier[-1].in_features, 10)
-        parameters = list(model.parameters())
+    # Full fine-tuning trains BatchNorm with the statistics of the batch on both sides, as everybody does it.
+    if method == "full" or (way == "plain" and not method.startswith("lite")):
+        parameters = select(model, method)
     else:
         mode: Any = method.split(",")[0]
-        adaptation = odt.adapt.tinytl_(model, mode=mode, classes=10, weight_bits=bits, input_size=arguments.size)
+        bits: Any = 8 if method.endswith("8 bits") else 32
+        adaptation = odt.adapt.tinytl_(model, mode=mode, classes=CLASSES, weight_bits=bits, input_size=arguments.size)
         parameters = adaptation.parameters()
     model.train()
     optimizer = torch.optim.Adam(parameters, lr=1e-4)
@@ -136,6 +143,27 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         "trained_parameters": sum(parameter.numel() for parameter in parameters),
         "torch": torch.__version__,
     }
+
+
+def select(model: Any, method: str) -> list[Any]:
+    """Give a network a new classifier, and let that and what the method says train, in plain PyTorch."""
+    import torch
+    from torch.nn.modules.batchnorm import _BatchNorm
+
+    head = [name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)][-1]
+    parent, _, attribute = head.rpartition(".")
+    classifier = torch.nn.Linear(model.get_submodule(head).in_features, CLASSES)
+    setattr(model.get_submodule(parent), attribute, classifier)
+    norms = {id(p) for module in model.modules() if isinstance(module, _BatchNorm) for p in module.parameters()}
+    for name, parameter in model.named_parameters():
+        is_selected = {
+            "full": True,
+            "norm+last": id(parameter) in norms,
+            "last": False,
+            "bias": name.endswith("bias"),
+        }[method]
+        parameter.requires_grad_(is_selected or name.startswith(f"{head}."))
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]
 
 
 def plain_step(model: Any, optimizer: Any, samples: int) -> Callable[[Any, Any], None]:

@@ -39,6 +39,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch_odt as odt
 from recipes.common.process_bytes import ROOMY, Training, TrainingBytes, training_bytes
 from recipes.common.small_bert import PAD, Pretraining, bert_config, make_classifier, make_tokenizer, token_ids
+from torch_odt._whole_file import whole_file
 from torch_odt.cache import default_folder
 
 # Of AdamW, for each way to train; four are tried, by these factors below and above.
@@ -128,12 +129,16 @@ def main(arguments: list[str] | None = None) -> int:
         rows[method] = Row(accuracies, rate, *taken)
         print(f"{method}: {rows[method].mean:.1%} at {rate:.1e}, held out {tried}", file=sys.stderr, flush=True)
     _print(rows)
+    missed = _missed(rows)
     if options.out is not None:
         options.out.mkdir(parents=True, exist_ok=True)
         told = {name: value for name, value in vars(options).items() if not isinstance(value, Path)}
-        report = {"options": told, "rows": {method: asdict(row) for method, row in rows.items()}}
+        report = {
+            "options": told,
+            "rows": {method: asdict(row) for method, row in rows.items()},
+            "missed": missed,
+        }
         (options.out / "bert_bias_only.json").write_text(json.dumps(report, indent=1) + "\n")
-    missed = _missed(rows)
     print("target met" if not missed else f"missed: {'; '.join(missed)}")
     return 1 if missed else 0
 
@@ -223,9 +228,8 @@ def _pretrained(options: argparse.Namespace, config: BertConfig, queries: Querie
         optimizer.step()
         schedule.step()
     encoder = {name: tensor.detach().clone() for name, tensor in model.bert.state_dict().items()}
-    partial = path.with_suffix(".partial")
-    torch.save(encoder, partial)
-    partial.replace(path)
+    with whole_file(path) as partial:
+        torch.save(encoder, partial)
     return encoder
 
 

@@ -44,6 +44,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch_odt as odt
 from recipes.common.process_bytes import ROOMY, Training, TrainingBytes, training_bytes
 from recipes.common.small_resnet import SmallConvNet, SmallResNet
+from torch_odt._whole_file import whole_file
 from torch_odt.adapt import DistillationLoss, StoredOutputs, WithHints
 from torch_odt.cache import default_folder
 from torch_odt.commands.data import load_data
@@ -291,9 +292,8 @@ def _mentor(options: argparse.Namespace, samples: Samples, classes: int) -> nn.M
         optimizer.step()
         schedule.step()
     mentor.to(memory_format=torch.contiguous_format)  # type: ignore[call-overload]
-    partial = path.with_suffix(".partial")
-    torch.save(mentor.state_dict(), partial)
-    partial.replace(path)
+    with whole_file(path) as partial:
+        torch.save(mentor.state_dict(), partial)
     return mentor
 
 

@@ -11,7 +11,6 @@ import hashlib
 import json
 import os
 import sys
-import tempfile
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -19,6 +18,7 @@ from pathlib import Path
 from typing import Any, Literal, Union
 
 from torch_odt import _extensions
+from torch_odt._whole_file import whole_file
 from torch_odt.errors import OdtWarning
 
 FOLDER_VARIABLE = "TORCH_ODT_CACHE"
@@ -169,20 +169,11 @@ class Cache:
             yield True
 
     def _write(self, path: Path, key: str, data: Any) -> None:
-        """Write to a file of its own and rename it: a reader sees the old content or the new, never half of it."""
         text = json.dumps({"format": FORMAT, "key": key, "data": data}, separators=(",", ":"))
-        temporary: Path | None = None
         try:
-            with tempfile.NamedTemporaryFile(
-                "w", encoding="utf-8", dir=path.parent, prefix=path.stem, suffix=".tmp", delete=False
-            ) as file:
-                temporary = Path(file.name)
-                file.write(text)
-            temporary.replace(path)
+            with whole_file(path) as partial:
+                partial.write_text(text, encoding="utf-8")
         except OSError as error:
-            if temporary is not None:
-                with suppress(OSError):
-                    temporary.unlink()
             self._warn_once(error)
 
     def _warn_once(self, error: OSError) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import os
+import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,6 +16,7 @@ from torch.nn.functional import affine_grid, cross_entropy, grid_sample, interpo
 from torch.utils.data import Dataset
 
 from recipes.common.spoken_digits import load_speakers
+from torch_odt._whole_file import whole_file
 from torch_odt.commands.data import ImageData, load_data
 
 
@@ -219,6 +221,7 @@ def pretrained(
     if cache.exists():
         model.load_state_dict(torch.load(cache, weights_only=True))
         return model
+    began = time.perf_counter()
     draw = torch.Generator().manual_seed(0)
     trainer: torch.optim.Optimizer
     if optimizer == "sgd":
@@ -236,9 +239,9 @@ def pretrained(
             schedule.step()
     if not all(each.isfinite().all() for each in model.state_dict().values()):
         raise FloatingPointError(f"pretraining diverged at a learning rate of {rate:g}: take a lower one")
-    partial = cache.with_suffix(f".{os.getpid()}.partial")
-    torch.save(model.state_dict(), partial)
-    partial.replace(cache)
+    with whole_file(cache) as partial:
+        torch.save(model.state_dict(), partial)
+    print(f"pretrained in {time.perf_counter() - began:.0f} s, {cache}", file=sys.stderr, flush=True)
     return model
 
 

@@ -59,7 +59,8 @@ class Way:
     def __str__(self) -> str:
         bits = "" if self.weight_code == "float32" else f", 8 bits ({self.weight_code})"
         modules = ", pretrained modules" if self.pretrained_modules else ""
-        return f"{self.engine} {self.trains}{bits}{modules}"
+        norms = f", {self.norm} norms" if self.norm != "frozen" else ""
+        return f"{self.engine} {self.trains}{bits}{modules}{norms}"
 
 
 def make_network(name: str, classes: int, width: float = 1.0, *, modules_for: int | None = None) -> nn.Module:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -211,3 +212,23 @@ def test_what_came_last_is_taken_back_first() -> None:
     assert model[2].out_features == 3
     second.unload()
     assert first.unload()[2] is head
+
+
+def test_a_resumed_step_goes_on_bit_for_bit(tmp_path: Path) -> None:
+    def made() -> tuple[odt.TrainStep, odt.runtime.Checkpointer]:
+        torch.manual_seed(0)
+        model = _network()
+        optimizer = torch.optim.Adam(METHODS["tinytl in 8 bits"](model).parameters(), lr=0.01)
+        step = odt.TrainStep(model, nn.functional.cross_entropy, optimizer, budget=odt.Budget("1GiB", of="training"))
+        return step, odt.runtime.Checkpointer(tmp_path, model=model, optimizer=optimizer, step=step)
+
+    batches = [(_images(), torch.randint(5, (6,))) for _ in range(4)]
+    step, checkpointer = made()
+    losses = []
+    for number, batch in enumerate(batches):
+        losses.append(step(*batch))
+        if number == 1:
+            checkpointer.save(2)
+    step, checkpointer = made()
+    assert checkpointer.resume().step == 2  # type: ignore[union-attr]
+    assert [step(*batch) for batch in batches[2:]] == losses[2:]

@@ -53,9 +53,13 @@ def test_it_computes_what_batch_norm_does(
 ) -> None:
     plain = _norm(dims, momentum=momentum, affine=affine)
     ours = DetachedBatchNorm(copy.deepcopy(plain))
-    for training in (True, True, False, True, False):
+    for number, training in enumerate((True, True, False, True, False)):
         plain.train(training)
-        ours.train(training)
+        if number < 3:
+            ours.train(training)
+        else:
+            # As `estimate_batch_norm_`, and some training loops, give modules back the modes that they had.
+            ours.training = training
         x = 2 + 3 * torch.randn(samples, 3, *([size] * dims))
         torch.testing.assert_close(ours(x), plain(x), rtol=1e-4, atol=1e-4)
         torch.testing.assert_close(dict(ours.state_dict()), dict(plain.state_dict()))
@@ -124,12 +128,43 @@ def test_unloaded_it_is_the_batch_norm_that_there_was_with_what_it_has_followed(
     assert int(norm.num_batches_tracked) == 1
 
 
-def test_it_is_not_folded() -> None:
-    model = _network()
-    odt.adapt.tinytl_(model, mode="bias", norm="detached")
-    adaptation = odt.adapt.bias_only_(model, norm="folded")
-    assert "0 frozen BatchNorms" in str(adaptation)
+def test_a_later_verb_makes_of_it_what_is_asked_and_gives_it_back() -> None:
+    model, x = _network().train(), torch.randn(4, 3, SIZE, SIZE)
+    plain = copy.deepcopy(model)
+    frozen = odt.adapt.bias_only_(model)
+    detached = odt.adapt.tinytl_(model, mode="norm+last", norm="detached")
+    assert type(model[1]) is DetachedBatchNorm and "2 BatchNorms follow the batch" in detached.notes[0]
+    torch.testing.assert_close(model(x), plain(x))
+    with torch.no_grad():
+        model[1].weight.add_(1)
+    model.eval()
+    expected = model(x)
+    folded = odt.adapt.bias_only_(model, norm="folded")
+    assert "1 frozen BatchNorms are a part" in str(folded) and type(model[1]) is nn.Identity
+    torch.testing.assert_close(model(x), expected, rtol=1e-4, atol=1e-4)
+    folded.unload()
     assert type(model[1]) is DetachedBatchNorm
+    detached.unload()
+    assert type(model[1]) is FrozenBatchNorm
+    torch.testing.assert_close(model(x), expected, rtol=1e-4, atol=1e-4)
+    grouped = odt.adapt.tinytl_(model, mode="bias", norm="group")
+    assert type(model[1]) is nn.GroupNorm and "2 layers normalize" in grouped.notes[0]
+    grouped.unload()
+    frozen.unload()
+    torch.testing.assert_close(model(x), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("norm", ["detached", "group"])
+def test_a_model_without_batch_norms_says_so(norm: Any) -> None:
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(16, 2))
+    assert odt.adapt.tinytl_(model, mode="bias", norm=norm).notes[0] == f"the model has no BatchNorm for {norm=}"
+
+
+def test_a_norm_of_several_processes_is_refused() -> None:
+    model = nn.SyncBatchNorm.convert_sync_batchnorm(_network())
+    with pytest.raises(ValueError, match=r"1 is a SyncBatchNorm, .* Choose norm='frozen'"):
+        odt.adapt.tinytl_(model, mode="bias", norm="detached")
+    assert odt.adapt.tinytl_(model, mode="bias").trained
 
 
 def test_timms_norm_activates_what_it_has_normalised() -> None:

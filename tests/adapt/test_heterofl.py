@@ -11,7 +11,7 @@ from adapted_steps import assert_trained_alike, train_both
 from test_sub_model import X, cnn
 from torch import nn
 
-from torch_odt.adapt import MaskedCrossEntropy, estimate_batch_norm_, heterofl_
+from torch_odt.adapt import FrozenBatchNorm, MaskedCrossEntropy, estimate_batch_norm_, heterofl_
 
 Y = torch.tensor([0, 1, 1, 3, 0])
 
@@ -101,6 +101,8 @@ def test_bad_input_is_named() -> None:
         MaskedCrossEntropy([0], of=3)(torch.ones(2, 4), torch.zeros(2, dtype=torch.long))
     with pytest.raises(ValueError, match="no batches"):
         estimate_batch_norm_(nn.BatchNorm1d(2), [])
+    with pytest.raises(ValueError, match=r"those of an adapted model are estimated before, or after its merge"):
+        estimate_batch_norm_(nn.Sequential(FrozenBatchNorm(nn.BatchNorm1d(2))), [torch.ones(2, 2)])
     with pytest.raises(ValueError, match="not finite"):
         estimate_batch_norm_(nn.BatchNorm1d(2), [torch.full((2, 2), float("nan"))])
     for classes in ([], [3]):

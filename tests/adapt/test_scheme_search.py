@@ -108,3 +108,17 @@ def test_the_optimizers_state_counts() -> None:
     for ask in ("counted", "simulated"):
         more = getattr(adam, ask)(scheme) - getattr(plain, ask)(scheme)
         assert 2 * weights <= more < 3 * weights
+
+
+def test_finds_what_brute_force_finds_by_the_simulator() -> None:
+    draw = random.Random(3)
+    layers, biases = ("3", "9"), (0, 2)
+    memory = SchemeMemory(_network(), nn.functional.cross_entropy, (torch.randn(4, 3, 16, 16), torch.randint(4, (4,))))
+    contributions = Contributions(0.5, 4, {0: 0.0, 2: 0.02}, {(name, 1.0): draw.uniform(0, 0.1) for name in layers})
+    chosen = itertools.product(biases, *[(False, True)] * len(layers))
+    schemes = [Scheme(int(count), dict.fromkeys(itertools.compress(layers, which), 1.0)) for count, *which in chosen]
+    sizes = [memory.simulated(scheme) for scheme in schemes]
+    assert any(memory.counted(scheme) != size for scheme, size in zip(schemes, sizes, strict=True))
+    for budget in sorted(sizes)[::2]:
+        best = max(contributions.gain(each) for each, size in zip(schemes, sizes, strict=True) if size <= budget)
+        assert search_scheme(contributions, memory, budget=budget, generations=30).gain == pytest.approx(best)

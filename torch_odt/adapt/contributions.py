@@ -18,6 +18,7 @@ from typing import Any, SupportsFloat
 import torch
 from torch import Tensor, nn
 
+from torch_odt._whole_file import whole_file
 from torch_odt.adapt.adaptation import Adaptation
 from torch_odt.adapt.head import find_head
 from torch_odt.adapt.scheme import RATIOS, Scheme, body_biases, may_be_sliced, updatable_layers
@@ -214,9 +215,8 @@ class _Results:
 
     def _write(self) -> None:
         if self._path is not None:
-            partial = self._path.with_name(f"{self._path.name}.partial")
-            partial.write_text(json.dumps(self._data, indent=1) + "\n", encoding="utf-8")
-            partial.replace(self._path)
+            with whole_file(self._path) as partial:
+                partial.write_text(json.dumps(self._data, indent=1) + "\n", encoding="utf-8")
 
     @staticmethod
     def _read(path: Path, start: str) -> dict[str, Any]:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
-from torch.nn.modules.batchnorm import _BatchNorm
+from torch import Tensor, nn
 
-from torch_odt.adapt.frozen_batch_norm import FrozenBatchNorm, FrozenBatchNormAct, frozen_batch_norm
+from torch_odt.adapt.frozen_batch_norm import AnyBatchNorm, FrozenBatchNorm, FrozenBatchNormAct, frozen_batch_norm
 
 
 class DetachedBatchNorm(FrozenBatchNorm):
@@ -22,7 +21,7 @@ class DetachedBatchNorm(FrozenBatchNorm):
     No gradient holds statistics back, so that a learning rate which frozen ones bear may be too high.
 
     Args:
-        norm: a BatchNorm of any dimension that has running statistics.
+        norm: a BatchNorm of any dimension that has running statistics, or a frozen one.
 
     Raises:
         ValueError: it has no running statistics; or, when called, a batch has fewer than two values for each channel.
@@ -35,9 +34,9 @@ class DetachedBatchNorm(FrozenBatchNorm):
         True
     """
 
-    def __init__(self, norm: _BatchNorm) -> None:
+    def __init__(self, norm: AnyBatchNorm) -> None:
         super().__init__(norm)
-        self.momentum = norm.momentum
+        self._is_fixed = False
         self.training = norm.training
 
     def forward(self, x: Tensor) -> Tensor:
@@ -56,12 +55,10 @@ class DetachedBatchNorm(FrozenBatchNorm):
         shift = -mean * scale if self.bias is None else self.bias - mean * scale
         return self._affine(x, scale, shift)
 
-    def train(self, mode: bool = True) -> DetachedBatchNorm:
-        super().train(mode)
-        if not mode:
-            # Statistics have moved in training.
-            self.refresh()
-        return self
+    def refresh(self) -> None:
+        super().refresh()
+        # Statistics move in training.
+        self._is_fixed = False
 
     def _follow(self, mean: Tensor, variance: Tensor) -> None:
         if self.num_batches_tracked is not None:
@@ -80,6 +77,11 @@ class DetachedBatchNormAct(FrozenBatchNormAct, DetachedBatchNorm):
     """timm's BatchNorm that drops and activates what it has normalised, with the statistics of the batch."""
 
 
-def detached_batch_norm(name: str, norm: _BatchNorm) -> FrozenBatchNorm:
+def detached_batch_norm(name: str, norm: AnyBatchNorm) -> FrozenBatchNorm:
     """What takes a BatchNorm's place; raises ValueError where it is of a type that computes more."""
+    if isinstance(norm, nn.SyncBatchNorm):
+        raise ValueError(
+            f"{name} is a SyncBatchNorm, which follows the batches of all processes, and norm='detached' those of one. "
+            "Choose norm='frozen', or make torch.nn.BatchNorm2d of it"
+        )
     return frozen_batch_norm(name, norm, DetachedBatchNorm, DetachedBatchNormAct)

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 
 from torch_odt.adapt.adaptation import Adapting
-from torch_odt.adapt.detached_batch_norm import DetachedBatchNorm
 from torch_odt.adapt.frozen_batch_norm import FrozenBatchNorm, FrozenBatchNormAct
 from torch_odt.adapt.norms_behind import norms_behind
 from torch_odt.adapt.sparse_layers import CONVOLUTIONS, SparseConv, SparseLinear
@@ -38,7 +37,7 @@ def fold_frozen_norms(adapting: Adapting) -> None:
 
     Norms stay that are behind something else in either mode, or whose convolution trains, shares its weight, is in less
     than 32 bits, has hooks, or computes something of its own; or whose weight trains or is too close to 0 to divide by,
-    or whose bias trains and is another one's as well, or that follow the batch.
+    or whose bias trains and is another one's as well.
 
     Raises:
         CaptureError: `torch.fx` cannot follow the model.
@@ -79,8 +78,6 @@ def _behind_in_both_modes(model: nn.Module) -> dict[str, str]:
 
 
 def _can_fold(conv: Any, norm: FrozenBatchNorm) -> bool:
-    if isinstance(norm, DetachedBatchNorm):
-        return False
     if type(conv) not in CONVOLUTIONS or any(_is_changed(module) for module in (conv, norm)):
         return False
     weight, bias, of_norm = conv.weight, conv.bias, norm.weight

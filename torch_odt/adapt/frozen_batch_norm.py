@@ -29,7 +29,7 @@ class FrozenBatchNorm(nn.Module):
     not influence each other then, so that micro-batches are exact, too.
 
     Args:
-        norm: a BatchNorm of any dimension that has running statistics.
+        norm: a BatchNorm of any dimension that has running statistics, or another of these.
 
     Raises:
         ValueError: it has no running statistics to use.
@@ -42,6 +42,9 @@ class FrozenBatchNorm(nn.Module):
         True
     """
 
+    num_features: int
+    eps: float
+    momentum: float | None
     weight: nn.Parameter | None
     bias: nn.Parameter | None
     running_mean: Tensor
@@ -50,12 +53,13 @@ class FrozenBatchNorm(nn.Module):
     frozen_scale: Tensor
     frozen_offset: Tensor
 
-    def __init__(self, norm: _BatchNorm) -> None:
+    def __init__(self, norm: AnyBatchNorm) -> None:
         super().__init__()
         if norm.running_mean is None or norm.running_var is None:
             raise ValueError("a BatchNorm without running statistics (track_running_stats=False) cannot be frozen")
         self.num_features = norm.num_features
         self.eps = norm.eps
+        self.momentum = norm.momentum
         self.register_parameter("weight", norm.weight)
         self.register_parameter("bias", norm.bias)
         self.register_buffer("running_mean", norm.running_mean)
@@ -109,10 +113,13 @@ class FrozenBatchNorm(nn.Module):
         return f"{self.num_features}, eps={self.eps}"
 
 
+AnyBatchNorm = _BatchNorm | FrozenBatchNorm
+
+
 class FrozenBatchNormAct(FrozenBatchNorm):
     """timm's BatchNorm that drops and activates what it has normalised, with fixed statistics."""
 
-    def __init__(self, norm: _BatchNorm) -> None:
+    def __init__(self, norm: AnyBatchNorm) -> None:
         super().__init__(norm)
         self.drop, self.act = norm.drop, norm.act
 
@@ -123,16 +130,19 @@ class FrozenBatchNormAct(FrozenBatchNorm):
 
 def frozen_batch_norm(
     name: str,
-    norm: _BatchNorm,
+    norm: AnyBatchNorm,
     plain: type[FrozenBatchNorm] = FrozenBatchNorm,
     activating: type[FrozenBatchNorm] = FrozenBatchNormAct,
 ) -> FrozenBatchNorm:
-    """What takes a BatchNorm's place.
+    """What takes a norm's place: itself, where it is of that type.
 
     Raises:
         ValueError: it is of a type that computes more than BatchNorm, nobody knows what.
     """
     kind = type(norm)
+    if isinstance(norm, FrozenBatchNorm):
+        wanted = activating if isinstance(norm, FrozenBatchNormAct) else plain
+        return norm if kind is wanted else wanted(norm)
     if kind in PLAIN_BATCH_NORMS:
         return plain(norm)
     if kind.__module__.startswith("timm.") and kind.__name__.startswith("BatchNormAct"):
@@ -144,16 +154,16 @@ def frozen_batch_norm(
 
 
 def freeze_batch_norms(
-    adapting: Adapting, *, below: str = "", make: Callable[[str, _BatchNorm], FrozenBatchNorm] = frozen_batch_norm
+    adapting: Adapting, *, below: str = "", make: Callable[[str, AnyBatchNorm], FrozenBatchNorm] = frozen_batch_norm
 ) -> int:
     """Put a `FrozenBatchNorm` in the place of each BatchNorm; those that there are take up what they have learnt.
 
     Args:
         below: the name of a submodule, for those inside it alone.
-        make: makes it, of a BatchNorm and its name.
+        make: makes it, of a norm and its name; an earlier verb's, too.
 
     Returns:
-        How many there were. Those without running statistics are left as they are, and named in the notes.
+        How many there are now. Those without running statistics are left as they are, and named in the notes.
 
     Raises:
         ValueError: one of them is of a type that cannot be frozen.
@@ -165,13 +175,17 @@ def freeze_batch_norms(
         if id(module) in seen or not f"{name}.".startswith(prefix):
             continue
         seen.add(id(module))
+        if not isinstance(module, AnyBatchNorm):
+            continue
         if isinstance(module, FrozenBatchNorm):
             module.refresh()
-        if not isinstance(module, _BatchNorm):
-            continue
+            # Where another takes its place and is taken back, the weight may have learnt meanwhile.
+            adapting.also_undo(module.refresh)
         if module.running_mean is None:
             adapting.notes.append(f"{name} has no running statistics, so it normalizes with those of the batch")
             continue
-        adapting.replace(name, make(name, module))
+        made = make(name, module)
+        if made is not module:
+            adapting.replace(name, made)
         count += 1
     return count

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from torch_odt.adapt.adaptation import Adapting
-from torch_odt.adapt.frozen_batch_norm import PLAIN_BATCH_NORMS
+from torch_odt.adapt.frozen_batch_norm import PLAIN_BATCH_NORMS, AnyBatchNorm, FrozenBatchNorm, FrozenBatchNormAct
 
 CHANNELS_PER_GROUP = 8
 
@@ -22,15 +21,16 @@ def group_count(channels: int) -> int:
 
 
 def group_batch_norms(adapting: Adapting) -> int:
-    """Put a GroupNorm with the same weight and bias in the place of each BatchNorm; returns how many there were.
+    """Put a GroupNorm with the same weight and bias in the place of each BatchNorm, frozen or not; returns how many.
 
     The model computes something else then: it is to be a model that was pretrained so, or one of which everything
     trains. GroupNorm keeps its input for the backward pass, frozen or not.
     """
     count = 0
     for name, module in list(adapting.model.named_modules()):
-        if isinstance(module, _BatchNorm):
-            if type(module) not in PLAIN_BATCH_NORMS:
+        if isinstance(module, AnyBatchNorm):
+            is_frozen = isinstance(module, FrozenBatchNorm) and not isinstance(module, FrozenBatchNormAct)
+            if not is_frozen and type(module) not in PLAIN_BATCH_NORMS:
                 kind = type(module)
                 raise ValueError(
                     f"{name} is a {kind.__module__}.{kind.__qualname__}, which is more than BatchNorm: GroupNorm "

@@ -19,6 +19,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
 
 from torch_odt.adapt.adaptation import Adaptation, Adapting
+from torch_odt.adapt.frozen_batch_norm import FrozenBatchNorm
 from torch_odt.adapt.head import find_head
 
 
@@ -136,7 +137,11 @@ def estimate_batch_norm_(model: nn.Module, batches: Iterable[Any], *, reset: boo
     """
     norms = [each for each in model.modules() if isinstance(each, _BatchNorm) and each.running_mean is not None]
     if not norms:
-        raise ValueError(f"no BatchNorm of the model ({type(model).__name__}) has running statistics to estimate")
+        are_adapted = any(isinstance(module, FrozenBatchNorm) for module in model.modules())
+        instead = ": those of an adapted model are estimated before, or after its merge()" if are_adapted else ""
+        raise ValueError(
+            f"no BatchNorm of the model ({type(model).__name__}) has running statistics to estimate{instead}"
+        )
     modes = [(module, module.training) for module in model.modules()]
     options = [(norm, norm.momentum, norm.track_running_stats) for norm in norms]
     model.eval()

@@ -124,13 +124,17 @@ class SchemeMemory:
         saved = peak = 0
         backward: list[int] = []
         for place, stage in enumerate(self._stages):
-            inside = stage.input_bytes + stage.output_bytes
-            if place < start:
-                peak = max(peak, stage.output_bytes if stage.overwrites else inside)
-                continue
+            other_bytes = 0 if stage.overwrites else stage.input_bytes
             ratio = 1.0 if stage.name == self._classifier else scheme.weights.get(stage.name, 0.0)
-            saved += round(ratio * stage.input_bytes) + (stage.kept_bytes if place > start else 0)
-            peak = max(peak, saved + inside)
+            own_bytes = round(ratio * stage.input_bytes)
+            # All channels of the input are the input; some are a copy.
+            copied_bytes = own_bytes if ratio < 1 else 0
+            peak = max(peak, saved + stage.output_bytes + other_bytes + copied_bytes)
+            if place < start:
+                continue
+            is_passed_on = place > start
+            saved += own_bytes + (stage.kept_bytes if is_passed_on else 0)
+            inside = stage.output_bytes + (other_bytes if is_passed_on else 0)
             backward.append(saved + inside + gradients.get(stage.name, 0))
         state = sum(gradients.values()) + sum(self._sizes[name] for name in biases)
         return max([peak, *backward]) + self._moments * state

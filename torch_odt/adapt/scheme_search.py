@@ -7,7 +7,8 @@ J. Lin et al., "On-Device Training Under 256KB Memory", NeurIPS 2022, section 3.
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from collections.abc import Collection
+from dataclasses import dataclass, field
 
 from torch_odt.adapt.contributions import Contributions
 from torch_odt.adapt.scheme import Scheme
@@ -20,6 +21,9 @@ Genome = tuple[int, ...]
 _ROUNDS = 12
 # Less of the budget than this is not worth another search.
 _SPARE_SHARE = 0.01
+# Counted bytes may be so much too many; and so many winners of those between are simulated.
+_ERROR_SHARE = 0.1
+_CHECKS = 6
 
 
 @dataclass(frozen=True)
@@ -51,7 +55,8 @@ def search_scheme(
     """The scheme of the largest gain whose step fits into a budget.
 
     The memory model counts while generations go by and simulates the winner. Where the simulation exceeds the budget,
-    the search is made again with so many bytes less; where it leaves room, with so many more.
+    the search is made again with so many bytes less; where it leaves room, with so many more. Since counting errs in
+    either direction, the best of those that count as a little too large are simulated, too.
 
     Args:
         contributions: what the parts of the model are worth; the search takes those that were measured.
@@ -77,20 +82,72 @@ def search_scheme(
     if least > budget_bytes:
         detail = "the classifier alone trains"
         raise InfeasibleBudget(format_bytes(budget_bytes), least, detail=detail)
-    limits, evaluated = _Limits(budget_bytes), 0
-    best, best_bytes = Scheme(), least
-    limit: int | None = budget_bytes
-    for _ in range(_ROUNDS):
-        if limit is None or contributions.gain(best) >= _largest_gain(contributions):
-            break
-        evolution = _Evolution(contributions, memory, limit, population, random.Random(seed))
-        scheme = evolution.run(generations)
-        evaluated += len(evolution.fitness)
-        nbytes = memory.simulated(scheme)
-        if nbytes <= budget_bytes and contributions.gain(scheme) > contributions.gain(best):
-            best, best_bytes = scheme, nbytes
-        limit = limits.after(limit, memory.counted(scheme), nbytes)
-    return FoundScheme(best, contributions.gain(best), best_bytes, evaluated)
+    search = _Search(contributions, memory, budget_bytes, population, generations, seed)
+    search.best_bytes = least
+    search.approach_budget()
+    search.look_beyond()
+    return FoundScheme(search.best, contributions.gain(search.best), search.best_bytes, search.evaluated)
+
+
+@dataclass
+class _Search:
+    """What was found so far.
+
+    Attributes:
+        best_bytes: by the simulator.
+        limit: the largest of counted bytes whose winner fits.
+        too_large: keys of the schemes that do not, by the simulator.
+    """
+
+    contributions: Contributions
+    memory: MemoryModel
+    budget_bytes: int
+    population: int
+    generations: int
+    seed: int
+    best: Scheme = field(default_factory=Scheme)
+    best_bytes: int = 0
+    limit: int = 0
+    too_large: set[str] = field(default_factory=set)
+    evaluated: int = 0
+
+    def approach_budget(self) -> None:
+        """Find the limit of counted bytes whose winner takes about the budget."""
+        limits = _Limits(self.budget_bytes)
+        limit: int | None = self.budget_bytes
+        for _ in range(_ROUNDS):
+            if limit is None or self._has_all():
+                break
+            scheme, nbytes = self._winner(limit)
+            if nbytes <= self.budget_bytes:
+                self.limit = limit
+            limit = limits.after(limit, self.memory.counted(scheme), nbytes)
+
+    def look_beyond(self) -> None:
+        """Ask the simulator about the best of those that count as a little too large."""
+        limit = round((1 + _ERROR_SHARE) * max(self.limit, self.budget_bytes))
+        for _ in range(_CHECKS):
+            if self._has_all():
+                break
+            _, nbytes = self._winner(limit)
+            if nbytes <= self.budget_bytes:
+                break
+
+    def _winner(self, limit: int) -> tuple[Scheme, int]:
+        evolution = _Evolution(
+            self.contributions, self.memory, limit, self.too_large, self.population, random.Random(self.seed)
+        )
+        scheme = evolution.run(self.generations)
+        self.evaluated += len(evolution.fitness)
+        nbytes = self.memory.simulated(scheme)
+        if nbytes > self.budget_bytes:
+            self.too_large.add(scheme.key())
+        elif self.contributions.gain(scheme) > self.contributions.gain(self.best):
+            self.best, self.best_bytes = scheme, nbytes
+        return scheme, nbytes
+
+    def _has_all(self) -> bool:
+        return self.contributions.gain(self.best) >= _largest_gain(self.contributions)
 
 
 class _Limits:
@@ -134,9 +191,16 @@ def _largest_gain(contributions: Contributions) -> float:
 
 class _Evolution:
     def __init__(
-        self, contributions: Contributions, memory: MemoryModel, limit: int, population: int, draw: random.Random
+        self,
+        contributions: Contributions,
+        memory: MemoryModel,
+        limit: int,
+        too_large: Collection[str],
+        population: int,
+        draw: random.Random,
     ) -> None:
-        self.contributions, self.memory, self.limit, self.draw = contributions, memory, limit, draw
+        self.contributions, self.memory, self.draw = contributions, memory, draw
+        self.limit, self.too_large = limit, too_large
         self.size = population
         self.layers = list(dict.fromkeys(name for name, _ in contributions.weight_gains))
         ratios = {name: [0.0] for name in self.layers}
@@ -168,7 +232,10 @@ class _Evolution:
         return self.fitness[genome]
 
     def _fits(self, genome: Genome) -> bool:
-        return genome == self._nothing() or self.memory.counted(self.scheme(genome)) <= self.limit
+        if genome == self._nothing():
+            return True
+        scheme = self.scheme(genome)
+        return self.memory.counted(scheme) <= self.limit and scheme.key() not in self.too_large
 
     def _fit(self, genome: Genome) -> Genome:
         """Lower random genes until the scheme fits."""

@@ -120,11 +120,15 @@ def tinytl_(
         # The last to be taken back: what other changes put in place has the flags of this one.
         adapting.train_only([*of_model, *of_head])
         if norm == "group":
-            group_batch_norms(adapting)
+            norms = group_batch_norms(adapting)
         else:
-            freeze_batch_norms(adapting, make=detached_batch_norm if norm == "detached" else frozen_batch_norm)
+            norms = freeze_batch_norms(adapting, make=detached_batch_norm if norm == "detached" else frozen_batch_norm)
         if norm == "folded":
             fold_frozen_norms(adapting)
+        if norm == "detached" and norms:
+            adapting.notes.append(f"{norms} BatchNorms follow the batch in training, which cannot be cut then")
+        if norm in ("detached", "group") and not norms:
+            adapting.notes.append(f"the model has no BatchNorm for norm={norm!r}")
         if weight_standardization:
             standardize_convolutions(adapting, but=LiteResidual)
         bare = [block for block in found if lite_beside(model, block) is None]

@@ -240,7 +240,7 @@ def _maker(
     Layers of a transformer compute on (samples, tokens, channels) and multiply (samples x tokens, channels).
     """
     *others, last = readers[value]
-    if last is not op or not all(_is_sum(graph, other, value) for other in others):
+    if last is not op or not all(_makes_little(graph, other, value) for other in others):
         return None
     maker = makers.get(value)
     while maker is not None and maker.is_view:
@@ -251,7 +251,7 @@ def _maker(
     return maker
 
 
-def _is_sum(graph: TrainingGraph, op: Op, value: int) -> bool:
+def _makes_little(graph: TrainingGraph, op: Op, value: int) -> bool:
     """Whether an op makes so little of a value that nobody runs it again to save memory."""
     is_small = all(_TIMES_SMALLER * graph.values[r].nbytes <= graph.values[value].nbytes for r in op.results)
     return is_small and not op.is_view and op.overwrites is None
@@ -263,8 +263,8 @@ def _sum_early(graph: TrainingGraph) -> None:
     ordered: dict[int, Op] = {}
     for op in graph.ops:
         if op.phase == "backward" and op.target in _IN_PLACE:
-            sums = [other for value in op.reads for other in readers[value] if other.target == _SUM]
-            ordered |= {other.index: other for other in sums if other.reads[0] in op.reads}
+            summed = [(other, value) for value in op.reads for other in readers[value] if other.target == _SUM]
+            ordered |= {other.index: other for other, value in summed if _makes_little(graph, other, value)}
         ordered.setdefault(op.index, op)
     graph.ops = list(ordered.values())
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import gzip
+import hashlib
+import os
 import shutil
-import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,7 @@ import torch
 from torch.nn import functional as F
 from torch.utils.data import Dataset, Subset
 
+from torch_odt._whole_file import whole_file
 from torch_odt.cache import default_folder
 from torch_odt.commands.errors import UserError
 from torch_odt.commands.models import INSTALL_TORCHVISION
@@ -137,7 +139,8 @@ def _unpacked_fashion_mnist(data_dir: Path, cache_dir: Path | None) -> Path:
     if missing:
         names = ", ".join(missing)
         raise UserError(f"{raw} lacks {names} (or the same with .gz): give another --data-dir, or --download")
-    root = (cache_dir or default_folder()) / "datasets"
+    origin = hashlib.sha256(os.fsencode(raw.resolve())).hexdigest()[:16]
+    root = (cache_dir or default_folder()) / "datasets" / origin
     target = root / "FashionMNIST" / "raw"
     try:
         target.mkdir(parents=True, exist_ok=True)
@@ -151,22 +154,18 @@ def _unpacked_fashion_mnist(data_dir: Path, cache_dir: Path | None) -> Path:
 def _unpack(raw: Path, stem: str, target: Path) -> None:
     """Put one file there, whole or not at all; nothing to do if it is as new as its source.
 
-    Several processes may unpack at once: each writes a file of its own.
+    Several processes may unpack at once.
     """
     source = raw / stem if (raw / stem).is_file() else raw / f"{stem}.gz"
     final = target / stem
-    if final.is_file() and final.stat().st_mtime >= source.stat().st_mtime:
+    origin = source.stat()
+    if final.is_file() and final.stat().st_mtime_ns == origin.st_mtime_ns:
         return
     open_packed = gzip.open if source.suffix == ".gz" else open
-    with tempfile.NamedTemporaryFile(dir=target, prefix=f"{stem}.", suffix=".partial", delete=False) as unpacked:
-        partial = Path(unpacked.name)
-        try:
-            with open_packed(source, "rb") as packed:
-                shutil.copyfileobj(packed, unpacked)
-            unpacked.close()
-            partial.replace(final)
-        finally:
-            partial.unlink(missing_ok=True)
+    with whole_file(final) as partial, open_packed(source, "rb") as packed, partial.open("wb") as unpacked:
+        shutil.copyfileobj(packed, unpacked)
+        unpacked.close()
+        os.utime(partial, ns=(origin.st_atime_ns, origin.st_mtime_ns))
 
 
 def _cifar10(data_dir: Path, size: int, download: bool) -> ImageData:

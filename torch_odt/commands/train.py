@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,6 +17,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 import torch_odt as odt
+from torch_odt._whole_file import whole_file
 from torch_odt.commands import adaptive, background, checkpoints, live, options
 from torch_odt.commands.checkpoints import Checkpoints, Order
 from torch_odt.commands.data import NAMES, ImageData, load_data
@@ -288,20 +288,11 @@ def save(model: nn.Module, path: Path) -> None:
         tensors[name] = tensor.clone() if storage in seen else tensor
         tensors[name] = tensors[name].contiguous()
         seen.add(storage)
-    partial = path.with_name(f"{path.name}.partial")
     try:
-        save_file(tensors, partial)
-        # The library's files are for their owner alone.
-        partial.chmod(0o666 & ~_umask())
-        partial.replace(path)
+        with whole_file(path) as partial:
+            save_file(tensors, partial)
     except OSError as error:
         raise UserError(f"--save {path}: {error.strerror or error}") from error
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
 
 
 def _introduction(arguments: argparse.Namespace, data: ImageData, report: Report, batches: int) -> str:
