@@ -78,6 +78,8 @@ def test_a_model_without_biases_is_refused_and_left_as_it_was() -> None:
 def test_a_head_that_is_none_is_named() -> None:
     with pytest.raises(ValueError, match="head='features' is no linear layer"):
         odt.adapt.bias_only_(MOBILENET_V2.model(), head="features")
+    adaptation = odt.adapt.bias_only_(MOBILENET_V2.model(), head="features.18.0", classes=5)
+    assert "though classifier.1 is registered as the last layer" in adaptation.notes[0]
     with pytest.raises(ValueError, match=r"no linear layer or convolution.*ReLU"):
         odt.adapt.bias_only_(nn.Sequential(nn.ReLU()))
 

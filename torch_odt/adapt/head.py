@@ -64,6 +64,8 @@ def replace_head(adapting: Adapting, classes: int, *, head: str | None = None) -
             option: getattr(old, option) for option in ("stride", "padding", "dilation", "groups", "padding_mode")
         }
         new = nn.Conv2d(old.in_channels, classes, old.kernel_size, bias=old.bias is not None, **geometry)  # type: ignore[arg-type]
+    if name != (last := find_head(adapting.model)):
+        adapting.notes.append(f"the classifier is {name}, as head= says, though {last} is registered as the last layer")
     adapting.replace(name, new.to(old.weight.device, old.weight.dtype), is_added=True)
     _tell(adapting, classes)
     return name

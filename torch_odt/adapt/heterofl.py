@@ -176,7 +176,7 @@ class MaskedCrossEntropy(nn.Module):
     to `ClientUpdate`, so that the rows are merged from clients that have them.
 
     Args:
-        classes: those that the client has.
+        classes: those that the client has. A target of another class goes unnoticed: its logit counts as 0.
         of: how many there are.
 
     Raises:
