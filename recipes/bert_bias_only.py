@@ -38,6 +38,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch_odt as odt
 from recipes.common.process_bytes import ROOMY, Training, TrainingBytes, training_bytes
+from recipes.common.quick import set_quick
 from recipes.common.small_bert import PAD, Pretraining, bert_config, make_classifier, make_tokenizer, token_ids
 from torch_odt._whole_file import whole_file
 from torch_odt.cache import default_folder
@@ -168,8 +169,7 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     if options.quick:
         quick = {"layers": 2, "width": 64, "pretrain_steps": 300, "steps": 150, "seeds": 1}
-        for name, value in quick.items():
-            setattr(options, name, value)
+        set_quick(parser, options, quick)
     wanted = [f"banking77/{name}.csv" for name in ("train", "test")]
     if options.data_dir is None or not all((options.data_dir / name).is_file() for name in wanted):
         parser.error(

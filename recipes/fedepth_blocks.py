@@ -33,6 +33,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch_odt as odt
 from recipes.common.client_device import Batch, Client, Device, State, copied
+from recipes.common.quick import set_quick
 from recipes.common.spoken_digits import Samples, load_speakers
 from torch_odt.adapt import Blockwise, ClientUpdate, Mix, SubModel, merge_sub_models
 from torch_odt.cache import default_folder
@@ -270,7 +271,7 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
             "Digit Dataset), or take --data digits, which needs none"
         )
     if options.quick:
-        options.rounds = 3
+        set_quick(parser, options, {"rounds": 3})
     return options
 
 

@@ -43,6 +43,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch_odt as odt
 from recipes.common.process_bytes import ROOMY, Training, TrainingBytes, training_bytes
+from recipes.common.quick import set_quick
 from recipes.common.small_resnet import SmallConvNet, SmallResNet
 from torch_odt._whole_file import whole_file
 from torch_odt.adapt import DistillationLoss, StoredOutputs, WithHints
@@ -216,8 +217,7 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     if options.quick:
         quick = {"mentor_steps": 80, "steps": 200, "image_size": 16, "trials": 2, "seeds": 1}
-        for name, value in quick.items():
-            setattr(options, name, value)
+        set_quick(parser, options, quick)
     defaults = {"labelled": (500, 50), "unlabelled": (4500, 350), "held_out": (2000, 300)}
     for name, (usual, of_digits) in defaults.items():
         if getattr(options, name) is None:
@@ -228,11 +228,13 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
 def _name(options: argparse.Namespace) -> str:
     """Everything that the mentor depends on."""
     names = ("data", "image_size", "mentor_samples", "width", "mentor_steps", "mentor_rate", "batch")
+    # Few samples are shared out: what the device has is not the mentor's.
+    names += ("labelled", "unlabelled", "held_out")
     return "mentor-" + "-".join(str(getattr(options, name)) for name in names).replace("/", "_")
 
 
 def _parts(options: argparse.Namespace, train: Dataset[tuple[Tensor, int]], test: Dataset[tuple[Tensor, int]]) -> Parts:
-    """The same at each call; the mentor's samples come from the end, whatever the device has."""
+    """The same at each call; the mentor's samples come from the end, and are none of the device's."""
     order = torch.randperm(len(train), generator=torch.Generator().manual_seed(0)).tolist()  # type: ignore[arg-type]
     on_device = options.labelled + options.unlabelled
     taken = on_device + options.held_out

@@ -35,6 +35,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch_odt as odt
 from recipes.common.process_bytes import ROOMY
+from recipes.common.quick import set_quick
 from recipes.common.rates import best_rate
 from recipes.common.small_resnet import SmallResNet
 from recipes.common.transfer_task import TransferTask, accuracy, first_half, pretrained
@@ -130,8 +131,7 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
         options.width = 16 if options.network == "small_resnet" else 0.35
     if options.quick:
         quick = {"image_size": 16, "source_samples": 600, "samples": 200, "test_samples": 150}
-        for name, value in (quick | {"pretrain_epochs": 4, "epochs": 3, "rates": [0.03], "seeds": 1}).items():
-            setattr(options, name, value)
+        set_quick(parser, options, quick | {"pretrain_epochs": 4, "epochs": 3, "rates": [0.03], "seeds": 1})
     return options
 
 

@@ -37,6 +37,7 @@ from torch.utils.data import Dataset
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch_odt as odt
+from recipes.common.quick import set_quick
 from torch_odt.adapt import OnlineHead
 from torch_odt.cache import default_folder
 from torch_odt.commands.data import load_data
@@ -212,7 +213,7 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     if options.data_dir is not None and options.data == "digits":
         options.data = "fashion-mnist"
     if options.quick:
-        options.samples, options.pretrain_steps, options.anomaly_samples = 12_000, 200, 1500
+        set_quick(parser, options, {"samples": 12_000, "pretrain_steps": 200, "anomaly_samples": 1500})
     return options
 
 

@@ -34,6 +34,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch_odt as odt
 from recipes.common.narrow_networks import NARROW_NETWORKS, Network
+from recipes.common.quick import set_quick
 from recipes.common.rates import best_rate
 from recipes.common.transfer_task import TransferTask, accuracy, make_task, pretrained
 from torch_odt.adapt.adaptation import Adapting
@@ -143,8 +144,7 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     if options.quick:
         quick = {"source_samples": 640, "pretrain_epochs": 3, "samples": 320}
-        for name, value in (quick | {"epochs": 4, "rates": [0.02], "seeds": 1}).items():
-            setattr(options, name, value)
+        set_quick(parser, options, quick | {"epochs": 4, "rates": [0.02], "seeds": 1})
     return options
 
 

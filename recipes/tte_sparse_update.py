@@ -37,6 +37,7 @@ import torch_odt as odt
 from recipes.common import transfer_task
 from recipes.common.narrow_networks import NARROW_NETWORKS, Network
 from recipes.common.proxyless_mobile import ProxylessMobile
+from recipes.common.quick import set_quick
 from torch_odt.adapt import Adaptation, Contributions, FineTuning, Scheme, SchemeMemory
 from torch_odt.adapt.adaptation import Adapting
 from torch_odt.adapt.head import replace_head
@@ -214,8 +215,7 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     if options.quick:
         quick = {"pretrain": 480, "train": 384, "held_out": 96, "epochs": 3, "layers": 9, "last": [6]}
-        for name, value in (quick | {"ranked": 4, "seeds": 1}).items():
-            setattr(options, name, value)
+        set_quick(parser, options, quick | {"ranked": 4, "seeds": 1})
     return options
 
 

@@ -216,27 +216,28 @@ def pretrained(
         FloatingPointError: training diverged.
     """
     with torch.random.fork_rng(devices=[]):
+        # Of the weights, and of what dropout leaves out.
         torch.manual_seed(0)
         model = make_model().to(memory_format=torch.channels_last)
-    if cache.exists():
-        model.load_state_dict(torch.load(cache, weights_only=True))
-        return model
-    began = time.perf_counter()
-    draw = torch.Generator().manual_seed(0)
-    trainer: torch.optim.Optimizer
-    if optimizer == "sgd":
-        trainer = torch.optim.SGD(model.parameters(), lr=rate, momentum=0.9, weight_decay=1e-4, nesterov=True)
-    else:
-        trainer = torch.optim.AdamW(model.parameters(), lr=rate, weight_decay=1e-2)
-    size = min(64, len(samples.labels))
-    steps = epochs * (len(samples.labels) // size)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(trainer, rate, steps, pct_start=0.1, cycle_momentum=False)
-    for _ in range(epochs):
-        for x, y in samples.batches(size, draw):
-            trainer.zero_grad()
-            cross_entropy(model(x), y, label_smoothing=label_smoothing).backward()
-            trainer.step()
-            schedule.step()
+        if cache.exists():
+            model.load_state_dict(torch.load(cache, weights_only=True))
+            return model
+        began = time.perf_counter()
+        draw = torch.Generator().manual_seed(0)
+        trainer: torch.optim.Optimizer
+        if optimizer == "sgd":
+            trainer = torch.optim.SGD(model.parameters(), lr=rate, momentum=0.9, weight_decay=1e-4, nesterov=True)
+        else:
+            trainer = torch.optim.AdamW(model.parameters(), lr=rate, weight_decay=1e-2)
+        size = min(64, len(samples.labels))
+        steps = epochs * (len(samples.labels) // size)
+        schedule = torch.optim.lr_scheduler.OneCycleLR(trainer, rate, steps, pct_start=0.1, cycle_momentum=False)
+        for _ in range(epochs):
+            for x, y in samples.batches(size, draw):
+                trainer.zero_grad()
+                cross_entropy(model(x), y, label_smoothing=label_smoothing).backward()
+                trainer.step()
+                schedule.step()
     if not all(each.isfinite().all() for each in model.state_dict().values()):
         raise FloatingPointError(f"pretraining diverged at a learning rate of {rate:g}: take a lower one")
     with whole_file(cache) as partial:

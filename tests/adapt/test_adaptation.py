@@ -232,3 +232,93 @@ def test_a_resumed_step_goes_on_bit_for_bit(tmp_path: Path) -> None:
     step, checkpointer = made()
     assert checkpointer.resume().step == 2  # type: ignore[union-attr]
     assert [step(*batch) for batch in batches[2:]] == losses[2:]
+
+
+@pytest.mark.parametrize("options", [{"norm": "detached"}, {"weight_bits": 8}])
+def test_what_came_last_is_merged_first(options: dict[str, Any]) -> None:
+    model = _network()
+    first = odt.adapt.bias_only_(model, norm="folded" if "weight_bits" in options else "frozen")
+    second = odt.adapt.tinytl_(model, mode="bias", **options)
+    model.eval()
+    x = _images()
+    with torch.no_grad():
+        expected = model(x)
+        with pytest.raises(ValueError, match="has put into the model is not in it any more"):
+            first.merge()
+        torch.testing.assert_close(model(x), expected)
+        second.merge()
+        first.merge()
+        torch.testing.assert_close(model(x), expected, rtol=1e-4, atol=1e-4)
+    assert sum(type(module) is nn.BatchNorm2d for module in model.modules()) == 2
+
+
+def test_parameters_that_were_loaded_in_place_of_others_train_again() -> None:
+    model = _network()
+    adaptation = odt.adapt.bias_only_(model)
+    model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()}, assign=True)
+    adaptation.unload()
+    assert all(parameter.requires_grad for parameter in model.parameters())
+
+
+def test_parameters_that_a_later_method_has_renamed_are_not_left_out() -> None:
+    model = _network()
+    first = odt.adapt.bias_only_(model)
+    second = METHODS["tinytl of whole blocks"](model)
+    with pytest.raises(ValueError, match=r"2\.branch\.1\.bias of bias_only has another name by now"):
+        first.parameters()
+    assert len(second.parameters()) == len(second.trained)
+
+
+def test_trained_slices_are_counted_once() -> None:
+    model = _network()
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    adaptation = odt.adapt.sparse_update_(model, Scheme(0, {"0": 1 / 3}))
+    assert (adaptation.before.parameters, adaptation.after.parameters) == (parameters, parameters)
+
+
+class _Listed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm, self.head = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Linear(4, 2)
+        self.steps = [self.conv, self.norm]
+
+    def forward(self, x: Tensor) -> Tensor:
+        for step in self.steps:
+            x = step(x)
+        return self.head(x.mean((2, 3)))
+
+
+def test_a_layer_that_a_list_holds_is_named() -> None:
+    with pytest.raises(ValueError, match=r"_Listed has norm in its steps, too, a list, .* nn\.ModuleList"):
+        odt.adapt.bias_only_(_Listed())
+
+
+def test_hooks_that_do_not_run_are_named() -> None:
+    model = _network()
+    model[1].register_forward_hook(lambda *_: None)
+    assert odt.adapt.bias_only_(model).notes == ("1 has hooks, which do not run while another module is in its place",)
+
+
+@pytest.mark.parametrize("method", ["sparse_update", "bias_only", "tinytl in 8 bits"])
+@pytest.mark.parametrize("door", ["step", "wrap"])
+def test_it_trains_alike_by_either_door_and_in_few_bytes(method: str, door: str) -> None:
+    model, loss_fn = _network(), nn.functional.cross_entropy
+    METHODS[method](model)
+    plain = copy.deepcopy(model)
+    batch = (torch.randn(6, 3, 32, 32), torch.randint(5, (6,)))
+    optimizers = [torch.optim.SGD([p for p in m.parameters() if p.requires_grad], lr=0.1) for m in (model, plain)]
+    plenty = odt.plan(model, loss_fn, batch, budget=odt.Budget("1GiB", of="training"), optimizer=optimizers[0])
+    least = plenty.smallest_feasible_bytes
+    if door == "step":
+        assert least < plenty.peak_bytes
+        budget = odt.Budget((least + plenty.peak_bytes) // 2, of="training")
+        step = odt.TrainStep(model, loss_fn, optimizers[0], budget=budget, cache=False)
+        step(*batch)
+        assert step.plan.peak_bytes < plenty.peak_bytes
+    else:
+        wrapped = odt.wrap(model, budget=odt.Budget("1GiB", of="training"), cache=False)
+        loss_fn(wrapped(batch[0]), batch[1]).backward()
+        optimizers[0].step()
+    loss_fn(plain(batch[0]), batch[1]).backward()
+    optimizers[1].step()
+    torch.testing.assert_close(dict(model.state_dict()), dict(plain.state_dict()), rtol=1e-4, atol=1e-6)

@@ -86,3 +86,24 @@ def test_a_head_that_is_none_is_named() -> None:
 
 def _batches(case: ModelCase, *, count: int = 2, classes: int = 10) -> list[tuple[torch.Tensor, torch.Tensor]]:
     return [(args[0], args[1] % classes) for args, _ in case.batches(count)]
+
+
+@pytest.mark.parametrize("verb", ["bias_only_", "tinytl_"])
+def test_gradients_are_those_of_the_model_as_it_was(verb: str) -> None:
+    model = MOBILENET_V2.model().eval().double()
+    plain = copy.deepcopy(model)
+    x, y = _batches(MOBILENET_V2, count=1)[0]
+    options = {"input_size": x.shape[-1]} if verb == "tinytl_" else {}
+    adaptation = getattr(odt.adapt, verb)(model, **options)
+    for each in (model, plain):
+        nn.functional.cross_entropy(each.eval()(x.double()), y).backward()
+    theirs = {name: parameter.grad for name, parameter in plain.named_parameters()}
+    shared = [name for name in adaptation.trained if ".lite." not in name]
+    assert len(shared) == 54
+    for name in shared:
+        torch.testing.assert_close(model.get_parameter(name).grad, theirs[name], rtol=1e-8, atol=1e-12)
+
+
+def test_biases_of_recurrent_layers_train() -> None:
+    model = nn.ModuleList([nn.LSTM(4, 8), nn.Linear(8, 2)])
+    assert odt.adapt.bias_only_(model).trained == ("0.bias_ih_l0", "0.bias_hh_l0", "1.weight", "1.bias")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -143,3 +144,17 @@ def test_fine_tuning_learns_what_can_be_learnt() -> None:
     before = accuracy(model, batches)
     adaptation = sparse_update_(model, Scheme(2, {"0": 1, "2": 1 / 2}))
     assert FineTuning(batches, batches, epochs=30, lr=0.1)(model, adaptation) > max(before, 0.9)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [({"biases": [1, 99]}, "99 biases"), ({"reference_biases": 99}, "99 biases"), ({"ratios": [0.5, 2.0]}, "2.0")],
+)
+def test_wrong_numbers_are_found_before_anything_trains(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        measure_contributions(_model(), Counting(fails_after=0), **options)
+
+
+def test_a_convolution_that_is_padded_otherwise_is_measured_as_a_whole() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1, padding_mode="reflect"), nn.Flatten(), nn.Linear(36, 2))
+    assert list(measure_contributions(model, lambda *_: 0.5).weight_gains) == [("0", 1.0)]

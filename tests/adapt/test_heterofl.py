@@ -99,8 +99,11 @@ def test_bad_input_is_named() -> None:
         estimate_batch_norm_(nn.Linear(2, 2), [torch.ones(1, 2)])
     with pytest.raises(ValueError, match=r"the logits are of \(2, 4\), not of \(samples, 3\)"):
         MaskedCrossEntropy([0], of=3)(torch.ones(2, 4), torch.zeros(2, dtype=torch.long))
+    norm = nn.BatchNorm1d(2)
+    norm.running_mean.fill_(1)
     with pytest.raises(ValueError, match="no batches"):
-        estimate_batch_norm_(nn.BatchNorm1d(2), [])
+        estimate_batch_norm_(norm, [])
+    assert torch.equal(norm.running_mean, torch.ones(2))
     with pytest.raises(ValueError, match=r"those of an adapted model are estimated before, or after its merge"):
         estimate_batch_norm_(nn.Sequential(FrozenBatchNorm(nn.BatchNorm1d(2))), [torch.ones(2, 2)])
     with pytest.raises(ValueError, match="not finite"):

@@ -7,8 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor, nn
+from torchvision.models import swin_t
 
+import torch_odt as odt
 from torch_odt.adapt import Scheme
 
 
@@ -65,7 +68,7 @@ def test_slices_of_layers_that_compute_more_are_refused() -> None:
     model[3] = OwnConv(6, 6, 3)
     assert list(Scheme(weights={"3": 0.5}).check(model)) == ["3"]
     attention = nn.ModuleList([nn.MultiheadAttention(8, 2), nn.Linear(8, 2)])
-    with pytest.raises(ValueError, match=r"'0.out_proj' is a NonDynamicallyQuantizableLinear.*read by another module"):
+    with pytest.raises(ValueError, match=r"'0.out_proj' has a weight that is read by MultiheadAttention"):
         Scheme(weights={"0.out_proj": 0.5}).check(attention)
 
 
@@ -95,3 +98,33 @@ def test_a_file_that_is_no_scheme_is_refused(content: str, message: str, tmp_pat
     path.write_text(content)
     with pytest.raises(ValueError, match=message):
         Scheme.load(path)
+
+
+def test_layers_that_are_read_and_not_called_are_no_slices_and_stay_in_32_bits() -> None:
+    swin = swin_t(num_classes=3)
+    model = nn.Sequential(nn.Linear(4, 16), nn.TransformerEncoderLayer(16, 2, 32, batch_first=True), nn.Linear(16, 2))
+    for each, name, reader in (
+        (swin, "features.3.0.attn.qkv", "ShiftedWindowAttention"),
+        (model, "1.linear1", "TransformerEncoderLayer"),
+    ):
+        with pytest.raises(ValueError, match=f"'{name}' has a weight that is read by {reader}"):
+            odt.adapt.sparse_update_(each, Scheme(weights={name: 1 / 4}))
+        adaptation = odt.adapt.sparse_update_(each, Scheme(), weight_bits=8)
+        assert any(note.startswith(f"{name} has a weight that is read by {reader}") for note in adaptation.notes)
+    with torch.no_grad():
+        assert model.eval()(torch.randn(2, 5, 4)).isfinite().all()
+        assert swin.eval()(torch.randn(1, 3, 64, 64)).isfinite().all()
+
+
+def test_a_weight_of_two_layers_is_no_slice() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4), nn.Linear(4, 2))
+    model[2].weight = model[0].weight
+    with pytest.raises(ValueError, match="'0' has a weight that is read by 2, which shares it"):
+        odt.adapt.sparse_update_(model, Scheme(weights={"0": 0.5}))
+
+
+def test_layers_that_an_earlier_method_has_taken_are_told() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(36, 2))
+    odt.adapt.tinytl_(model, mode="bias", weight_bits=8)
+    with pytest.raises(ValueError, match=r"it is a StoredConv2d; Sequential has no such layer left: merge\(\)"):
+        odt.adapt.sparse_update_(model, Scheme(weights={"0": 0.5}))

@@ -122,3 +122,9 @@ def test_finds_what_brute_force_finds_by_the_simulator() -> None:
     for budget in sorted(sizes)[::2]:
         best = max(contributions.gain(each) for each, size in zip(schemes, sizes, strict=True) if size <= budget)
         assert search_scheme(contributions, memory, budget=budget, generations=30).gain == pytest.approx(best)
+
+
+def test_sizes_of_the_search_that_are_none_are_refused() -> None:
+    for options in ({"population": 1}, {"generations": -1}):
+        with pytest.raises(ValueError, match="at least 2 schemes"):
+            search_scheme(_contributions(1), Prices(1), budget=60, **options)

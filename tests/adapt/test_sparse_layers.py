@@ -140,3 +140,8 @@ def test_channels_of_the_largest_norm_are_kept() -> None:
         kept_channels(layer, 1 / 2, choice="best")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="share of the input channels"):
         kept_channels(layer, 0)
+
+
+def test_a_sample_without_batch_dimension_is_taken_as_the_layer_takes_it() -> None:
+    layer, x = nn.Conv2d(4, 3, 3), torch.randn(4, 6, 6)
+    torch.testing.assert_close(SparseConv(layer, torch.tensor([1, 2]))(x), layer(x))

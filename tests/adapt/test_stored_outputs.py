@@ -274,3 +274,9 @@ def _mentor(seed: int = 0) -> Mentor:
 def _change(folder: Path, **values: Any) -> None:
     path = folder / "outputs.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+
+def test_a_file_in_the_place_of_the_folder_is_named(tmp_path: Path) -> None:
+    (tmp_path / "outputs").touch()
+    with pytest.raises(odt.StoredOutputsError, match="outputs is a file: give a folder"):
+        store_outputs(_mentor(), torch.randn(4, 3, 4, 4), tmp_path / "outputs")

@@ -18,7 +18,7 @@ from torchvision.models import resnet18, resnet50
 import torch_odt as odt
 from torch_odt.adapt import Adaptation, Scheme
 from torch_odt.adapt.group_norm import group_count
-from torch_odt.adapt.lite_residual import LiteResidual, LiteShape
+from torch_odt.adapt.lite_residual import LiteBranch, LiteResidual, LiteShape
 from torch_odt.adapt.stored_weights import StoredConv2d, StoredLinear
 from torch_odt.adapt.weight_standardization import StandardizedConv2d, standardized
 
@@ -479,3 +479,18 @@ def test_pretrained_modules_are_standardized_where_they_were_made_so() -> None:
         odt.adapt.tinytl_(model, norm="group", weight_standardization=True, input_size=SIZE)
         kinds = {type(conv) for lite in lites(model) for conv in (lite.conv, lite.pointwise)}
         assert kinds == {StandardizedConv2d if standardized_modules else nn.Conv2d}
+
+
+def test_blocks_are_what_a_function_says() -> None:
+    def pair() -> nn.Sequential:
+        return nn.Sequential(nn.Conv2d(8, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8))
+
+    def make() -> nn.Sequential:
+        return nn.Sequential(nn.Conv2d(3, 8, 3), pair(), pair(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 2))
+
+    for blocks, names in ((lambda name, module: "" if name == "2" else None, ["2"]), ({nn.Sequential: ""}, ["1", "2"])):
+        model = make()
+        odt.adapt.tinytl_(model, blocks=blocks, input_size=SIZE)
+        assert [name for name, module in model.named_children() if isinstance(module, LiteBranch)] == names
+    with pytest.raises(ValueError, match=r"an input of \(1, 8, 1, 1\) is too small .* give the input_size="):
+        model(torch.randn(1, 3, 3, 3))

@@ -153,3 +153,10 @@ def test_a_code_needs_8_bits() -> None:
     for options, text in (({"weight_code": "codebook"}, "give weight_bits=8"), ({"weight_code": "huffman"}, "huffman")):
         with pytest.raises(ValueError, match=text):
             odt.adapt.tinytl_(small_cnn(), mode="bias", **options)  # type: ignore[arg-type]
+
+
+def test_codes_keep_the_memory_format() -> None:
+    conv = nn.Conv2d(8, 6, 3).to(memory_format=torch.channels_last)
+    stored = StoredConv2d(conv, "codebook")
+    assert stored.codes.stride() == stored.weight().stride() == conv.weight.stride()
+    assert torch.equal(stored.weight(), stored.centroids[stored.codes.long()])

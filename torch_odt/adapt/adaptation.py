@@ -10,6 +10,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from torch_odt.adapt.sparse_layers import SparseConv, SparseLinear
 from torch_odt.memory._units import format_bytes
 
 Undo = Callable[[], None]
@@ -51,6 +52,8 @@ def footprint(model: nn.Module) -> Footprint:
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     return Footprint(
         sum(parameter.numel() for parameter in parameters)
+        # Trained slices are a part of whole weights.
+        - sum(layer.trained_weight.numel() for layer in model.modules() if isinstance(layer, SparseLinear | SparseConv))
         + sum(math.prod(module.stored_shape) for module in model.modules() if isinstance(module, StoresWeight)),
         sum(parameter.numel() for parameter in trained),
         # What takes the gradient of an int8 weight is large by its shape alone.
@@ -93,9 +96,19 @@ class Adaptation:
     _is_unloaded: bool = field(default=False, repr=False)
 
     def parameters(self) -> list[nn.Parameter]:
-        """What trains, for the optimizer."""
+        """What trains, for the optimizer.
+
+        Raises:
+            ValueError: a later method has given a parameter another name: its own `parameters()` are what trains now.
+        """
         wanted = set(self.trained)
-        return [parameter for name, parameter in self.model.named_parameters() if name in wanted]
+        found = {name: parameter for name, parameter in self.model.named_parameters() if name in wanted}
+        if missing := wanted - found.keys():
+            raise ValueError(
+                f"{min(missing)} of {self.method} has another name by now, or is gone: take the parameters() of what "
+                "adapted the model last"
+            )
+        return list(found.values())
 
     def unload(self) -> nn.Module:
         """Take the model's structure, modes and what may train back to what they were; trained values stay.
@@ -106,28 +119,33 @@ class Adaptation:
 
         Raises:
             ValueError: something else stands where this method has put a module: a later method's changes are to be
-                taken back first. Nothing has changed then.
+                taken back first. Nothing has changed then. It is not noticed where the later one has changed nothing
+                but what may train.
         """
-        present = set(self.model.modules())
-        own = {change.undo.new for change in self._changes if isinstance(change.undo, _Return)}
-        for change in self._changes:
-            undo = change.undo
-            if isinstance(undo, _Return) and undo.new not in present and not self._is_replaced_later(undo.new):
-                raise ValueError(
-                    f"a {type(undo.new).__name__} that {self.method} has put into the model is not in it any more: "
-                    "take back what was changed afterwards first, by its unload()"
-                )
-            for now, before in change.held() if change.held else ():
-                if now is not before and now not in own:
-                    raise ValueError(
-                        f"a {type(now).__name__} stands where {self.method} has found a {type(before).__name__}: take "
-                        "back what was changed afterwards first, by its unload()"
-                    )
+        self._require_own(self._changes)
         # What was merged has nothing left to take back.
         self._is_unloaded |= bool(self._changes)
         while self._changes:
             self._changes.pop().undo()
         return self.model
+
+    def _require_own(self, changes: Iterable[_Change]) -> None:
+        """Raise ValueError where something else stands in what these have put into the model."""
+        present = set(self.model.modules())
+        own = {change.undo.new for change in self._changes if isinstance(change.undo, _Return)}
+        for change in changes:
+            undo = change.undo
+            if isinstance(undo, _Return) and undo.new not in present and not self._is_replaced_later(undo.new):
+                raise ValueError(
+                    f"a {type(undo.new).__name__} that {self.method} has put into the model is not in it any more: "
+                    "take back what was changed afterwards first, by its unload() or merge()"
+                )
+            for now, before in change.held() if change.held else ():
+                if now is not before and now not in own:
+                    raise ValueError(
+                        f"a {type(now).__name__} stands where {self.method} has found a {type(before).__name__}: take "
+                        "back what was changed afterwards first, by its unload() or merge()"
+                    )
 
     def _is_replaced_later(self, module: nn.Module) -> bool:
         """By this method itself."""
@@ -142,7 +160,8 @@ class Adaptation:
         modules, GroupNorm in BatchNorm's place, standardised weights. It cannot be taken back by `unload` then.
 
         Raises:
-            ValueError: it was taken back by `unload` before: what was added is gone with what it has learnt.
+            ValueError: it was taken back by `unload` before: what was added is gone with what it has learnt. Or
+                something else stands where this method has put a module: what a later one has changed comes first.
 
         Example:
             >>> import torch_odt as odt
@@ -158,6 +177,7 @@ class Adaptation:
                 f"{self.method} was taken back by unload(): what it had added and learnt is gone. Call merge() instead "
                 "of unload() to use a trained model"
             )
+        self._require_own([change for change in self._changes if not change.is_added])
         while self._changes:
             change = self._changes.pop()
             if not change.is_added:
@@ -175,6 +195,7 @@ class Adaptation:
         )
         lines = [f"{self.method} of {type(self.model).__name__}"]
         lines += [f"  {label:<10} {text}" for label, text in rows]
+        lines.append("  activations and all else that a step holds: odt.plan(model, loss_fn, batch, budget=...)")
         lines += [f"  note: {note}" for note in self.notes]
         return "\n".join(lines)
 
@@ -219,11 +240,14 @@ class Adapting:
             is_added: it does not stand for the old one, but has something of its own to learn.
 
         Raises:
-            ValueError: the name is "", the model itself.
+            ValueError: the name is "", the model itself; or a module reaches it by something else than its name.
         """
         if not name:
             raise ValueError(f"the model ({type(self.model).__name__}) itself cannot be replaced: put it into another")
         old = self.model.get_submodule(name)
+        _require_registered(self.model, name, old)
+        if old._forward_hooks or old._forward_pre_hooks:
+            self.notes.append(f"{name} has hooks, which do not run while another module is in its place")
         module.train(old.training)
         _swap(self.model, old, module)
         self._changes.append(_Change(_Return(self.model, old, module), is_added))
@@ -283,7 +307,13 @@ class Adapting:
             return
         parameter.requires_grad_(requires_grad)
         parameter.grad = None
-        self.also_undo(partial(_set, parameter, not requires_grad))
+        owner, local = next(
+            (module, local)
+            for module in self.model.modules()
+            for local, each in module._parameters.items()
+            if each is parameter
+        )
+        self.also_undo(partial(_set, owner, local, not requires_grad))
 
     def _take_back(self) -> None:
         while self._changes:
@@ -331,5 +361,21 @@ def _swap(model: nn.Module, old: nn.Module, new: nn.Module) -> None:
                 setattr(parent, name, new)
 
 
-def _set(parameter: nn.Parameter, requires_grad: bool) -> None:
-    parameter.requires_grad_(requires_grad)
+def _set(owner: nn.Module, local: str, requires_grad: bool) -> None:
+    # Loading may have put another parameter there.
+    parameter = owner._parameters[local]
+    if parameter is not None:
+        parameter.requires_grad_(requires_grad)
+
+
+def _require_registered(model: nn.Module, name: str, module: nn.Module) -> None:
+    """Raise ValueError where Python's own list or dict holds a module: code that looks there finds the old one."""
+    for owner_name, owner in model.named_modules():
+        for attribute, value in vars(owner).items():
+            if attribute.startswith("_") or not isinstance(value, list | tuple | dict):
+                continue
+            if any(each is module for each in (value.values() if isinstance(value, dict) else value)):
+                raise ValueError(
+                    f"{owner_name or type(owner).__name__} has {name} in its {attribute}, too, a "
+                    f"{type(value).__name__}, where nothing can take its place: use an nn.ModuleList or nn.ModuleDict"
+                )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from functools import partial
 from typing import Any, TypeGuard
 
@@ -13,7 +13,7 @@ from torch import nn
 from torch_odt.adapt.adaptation import Adaptation, Adapting
 from torch_odt.adapt.layers import int8_hint
 from torch_odt.adapt.lite_residual import LiteBranch, LiteResidual
-from torch_odt.adapt.residual_blocks import Block, find_blocks
+from torch_odt.adapt.residual_blocks import Block, Blocks, find_blocks
 from torch_odt.adapt.sparse_layers import SparseConv
 from torch_odt.adapt.stored_weights import StoredConv2d
 
@@ -21,7 +21,7 @@ from torch_odt.adapt.stored_weights import StoredConv2d
 def add_lite_residuals_(
     model: nn.Module,
     *,
-    blocks: Mapping[type[nn.Module], str] | None = None,
+    blocks: Blocks | None = None,
     without: Collection[str] = (),
     kernel_size: int = 5,
     expand: float = 1.0,
@@ -89,7 +89,7 @@ def blocks_beside_which(
     model: nn.Module,
     input_size: int | tuple[int, int],
     example: Any,
-    blocks: Mapping[type[nn.Module], str] | None,
+    blocks: Blocks | None,
     without: Collection[str],
 ) -> list[Block]:
     """The blocks that lite residual modules are for.

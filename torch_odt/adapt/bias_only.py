@@ -73,4 +73,9 @@ def bias_only_(
 
 def bias_names(model: nn.Module) -> list[str]:
     """Names of the parameters that are added to something: those which their modules call a bias."""
-    return [name for name, _ in model.named_parameters() if name.rpartition(".")[2].endswith("bias")]
+    return [name for name, _ in model.named_parameters() if _is_bias(name.rpartition(".")[2])]
+
+
+def _is_bias(local: str) -> bool:
+    # Recurrent layers call theirs bias_ih_l0 and bias_hh_l0.
+    return local.endswith("bias") or local.startswith(("bias_ih", "bias_hh"))

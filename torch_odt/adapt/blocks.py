@@ -303,7 +303,7 @@ class _Units:
         start = self.ends[first][0]
         x, target = self._batch
         if start is not None:
-            x = torch.zeros(start.shape, dtype=start.dtype)
+            x = torch.zeros(start.shape, dtype=start.dtype, device=x.device)
         parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
         name = _block_name(start, self.ends[end - 1][1])
         if not parameters:

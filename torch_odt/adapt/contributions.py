@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch_odt._whole_file import whole_file
 from torch_odt.adapt.adaptation import Adaptation
 from torch_odt.adapt.head import find_head
-from torch_odt.adapt.scheme import RATIOS, Scheme, body_biases, may_be_sliced, updatable_layers
+from torch_odt.adapt.scheme import RATIOS, Scheme, body_biases, updatable_layers, why_whole
 from torch_odt.adapt.sparse_update import sparse_update_
 from torch_odt.adapt.weights_digest import weights_digest
 
@@ -172,7 +172,12 @@ def measure_contributions(
         return results.get(scheme.key(), run)
 
     measured = Scheme(weights=dict.fromkeys(names, 1.0)).check(model, head=head)
-    ratios_of = {name: ratios if may_be_sliced(model.get_submodule(name)) else [1.0] for name in names}
+    ratios_of = {name: [1.0] if why_whole(model, name) else ratios for name in names}
+    # A wrong number is to be found now, and not after hours of training.
+    for ratio in ratios:
+        Scheme(weights={"any": ratio})
+    for count in (*counts, reference):
+        Scheme(count).check(model, head=head)
     alone = accuracy_of(Scheme(0))
     bias_gains = {count: accuracy_of(Scheme(count)) - alone for count in counts}
     with_biases = accuracy_of(Scheme(reference))

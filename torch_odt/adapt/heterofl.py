@@ -149,8 +149,6 @@ def estimate_batch_norm_(model: nn.Module, batches: Iterable[Any], *, reset: boo
         norm.train()
         # The mean over all batches, and not one that forgets.
         norm.momentum, norm.track_running_stats = None, True
-        if reset:
-            norm.reset_running_stats()
     seen = False
     try:
         with torch.no_grad():
@@ -158,6 +156,9 @@ def estimate_batch_norm_(model: nn.Module, batches: Iterable[Any], *, reset: boo
                 x = batch[0] if isinstance(batch, (tuple, list)) else batch
                 if not bool(x.isfinite().all()):
                     raise ValueError("a batch holds numbers that are not finite; the statistics are of those before it")
+                if reset and not seen:
+                    for norm in norms:
+                        norm.reset_running_stats()
                 model(x)
                 seen = True
     finally:

@@ -73,7 +73,14 @@ class LiteResidual(nn.Module):
         nn.init.zeros_(self.last_norm.weight)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.last_norm(self.pointwise(self.relu(self.norm(self.conv(self.pool(x))))))
+        try:
+            pooled = self.pool(x)
+        except RuntimeError as error:
+            raise ValueError(
+                f"an input of {tuple(x.shape)} is too small for this lite residual module: give the input_size= of the "
+                "images that the model will see"
+            ) from error
+        return self.last_norm(self.pointwise(self.relu(self.norm(self.conv(pooled)))))
 
 
 class LiteBranch(nn.Sequential):

@@ -5,7 +5,7 @@ A new type of block is one more row of `BRANCHES`, or an entry of the argument `
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,6 +33,10 @@ BRANCHES = {
 }
 
 
+# Types with the attribute of each, or a function of a module's name and the module.
+Blocks = Mapping[type[nn.Module], str] | Callable[[str, nn.Module], str | None]
+
+
 @dataclass(frozen=True)
 class Block:
     """A block as it ran.
@@ -48,31 +52,35 @@ class Block:
     shape: LiteShape
 
 
-def find_blocks(model: nn.Module, example: Any, *, blocks: Mapping[type[nn.Module], str] | None = None) -> list[Block]:
+def find_blocks(model: nn.Module, example: Any, *, blocks: Blocks | None = None) -> list[Block]:
     """The blocks of known types, in order, with their shapes; those with a lite residual module are among them.
 
     Args:
         model: runs once, without gradients and in evaluation mode.
         example: one sample, with the batch dimension.
         blocks: further types, each with the attribute to whose result a lite module's is added; "" for the whole block.
+            Or a function that says so of a module and its name, or None where that is no block.
 
     Raises:
         ValueError: the model has no such block; a block lacks the attribute, or is not called with images.
     """
-    for kind in blocks or {}:
+    branch_of = blocks if callable(blocks) else lambda name, module: None
+    types: Mapping[type[nn.Module], str] = {} if blocks is None or callable(blocks) else blocks
+    for kind in types:
         if not isinstance(kind, type):
             raise ValueError(f"blocks has {kind!r}: its keys are the types of blocks themselves, {{YourBlock: ...}}")
-    branches = {**BRANCHES, **{_full_name(kind): branch for kind, branch in (blocks or {}).items()}}
+    branches = {**BRANCHES, **{_full_name(kind): branch for kind, branch in types.items()}}
     found: dict[str, str] = {}
     for name, module in model.named_modules():
         if any(name.startswith(f"{outer}.") for outer in found):
             continue
-        known = [_full_name(kind) for kind in type(module).__mro__ if _full_name(kind) in branches]
+        # The model itself is no block, though it may be of the same type as one, as nn.Sequential is.
+        known = [_full_name(kind) for kind in type(module).__mro__ if name and _full_name(kind) in branches]
         if isinstance(module, LiteBranch):
             # In the place of a whole block, or inside of one whose type is not known this time.
             found[name] = name
-        elif known:
-            branch = branches[known[0]]
+        elif (branch := branch_of(name, module) if name else None) is not None or known:
+            branch = branches[known[0]] if branch is None else branch
             if branch and not hasattr(module, branch):
                 raise ValueError(f"{name or 'the model'} is a {type(module).__name__}, but has no {branch!r}")
             found[name] = f"{name}.{branch}".strip(".") if branch else name

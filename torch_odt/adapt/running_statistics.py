@@ -111,7 +111,8 @@ class RunningStatistics:
 
     def state_dict(self) -> dict[str, Any]:
         """What was counted, for `load_state_dict`; the tensors are its own."""
-        return {"samples": self.samples, "weight": self.weight, "mean": self.mean, "squares": self._squares}
+        counted = {"samples": self.samples, "weight": self.weight, "mean": self.mean, "squares": self._squares}
+        return counted | {"forgetting": self.forgetting, "eps": self.eps}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over a state, as a copy.
@@ -122,5 +123,6 @@ class RunningStatistics:
         if state["mean"].shape != self.mean.shape:
             raise ValueError(f"the state has {state['mean'].numel()} features; here there are {self.mean.numel()}")
         self.samples, self.weight = state["samples"], state["weight"]
+        self.forgetting, self.eps = state["forgetting"], state["eps"]
         self.mean.copy_(state["mean"])
         self._squares.copy_(state["squares"])

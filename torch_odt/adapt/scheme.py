@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from torch import nn
-from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from torch_odt.adapt.bias_only import bias_names
 from torch_odt.adapt.head import find_head
 from torch_odt.adapt.layers import int8_hint
-from torch_odt.adapt.sparse_layers import SPARSE_TYPES
+from torch_odt.adapt.sparse_layers import CONVOLUTIONS, SPARSE_TYPES, padding_of
+from torch_odt.adapt.whole_weights import reader_of
 
 RATIOS = (1 / 8, 1 / 4, 1 / 2, 1.0)
 _FORMAT, _VERSION = "torch_odt.scheme", 1
@@ -80,13 +80,11 @@ class Scheme:
             if layer is None or not isinstance(layer, SPARSE_TYPES):
                 what = "the model has none of this name" if layer is None else f"it is a {type(layer).__name__}"
                 known = ", ".join(updatable_layers(model, head=head)[:5])
-                has = f"it has {known}, ..." if known else f"it has none of float weights{int8_hint(model)}"
+                adapted = f"{type(model).__name__} has no such layer left: merge() or unload() what adapted it before"
+                has = f"it has {known}, ..." if known else int8_hint(model).removeprefix(". ") or adapted
                 raise ValueError(f"{name!r} is no linear layer or convolution: {what}; {has}")
-            if self.weights[name] != 1 and not may_be_sliced(layer):
-                raise ValueError(
-                    f"{name!r} is a {type(layer).__name__}, which may compute more than torch's own layer, or be read "
-                    "by another module: its weight trains as a whole (ratio 1) or not at all"
-                )
+            if self.weights[name] != 1 and (reason := why_whole(model, name)):
+                raise ValueError(f"{name!r} {reason}: its weight trains as a whole (ratio 1) or not at all")
             if name == classifier:
                 raise ValueError(f"{name!r} is the classifier, which trains anyway: leave it out of the scheme")
             shape = tuple(layer.weight.shape)
@@ -149,13 +147,26 @@ def updatable_layers(model: nn.Module, *, head: str | None = None) -> list[str]:
     return [name for name, module in model.named_modules() if isinstance(module, SPARSE_TYPES) and name != classifier]
 
 
-def may_be_sliced(layer: nn.Module) -> bool:
-    """Whether some of a layer's input channels may train alone: another layer stands in its place then."""
-    base = next((kind for kind in SPARSE_TYPES if isinstance(layer, kind)), None)
-    if base is None or isinstance(layer, NonDynamicallyQuantizableLinear) or "weight" not in layer._parameters:
-        return False
+def why_whole(model: nn.Module, name: str) -> str | None:
+    """Why some of a layer's input channels cannot train alone, when another layer would stand in its place.
+
+    Returns:
+        The reason, to follow the layer's name; None where they can.
+    """
+    layer = model.get_submodule(name)
+    base = next(kind for kind in SPARSE_TYPES if isinstance(layer, kind))
     computes = ("forward", "_conv_forward")
-    return all(getattr(type(layer), name, None) is getattr(base, name, None) for name in computes)
+    is_own = all(getattr(type(layer), each, None) is getattr(base, each, None) for each in computes)
+    if not is_own or "weight" not in layer._parameters:
+        return f"is a {type(layer).__name__}, which may compute more than torch's own layer"
+    if reader := reader_of(model, name):
+        return f"has a weight that is read by {reader}"
+    if isinstance(layer, CONVOLUTIONS):
+        try:
+            padding_of(layer)
+        except ValueError as error:
+            return f"has {error}"
+    return None
 
 
 def body_biases(model: nn.Module, *, head: str | None = None) -> list[str]:

@@ -88,7 +88,7 @@ class SchemeMemory:
         self._classifier = find_head(model, head)
         self._biases = body_biases(model, head=head)
         self._modules = dict(model.named_modules())
-        self._sizes = {name: parameter.nbytes for name, parameter in model.named_parameters()}
+        self._sizes = {name: parameter.nbytes for name, parameter in model.named_parameters(remove_duplicate=False)}
         item = batch[0].element_size() if batch[0].is_floating_point() else 4
         layers = run_layers(model, *batch[:-1])
         self._stages = [
@@ -111,7 +111,8 @@ class SchemeMemory:
         key = scheme.key()
         if key not in self._simulated:
             model = copy.deepcopy(self._model)
-            adaptation = sparse_update_(model, scheme, classes=self._classes, head=self._head)
+            with torch.random.fork_rng(devices=[]):
+                adaptation = sparse_update_(model, scheme, classes=self._classes, head=self._head)
             optimizer = self._make_optimizer(adaptation.parameters())
             self._simulated[key] = step_bytes(model, self._loss_fn, self._batch, optimizer=optimizer)
         return self._simulated[key]

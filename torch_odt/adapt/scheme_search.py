@@ -67,6 +67,7 @@ def search_scheme(
 
     Raises:
         InfeasibleBudget: not even the classifier alone fits.
+        ValueError: `population` is below 2, or `generations` below 0.
 
     Example:
         >>> class OneByteEach:
@@ -77,6 +78,8 @@ def search_scheme(
         >>> print(search_scheme(contributions, OneByteEach(), budget=2).scheme)
         the last 1 biases, weights of a (1), classifier
     """
+    if population < 2 or generations < 0:
+        raise ValueError(f"population={population}, generations={generations}: at least 2 schemes, and 0 generations")
     budget_bytes = parse_bytes(budget) if isinstance(budget, str) else budget
     least = memory.simulated(Scheme())
     if least > budget_bytes:

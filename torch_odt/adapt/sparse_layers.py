@@ -103,7 +103,7 @@ class SparseConv(nn.Module):
 
     def __init__(self, layer: nn.Conv1d | nn.Conv2d | nn.Conv3d, kept: Tensor) -> None:
         super().__init__()
-        self.stride, self.padding, self.dilation = layer.stride, _padding(layer), layer.dilation
+        self.stride, self.padding, self.dilation = layer.stride, padding_of(layer), layer.dilation
         self.in_channels, self.groups = layer.in_channels, layer.groups
         self.register_parameter("weight", layer._parameters["weight"])
         self.register_parameter("bias", layer._parameters["bias"])
@@ -121,6 +121,8 @@ class SparseConv(nn.Module):
         self.trained_weight = nn.Parameter(layer.weight.detach().index_select(self.dim, rows))
 
     def forward(self, x: Tensor) -> Tensor:
+        if x.dim() == len(self.stride) + 1:
+            return self.forward(x.unsqueeze(0)).squeeze(0)
         geometry = (list(self.stride), list(self.padding), list(self.dilation), self.groups, self.kept_groups, self.dim)
         x, weight, trained, bias = _autocast(x, self.weight, self.trained_weight, self.bias)
         return _SparseConv.apply(x, weight, trained, bias, self.kept, self.inputs, geometry)
@@ -153,7 +155,8 @@ def _autocast(
     return x.to(dtype), weight.to(dtype), trained.to(dtype), None if bias is None else bias.to(dtype)
 
 
-def _padding(layer: nn.Conv1d | nn.Conv2d | nn.Conv3d) -> tuple[int, ...]:
+def padding_of(layer: nn.Conv1d | nn.Conv2d | nn.Conv3d) -> tuple[int, ...]:
+    """Rows or columns of zeros on either side, for each dimension; raises ValueError where it is another padding."""
     if layer.padding_mode != "zeros":
         raise ValueError(f"padding_mode={layer.padding_mode!r}: only convolutions padded with zeros train in part")
     if not isinstance(layer.padding, str):

@@ -109,10 +109,7 @@ def _train_weight(
     if isinstance(layer, nn.Linear):
         sparse = SparseLinear(layer, kept)
     else:
-        try:
-            sparse = SparseConv(layer, kept)  # type: ignore[arg-type]
-        except ValueError as error:
-            raise ValueError(f"{name}: {error}") from error
+        sparse = SparseConv(layer, kept)  # type: ignore[arg-type]
     adapting.replace(name, sparse)
     adapting.also_undo(sparse.merge)
     return f"{name}.trained_weight"

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from torch_odt.adapt.adaptation import Adapting, StoresWeight
 from torch_odt.adapt.weight_codebook import CENTROIDS, make_codebook, read_codebook
+from torch_odt.adapt.whole_weights import reader_of
 
 WeightCode = Literal["affine", "codebook"]
 WEIGHT_CODES: tuple[WeightCode, ...] = ("affine", "codebook")
@@ -99,23 +100,21 @@ def store_frozen_weights(adapting: Adapting, code: WeightCode = "affine") -> int
     """Store the frozen weights of 2-D convolutions and linear layers in 8 bits, and free those of 32.
 
     Returns:
-        How many there were. Those that several layers share stay as they are, and so do convolutions that are padded
-        with something else than zeros, and weights that take less than their codebook would; notes name them.
+        How many there were. Those that something beside the layer reads stay as they are, and so do convolutions that
+        are padded with something else than zeros, layers of other classes, and weights that take less than their
+        codebook would; notes name them.
     """
-    uses: dict[int, int] = {}
-    # A module under several names is one use: it is replaced under all of them.
-    for module in adapting.model.modules():
-        for parameter in module._parameters.values():
-            uses[id(parameter)] = uses.get(id(parameter), 0) + 1
     count = 0
     small: list[str] = []
+    others: list[str] = []
     for name, module in list(adapting.model.named_modules()):
-        # Subclasses compute something else, or are read by what they are part of (nn.MultiheadAttention).
-        if type(module) not in (nn.Linear, nn.Conv2d) or module.weight.requires_grad:
+        if not isinstance(module, nn.Linear | nn.Conv2d) or module.weight.requires_grad:
             continue
-        assert isinstance(module, nn.Linear | nn.Conv2d)
-        if uses[id(module.weight)] > 1:
-            adapting.notes.append(f"{name} shares its weight, which stays in {module.weight.dtype}")
+        if type(module) not in (nn.Linear, nn.Conv2d):
+            # Subclasses compute something else.
+            others.append(name)
+        elif reader := reader_of(adapting.model, name):
+            adapting.notes.append(f"{name} has a weight that is read by {reader}; it stays in {module.weight.dtype}")
         elif isinstance(module, nn.Conv2d) and module.padding_mode != "zeros":
             adapting.notes.append(f"{name} is padded by {module.padding_mode!r}; its weight stays as it is")
         elif code == "codebook" and not _codebook_saves(module.weight):
@@ -123,6 +122,8 @@ def store_frozen_weights(adapting: Adapting, code: WeightCode = "affine") -> int
         else:
             _store(adapting, name, module, code)
             count += 1
+    if others:
+        adapting.notes.append(f"{len(others)} layers of classes of their own keep their weights: {others[0]}, ...")
     if small:
         adapting.notes.append(f"{len(small)} weights are smaller than a codebook and stay: {', '.join(small[:3])}, ...")
     return count

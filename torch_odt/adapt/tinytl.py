@@ -5,7 +5,7 @@ H. Cai et al., "TinyTL: Reduce Memory, Not Parameters for Efficient On-Device Le
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from typing import Any, Literal
 
 from torch import nn
@@ -26,7 +26,7 @@ from torch_odt.adapt.frozen_batch_norm import FrozenBatchNorm, freeze_batch_norm
 from torch_odt.adapt.group_norm import group_batch_norms
 from torch_odt.adapt.head import find_head, replace_head
 from torch_odt.adapt.lite_residual import LiteBranch, LiteResidual
-from torch_odt.adapt.residual_blocks import Block
+from torch_odt.adapt.residual_blocks import Block, Blocks
 from torch_odt.adapt.stored_weights import WEIGHT_CODES, WeightCode, store_frozen_weights
 from torch_odt.adapt.weight_standardization import standardize_convolutions
 
@@ -45,7 +45,7 @@ def tinytl_(
     weight_standardization: bool = False,
     weight_bits: Literal[32, 8] = 32,
     weight_code: WeightCode = "affine",
-    blocks: Mapping[type[nn.Module], str] | None = None,
+    blocks: Blocks | None = None,
     without: Collection[str] = (),
     kernel_size: int = 5,
     expand: float = 1.0,
@@ -82,7 +82,9 @@ def tinytl_(
         weight_code: what they stand for: "affine", a multiple of the output channel's scale, or "codebook", one of 256
             values that k-means has found for the layer (`StoredLinear` says which to choose).
         blocks: further types of blocks: each with the attribute to whose result a lite module's is added, before the
-            block's own shortcut; "" for a block without an activation at its end.
+            block's own shortcut; "" for a block without an activation at its end. Or a function of a module's name and
+            the module that returns this attribute, or None where that is no block. Modes without lite modules take no
+            notice of `blocks`, `without`, `kernel_size`, `expand`, `input_size` and `example`.
         without: names of blocks that get no lite module, or whose own does not train. The first block's input is the
             largest by far; the paper's own networks have none beside it.
         kernel_size, expand: of new lite residual modules: the convolution's k, odd, and its channels as a multiple of

@@ -26,8 +26,8 @@ def make_codebook(weight: Tensor) -> tuple[Tensor, Tensor]:
         weight: of any shape and floating type.
 
     Returns:
-        uint8 of the weight's shape, and 256 values of its type in ascending order, the largest repeated where there
-        are fewer.
+        uint8 of the weight's shape and memory format, and 256 values of its type in ascending order, the largest
+        repeated where there are fewer.
 
     Raises:
         ValueError: an element is NaN or infinite.
@@ -47,11 +47,16 @@ def make_codebook(weight: Tensor) -> tuple[Tensor, Tensor]:
     # The centroids as they are stored decide which is the nearest.
     stored = torch.cat([centroids, centroids[-1:].expand(CENTROIDS - len(centroids))]).to(weight.dtype)
     codes = torch.bucketize(elements, _borders(stored[: len(centroids)].double()))
-    return codes.to(torch.uint8).view(weight.shape), stored
+    laid_out = torch.empty_like(weight, dtype=torch.uint8)
+    return laid_out.copy_(codes.view(weight.shape)), stored
 
 
 def read_codebook(codes: Tensor, centroids: Tensor) -> Tensor:
     """The weight that codes stand for, of their shape and the centroids' type."""
+    if codes.dim() == 4 and not codes.is_contiguous():
+        # Channels last, as convolutions like it.
+        codes = codes.permute(0, 2, 3, 1)
+        return centroids.index_select(0, codes.flatten().int()).view(codes.shape).permute(0, 3, 1, 2)
     return centroids.index_select(0, codes.flatten().int()).view(codes.shape)
 
 

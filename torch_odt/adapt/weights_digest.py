@@ -16,7 +16,11 @@ def weights_digest(model: nn.Module, prefix: str = "") -> str:
     """
     digest = hashlib.sha256(prefix.encode())
     for name, tensor in model.state_dict().items():
-        add_to_digest(digest, name, tensor)
+        if isinstance(tensor, Tensor):
+            add_to_digest(digest, name, tensor)
+        else:
+            # What a module keeps by get_extra_state.
+            digest.update(f"{name} {tensor!r}".encode())
     return digest.hexdigest()[:16]
 
 
