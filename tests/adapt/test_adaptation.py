@@ -305,7 +305,7 @@ def test_it_trains_alike_by_either_door_and_in_few_bytes(method: str, door: str)
     model, loss_fn = _network(), nn.functional.cross_entropy
     METHODS[method](model)
     plain = copy.deepcopy(model)
-    batch = (torch.randn(6, 3, 32, 32), torch.randint(5, (6,)))
+    batch = (torch.randn(32, 3, 64, 64), torch.randint(5, (32,)))
     optimizers = [torch.optim.SGD([p for p in m.parameters() if p.requires_grad], lr=0.1) for m in (model, plain)]
     plenty = odt.plan(model, loss_fn, batch, budget=odt.Budget("1GiB", of="training"), optimizer=optimizers[0])
     least = plenty.smallest_feasible_bytes
