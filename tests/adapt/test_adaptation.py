@@ -322,3 +322,41 @@ def test_it_trains_alike_by_either_door_and_in_few_bytes(method: str, door: str)
     loss_fn(plain(batch[0]), batch[1]).backward()
     optimizers[1].step()
     torch.testing.assert_close(dict(model.state_dict()), dict(plain.state_dict()), rtol=1e-4, atol=1e-6)
+
+
+def test_the_order_counts_also_where_nothing_was_replaced() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
+    first = odt.adapt.bias_only_(model)
+    second = odt.adapt.tinytl_(model, mode="full")
+    for take_back in (first.unload, first.merge):
+        with pytest.raises(ValueError, match=r"tinytl \(full\) has changed the model after bias_only: call unload"):
+            take_back()
+    copied = copy.deepcopy(second)
+    copied.unload()
+    with pytest.raises(ValueError, match="has changed the model after"):
+        first.unload()
+    second.unload()
+    assert not model[0].weight.requires_grad
+    first.unload()
+    assert all(parameter.requires_grad for parameter in model.parameters())
+    odt.adapt.bias_only_(model).unload()
+
+
+def test_a_bias_that_a_later_method_trains_is_kept_where_its_norm_was_folded() -> None:
+    model = _network()
+    folded = odt.adapt.sparse_update_(model, Scheme(0, {"2.branch.0": 1 / 4}), norm="folded")
+    later = odt.adapt.bias_only_(model)
+    _train(later)
+    model.eval()
+    x = _images()
+    with torch.no_grad():
+        expected = model(x)
+        later.merge()
+        folded.merge()
+        torch.testing.assert_close(model(x), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_a_weight_of_two_layers_that_trains_is_told() -> None:
+    model = nn.Sequential(nn.Embedding(7, 4), nn.Linear(4, 4), nn.Linear(4, 7))
+    model[2].weight = model[0].weight
+    assert odt.adapt.bias_only_(model).notes == ("0.weight is 2.weight, too, and trains in all of these",)

@@ -466,3 +466,9 @@ def assert_same_state(a: OnlineHead, b: OnlineHead) -> None:
         assert first[part] == second[part]
     for part in ("layer", "statistics"):
         torch.testing.assert_close(first[part], second[part], rtol=0, atol=0)
+
+
+def test_a_number_of_classes_is_no_label() -> None:
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)), torch.ones(1, 4)
+    with pytest.raises(TypeError, match=r"classes=5: give the labels that are known to come"):
+        online_head(model, x, classes=5)  # type: ignore[arg-type]

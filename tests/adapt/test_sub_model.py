@@ -170,3 +170,11 @@ def test_it_travels_and_the_public_names_are_there() -> None:
     assert odt.adapt.SubModel is SubModel
     with pytest.raises(ValueError, match="one base model"):
         Mix([])
+
+
+def test_outputs_of_other_widths_are_named() -> None:
+    wide, narrow = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 5)), nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
+    with pytest.raises(ValueError, match=r"returns \(1, 5\), the narrow one \(1, 2\): give both as many classes"):
+        SubModel.leading(wide, narrow, torch.ones(1, 4))
+    with pytest.raises(TypeError, match="a state_dict is needed, not a Sequential"):
+        SubModel.leading(wide, wide, torch.ones(1, 4)).extract(wide)  # type: ignore[arg-type]

@@ -241,7 +241,7 @@ def test_blocks_of_ones_own() -> None:
     assert not lites(model) and all(parameter.requires_grad for parameter in model.parameters())
     odt.adapt.tinytl_(model, blocks={OwnBlock: "branch"}, input_size=16)
     assert len(lites(model)) == 1
-    with pytest.raises(ValueError, match="has no 'stem'"):
+    with pytest.raises(ValueError, match="which has branch, but no 'stem'"):
         odt.adapt.tinytl_(own_model(), blocks={OwnBlock: "stem"}, input_size=16)
 
 
@@ -494,3 +494,7 @@ def test_blocks_are_what_a_function_says() -> None:
         assert [name for name, module in model.named_children() if isinstance(module, LiteBranch)] == names
     with pytest.raises(ValueError, match=r"an input of \(1, 8, 1, 1\) is too small .* give the input_size="):
         model(torch.randn(1, 3, 3, 3))
+    with pytest.raises(ValueError, match=r"1\.1 is not given what 1 is, so that it is a part of a branch alone"):
+        odt.adapt.tinytl_(make(), blocks=lambda name, _: "1" if name == "1" else None, input_size=SIZE)
+    with pytest.raises(ValueError, match="blocks says True of '0'"):
+        odt.adapt.tinytl_(make(), blocks=lambda *_: True, input_size=SIZE)

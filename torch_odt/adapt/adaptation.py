@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -14,6 +14,8 @@ from torch_odt.adapt.sparse_layers import SparseConv, SparseLinear
 from torch_odt.memory._units import format_bytes
 
 Undo = Callable[[], None]
+# A model's attribute: the methods that have adapted it and were not taken back or merged, in their order.
+_ADAPTED_BY = "_adapted_by"
 
 
 @dataclass(frozen=True)
@@ -62,6 +64,12 @@ def footprint(model: nn.Module) -> Footprint:
     )
 
 
+def adapted_by(model: nn.Module) -> dict[int, str]:
+    """The methods that have adapted a model and were not taken back or merged, by their place in the order."""
+    found: dict[int, str] = vars(model).get(_ADAPTED_BY, {})
+    return found
+
+
 class StoresWeight(nn.Module):
     """A module whose frozen weight is no parameter, but computed from what is stored in fewer bits.
 
@@ -93,6 +101,7 @@ class Adaptation:
     after: Footprint
     notes: tuple[str, ...] = ()
     _changes: list[_Change] = field(default_factory=list, repr=False)
+    _place: int = field(default=0, repr=False)
     _is_unloaded: bool = field(default=False, repr=False)
 
     def parameters(self) -> list[nn.Parameter]:
@@ -118,19 +127,19 @@ class Adaptation:
         model was moved to another device or type since, what comes back is moved, too. A second call does nothing.
 
         Raises:
-            ValueError: something else stands where this method has put a module: a later method's changes are to be
-                taken back first. Nothing has changed then. It is not noticed where the later one has changed nothing
-                but what may train.
+            ValueError: a later method's changes are to be taken back first, or something else stands where this method
+                has put a module. Nothing has changed then.
         """
         self._require_own(self._changes)
         # What was merged has nothing left to take back.
         self._is_unloaded |= bool(self._changes)
         while self._changes:
             self._changes.pop().undo()
+        self._leave()
         return self.model
 
-    def _require_own(self, changes: Iterable[_Change]) -> None:
-        """Raise ValueError where something else stands in what these have put into the model."""
+    def _require_own(self, changes: Collection[_Change]) -> None:
+        """Raise ValueError where something else has changed the model since, or stands in what these put in."""
         present = set(self.model.modules())
         own = {change.undo.new for change in self._changes if isinstance(change.undo, _Return)}
         for change in changes:
@@ -146,6 +155,18 @@ class Adaptation:
                         f"a {type(now).__name__} stands where {self.method} has found a {type(before).__name__}: take "
                         "back what was changed afterwards first, by its unload() or merge()"
                     )
+        later = [method for place, method in adapted_by(self.model).items() if place > self._place]
+        if later and changes:
+            raise ValueError(
+                f"{later[-1]} has changed the model after {self.method}: call unload() or merge() of what it "
+                "returned first"
+            )
+
+    def _leave(self) -> None:
+        methods = adapted_by(self.model)
+        methods.pop(self._place, None)
+        if not methods:
+            vars(self.model).pop(_ADAPTED_BY, None)
 
     def _is_replaced_later(self, module: nn.Module) -> bool:
         """By this method itself."""
@@ -182,6 +203,7 @@ class Adaptation:
             change = self._changes.pop()
             if not change.is_added:
                 change.undo()
+        self._leave()
         return self.model
 
     def __str__(self) -> str:
@@ -269,6 +291,14 @@ class Adapting:
         if wrong:
             raise ValueError(f"{', '.join(wrong[:5])} cannot train: only floating-point parameters have gradients")
         chosen = {id(parameters[name]) for name in wanted}
+        owners: dict[int, list[str]] = {}
+        for module_name, module in self.model.named_modules():
+            for local, parameter in module._parameters.items():
+                owners.setdefault(id(parameter), []).append(f"{module_name}.{local}")
+        for names_of in (owners[id(parameters[name])] for name in dict.fromkeys(wanted)):
+            note = f"{names_of[0]} is {', '.join(names_of[1:])}, too, and trains in all of these"
+            if len(names_of) > 1 and note not in self.notes:
+                self.notes.append(note)
         for parameter in parameters.values():
             self._set_requires_grad(parameter, id(parameter) in chosen)
 
@@ -298,9 +328,10 @@ class Adapting:
     def finish(self, method: str) -> Adaptation:
         """The adaptation, from what trains now."""
         trained = tuple(name for name, parameter in self.model.named_parameters() if parameter.requires_grad)
-        return Adaptation(
-            method, self.model, trained, self._before, footprint(self.model), tuple(self.notes), self._changes
-        )
+        place = max(adapted_by(self.model), default=-1) + 1
+        vars(self.model).setdefault(_ADAPTED_BY, {})[place] = method
+        after = footprint(self.model)
+        return Adaptation(method, self.model, trained, self._before, after, tuple(self.notes), self._changes, place)
 
     def _set_requires_grad(self, parameter: nn.Parameter, requires_grad: bool) -> None:
         if parameter.requires_grad == requires_grad:

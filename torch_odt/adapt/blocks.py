@@ -187,7 +187,8 @@ def blockwise(
         optimizer: makes an optimizer from parameters, so that its state is counted; none is counted by default.
         head: makes the head of an inner block from the `Cut` behind it, which has the shape of the block's output;
             `PooledHead` for the model's classes by default.
-        planner, cache: as for `odt.plan`. "keep-all" makes blocks in which nothing has to be recomputed.
+        planner, cache: as for `odt.plan`; a stage's budget is for steps with the same planner. "keep-all" makes
+            blocks in which nothing has to be recomputed.
 
     Returns:
         The blocks, to be iterated over.
@@ -210,6 +211,8 @@ def blockwise(
     """
     if (budget is None) == (blocks is None):
         raise ValueError("give either a budget, in which each block is to fit, or the number of blocks")
+    if blocks is not None and (isinstance(blocks, bool) or not isinstance(blocks, int)):
+        raise TypeError(f"blocks={blocks!r}: give the number of blocks")
     if not isinstance(batch, tuple | list) or len(batch) != 2:
         raise ValueError("batch: give inputs and target, (x, y)")
     x, target = batch

@@ -116,7 +116,8 @@ def _give_back(layer: Any, frozen: FrozenBatchNorm, folded: Any, trains: bool) -
     # The model may have been moved since, the norm with it or not.
     scale, shift = (each.to(folded.weight) for each in (frozen.frozen_scale, _shift(layer, frozen)))
     layer.weight.data = folded.weight.data / _column(scale, folded.weight)
-    if frozen.bias is not None and trains:
+    # A later method may have let a bias train that did not.
+    if frozen.bias is not None and (trains or not torch.equal(folded.bias, shift + frozen.bias)):
         frozen.bias.copy_(folded.bias - shift)
 
 

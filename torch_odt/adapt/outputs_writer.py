@@ -89,6 +89,8 @@ def store_outputs(
         raise ValueError("the data have no samples")
     folder = Path(folder)
     origin = Origin(weights_digest(mentor), samples, samples_digest(data), dtype, tuple(layers))
+    if isinstance(layers, str):
+        raise TypeError(f"layers={layers!r}: give a list of names, [{layers!r}]")
     if folder.is_file():
         raise StoredOutputsError(f"{folder} is a file: give a folder, new or of an earlier call")
     if folder.exists() and any(folder.iterdir()):

@@ -5,11 +5,13 @@ A new type of block is one more row of `BRANCHES`, or an entry of the argument `
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Set
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from torch_odt.adapt.layers import run_layers
 from torch_odt.adapt.lite_residual import LiteBranch, LiteShape
@@ -64,6 +66,8 @@ def find_blocks(model: nn.Module, example: Any, *, blocks: Blocks | None = None)
     Raises:
         ValueError: the model has no such block; a block lacks the attribute, or is not called with images.
     """
+    if blocks is not None and not callable(blocks) and not isinstance(blocks, Mapping):
+        raise ValueError(f"blocks={blocks!r}: give {{YourBlock: attribute}}, or a function of a name and a module")
     branch_of = blocks if callable(blocks) else lambda name, module: None
     types: Mapping[type[nn.Module], str] = {} if blocks is None or callable(blocks) else blocks
     for kind in types:
@@ -81,8 +85,11 @@ def find_blocks(model: nn.Module, example: Any, *, blocks: Blocks | None = None)
             found[name] = name
         elif (branch := branch_of(name, module) if name else None) is not None or known:
             branch = branches[known[0]] if branch is None else branch
+            if not isinstance(branch, str):
+                raise ValueError(f"blocks says {branch!r} of {name!r}: it is the name of an attribute, '', or None")
             if branch and not hasattr(module, branch):
-                raise ValueError(f"{name or 'the model'} is a {type(module).__name__}, but has no {branch!r}")
+                has = ", ".join(local for local, _ in module.named_children())
+                raise ValueError(f"{name} is a {type(module).__name__}, which has {has}, but no {branch!r}")
             found[name] = f"{name}.{branch}".strip(".") if branch else name
     if not found:
         kinds = sorted({type(module).__name__ for module in model.modules()})
@@ -90,7 +97,8 @@ def find_blocks(model: nn.Module, example: Any, *, blocks: Blocks | None = None)
             f"{type(model).__name__} has no block of a known type; it has {', '.join(kinds)}. Name the type of its "
             'blocks, and the branch beside which a lite module is to run: blocks={YourBlock: "branch"}'
         )
-    layers = run_layers(model, example)
+    with _inputs_of(model, {*found, *found.values()}) as inputs:
+        layers = run_layers(model, example)
     result = []
     for name, branch in found.items():
         inside = [layer for layer in layers if layer.name == name or layer.name.startswith(f"{name}.")]
@@ -98,9 +106,37 @@ def find_blocks(model: nn.Module, example: Any, *, blocks: Blocks | None = None)
             raise ValueError(
                 f"{name} is not called with images (samples, channels, height, width) in a run of the model"
             )
+        if branch in inputs and not _is_same(inputs[branch], inputs.get(name)):
+            raise ValueError(
+                f"{branch} is not given what {name} is, so that it is a part of a branch alone: name what is all of "
+                "it, as a sequence is, or '' where the block ends without an activation"
+            )
         first, last = inside[0].input_shape, inside[-1].output_shape
         result.append(Block(name, branch, LiteShape(first[1], first[2:], last[1], last[2:])))  # type: ignore[arg-type]
     return result
+
+
+@contextmanager
+def _inputs_of(model: nn.Module, names: Set[str]) -> Iterator[dict[str, Tensor]]:
+    """What modules are given while the model runs, by their names."""
+    modules, inputs = dict(model.named_modules()), dict[str, Tensor]()
+    handles = []
+    for name in names & modules.keys():
+
+        def note(module: nn.Module, args: Any, name: str = name) -> None:
+            if args and isinstance(args[0], Tensor):
+                inputs[name] = args[0]
+
+        handles.append(modules[name].register_forward_pre_hook(note))
+    try:
+        yield inputs
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _is_same(one: Tensor, other: Tensor | None) -> bool:
+    return other is not None and one.shape == other.shape and torch.equal(one, other)
 
 
 def _full_name(kind: type) -> str:

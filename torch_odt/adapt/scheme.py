@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import nn
 
+from torch_odt.adapt.adaptation import adapted_by
 from torch_odt.adapt.bias_only import bias_names
 from torch_odt.adapt.head import find_head
 from torch_odt.adapt.layers import int8_hint
@@ -49,6 +50,8 @@ class Scheme:
     def __post_init__(self) -> None:
         if isinstance(self.biases, bool) or not isinstance(self.biases, int) or self.biases < 0:
             raise ValueError(f"biases={self.biases!r}: give the number of last biases that train, 0 or more")
+        if not isinstance(self.weights, Mapping):
+            raise TypeError(f"weights is a {type(self.weights).__name__}: give each layer's ratio, {{name: ratio}}")
         for name, ratio in self.weights.items():
             if isinstance(ratio, bool) or not isinstance(ratio, (int, float)) or not 0 < ratio <= 1:
                 raise ValueError(f"the ratio of {name!r} is {ratio!r}; it is a share of the input channels, in (0, 1]")
@@ -80,8 +83,9 @@ class Scheme:
             if layer is None or not isinstance(layer, SPARSE_TYPES):
                 what = "the model has none of this name" if layer is None else f"it is a {type(layer).__name__}"
                 known = ", ".join(updatable_layers(model, head=head)[:5])
-                adapted = f"{type(model).__name__} has no such layer left: merge() or unload() what adapted it before"
-                has = f"it has {known}, ..." if known else int8_hint(model).removeprefix(". ") or adapted
+                has = f"it has {known}, ..." if known else f"it has none of float weights{int8_hint(model)}"
+                if earlier := list(adapted_by(model).values()):
+                    has += f"; {earlier[-1]} has adapted the model: call merge() or unload() of what it returned first"
                 raise ValueError(f"{name!r} is no linear layer or convolution: {what}; {has}")
             if self.weights[name] != 1 and (reason := why_whole(model, name)):
                 raise ValueError(f"{name!r} {reason}: its weight trains as a whole (ratio 1) or not at all")

@@ -78,6 +78,8 @@ def search_scheme(
         >>> print(search_scheme(contributions, OneByteEach(), budget=2).scheme)
         the last 1 biases, weights of a (1), classifier
     """
+    if not isinstance(contributions, Contributions):
+        raise TypeError(f"contributions is a {type(contributions).__name__}: measure_contributions returns them")
     if population < 2 or generations < 0:
         raise ValueError(f"population={population}, generations={generations}: at least 2 schemes, and 0 generations")
     budget_bytes = parse_bytes(budget) if isinstance(budget, str) else budget

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from torch_odt.adapt.drift import FadingMean, PageHinkley
-from torch_odt.adapt.frozen_features import FrozenFeatures
+from torch_odt.adapt.frozen_features import FrozenFeatures, check_samples
 from torch_odt.adapt.head import find_head
 from torch_odt.adapt.linear import linear_of
 from torch_odt.adapt.stream_layer import OnlineLayer, check_state, place_of_layer
@@ -136,6 +136,8 @@ class OnlineHead(OnlineLayer):
         self.layer = self._layer_of_zeros(0)
         if isinstance(classes, str | bytes):
             raise TypeError(f"classes={classes!r} is one label: give a list of them, [{classes!r}]")
+        if not isinstance(classes, Iterable):
+            raise TypeError(f"classes={classes!r}: give the labels that are known to come, as list(range(n)), or none")
         for label in classes:
             self._add_class(_checked_label(label))
 
@@ -160,7 +162,8 @@ class OnlineHead(OnlineLayer):
             TypeError, ValueError: samples or labels are no such; or a sample's features are not finite, or the loss is
                 not: those before it were learnt from.
         """
-        checked = _checked_labels(labels, len(x) if isinstance(x, Tensor) and x.dim() else 0)
+        check_samples(x)
+        checked = _checked_labels(labels, len(x))
         steps: list[OnlineStep] = self._for_each(x, lambda number, features: self._learn_one(features, checked[number]))
         return steps
 

@@ -146,6 +146,8 @@ class SubModel:
 
 def shapes_of(state_dict: StateDict) -> dict[str, Shape]:
     """Shapes by name; what is no tensor (a module's extra state) has none, and is carried as it is."""
+    if not isinstance(state_dict, Mapping):
+        raise TypeError(f"a state_dict is needed, not a {type(state_dict).__name__}: call its state_dict()")
     return {name: tuple(value.shape) if isinstance(value, Tensor) else () for name, value in state_dict.items()}
 
 

@@ -64,6 +64,11 @@ def check_sub_model(sub_model: SubModel, wide: nn.Module, narrow: nn.Module, inp
         narrow_name, wanted = next(following, ("", output))
         if narrow_name != name or not _is_alike(output, wanted, sub_model.base):
             raise ValueError(_difference(sub_model, wide, name))
+        if not name and narrow_name == name and output.shape != wanted.shape:
+            raise ValueError(
+                f"the wide model returns {tuple(output.shape)}, the narrow one {tuple(wanted.shape)}: give both "
+                "as many classes"
+            )
 
     _run(wide, values, compare)
 
@@ -138,6 +143,7 @@ def _difference(sub_model: SubModel, wide: nn.Module, name: str) -> str:
     return (
         f"the {type(module).__name__} {name!r}{cut} does not compute in the narrow model what it does in the wide one "
         "with all other channels zero. Channels that do not belong together meet there: of concatenated branches, of "
-        "as many groups as in the wide model, of gates or heads, shuffled ones. Such a layer has no sub-model of less "
-        "width"
+        "as many groups as in the wide model, of gates or heads, shuffled ones. Or blocks differ, as where one has a "
+        "shortcut at one width alone; or the models are adapted: make sub-models before, or after merge(). Such a "
+        "layer has no sub-model of less width"
     )

@@ -66,6 +66,9 @@ def merge_sub_models(
     """
     updates = list(updates)
     for number, update in enumerate(updates):
+        if not isinstance(update, ClientUpdate):
+            raise TypeError(f"update {number} is a {type(update).__name__}: give ClientUpdate(state_dict, ...)")
+        shapes_of(update.state_dict)
         _check(number, update, global_state, head)
         _check_finite(number, update, head)
     return {name: _merged(name, value, updates, head) for name, value in global_state.items()}
