@@ -339,7 +339,11 @@ def test_the_order_counts_also_where_nothing_was_replaced() -> None:
     assert not model[0].weight.requires_grad
     first.unload()
     assert all(parameter.requires_grad for parameter in model.parameters())
-    odt.adapt.bias_only_(model).unload()
+    third = odt.adapt.bias_only_(model)
+    first.unload()
+    odt.adapt.tinytl_(model, mode="full")
+    with pytest.raises(ValueError, match="has changed the model after bias_only"):
+        third.unload()
 
 
 def test_a_bias_that_a_later_method_trains_is_kept_where_its_norm_was_folded() -> None:

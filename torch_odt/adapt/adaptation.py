@@ -165,6 +165,8 @@ class Adaptation:
     def _leave(self) -> None:
         methods = adapted_by(self.model)
         methods.pop(self._place, None)
+        # The next method may get this place.
+        self._place = -1
         if not methods:
             vars(self.model).pop(_ADAPTED_BY, None)
 
