@@ -52,6 +52,9 @@ def test_unload_gives_the_structure_back_and_keeps_what_was_trained() -> None:
     assert [parameter.requires_grad for parameter in model.parameters()] == flags
     assert bool((model.features[0][1].bias == 1).all())
     adaptation.unload()
+    assert str(adaptation).startswith("bias_only of MobileNetV2, taken back")
+    with pytest.raises(ValueError, match="bias_only was taken back by unload"):
+        adaptation.parameters()
 
 
 def test_the_summary_says_what_trains() -> None:

@@ -153,7 +153,7 @@ def test_a_scheme_that_does_not_fit_leaves_the_model_as_it_was() -> None:
     with pytest.raises(ValueError, match="'2' is no linear layer"):
         sparse_update_(model, Scheme(1, {"2": 1}), classes=9)
     circular = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1, padding_mode="circular"), nn.Flatten(), nn.Linear(4, 2))
-    with pytest.raises(ValueError, match="0: padding_mode='circular'"):
+    with pytest.raises(ValueError, match="'0' has padding_mode='circular'"):
         sparse_update_(circular, Scheme(0, {"0": 1 / 2}), classes=9)
     with pytest.raises(TypeError, match=r"scheme is a str: give a Scheme; Scheme\.load"):
         sparse_update_(model, "scheme.json")  # type: ignore[arg-type]

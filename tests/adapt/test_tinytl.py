@@ -18,7 +18,7 @@ from torchvision.models import resnet18, resnet50
 import torch_odt as odt
 from torch_odt.adapt import Adaptation, Scheme
 from torch_odt.adapt.group_norm import group_count
-from torch_odt.adapt.lite_residual import LiteBranch, LiteResidual, LiteShape
+from torch_odt.adapt.lite_residual import LiteResidual, LiteShape
 from torch_odt.adapt.stored_weights import StoredConv2d, StoredLinear
 from torch_odt.adapt.weight_standardization import StandardizedConv2d, standardized
 
@@ -55,7 +55,7 @@ def test_the_model_computes_what_it_did(name: str) -> None:
         assert not torch.allclose(model(x), before, rtol=1e-2, atol=1e-3)
 
 
-@pytest.mark.parametrize("name", ["resnet18", "mobilenetv3_small_050", "efficientnet_lite0"])
+@pytest.mark.parametrize("name", ["resnet18", "mobilenetv3_small_050", "efficientnet_lite0", "mixnet_s"])
 def test_blocks_of_timm(name: str) -> None:
     model = timm.create_model(name, num_classes=4).eval()
     x = torch.randn(1, 3, SIZE, SIZE)
@@ -479,22 +479,3 @@ def test_pretrained_modules_are_standardized_where_they_were_made_so() -> None:
         odt.adapt.tinytl_(model, norm="group", weight_standardization=True, input_size=SIZE)
         kinds = {type(conv) for lite in lites(model) for conv in (lite.conv, lite.pointwise)}
         assert kinds == {StandardizedConv2d if standardized_modules else nn.Conv2d}
-
-
-def test_blocks_are_what_a_function_says() -> None:
-    def pair() -> nn.Sequential:
-        return nn.Sequential(nn.Conv2d(8, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8))
-
-    def make() -> nn.Sequential:
-        return nn.Sequential(nn.Conv2d(3, 8, 3), pair(), pair(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 2))
-
-    for blocks, names in ((lambda name, module: "" if name == "2" else None, ["2"]), ({nn.Sequential: ""}, ["1", "2"])):
-        model = make()
-        odt.adapt.tinytl_(model, blocks=blocks, input_size=SIZE)
-        assert [name for name, module in model.named_children() if isinstance(module, LiteBranch)] == names
-    with pytest.raises(ValueError, match=r"an input of \(1, 8, 1, 1\) is too small .* give the input_size="):
-        model(torch.randn(1, 3, 3, 3))
-    with pytest.raises(ValueError, match=r"1\.1 is not given what 1 is, so that it is a part of a branch alone"):
-        odt.adapt.tinytl_(make(), blocks=lambda name, _: "1" if name == "1" else None, input_size=SIZE)
-    with pytest.raises(ValueError, match="blocks says True of '0'"):
-        odt.adapt.tinytl_(make(), blocks=lambda *_: True, input_size=SIZE)

@@ -108,8 +108,11 @@ class Adaptation:
         """What trains, for the optimizer.
 
         Raises:
-            ValueError: a later method has given a parameter another name: its own `parameters()` are what trains now.
+            ValueError: `unload` has taken it back; or a later method has given a parameter another name: its own
+                `parameters()` are what trains now.
         """
+        if self._is_unloaded:
+            raise ValueError(f"{self.method} was taken back by unload(): nothing is left that it trains")
         wanted = set(self.trained)
         found = {name: parameter for name, parameter in self.model.named_parameters() if name in wanted}
         if missing := wanted - found.keys():
@@ -217,7 +220,7 @@ class Adaptation:
             ("gradients", f"{format_bytes(after.gradient_bytes)} instead of {format_bytes(before.gradient_bytes)}"),
             ("weights", f"{format_bytes(after.weight_bytes)} instead of {format_bytes(before.weight_bytes)}"),
         )
-        lines = [f"{self.method} of {type(self.model).__name__}"]
+        lines = [f"{self.method} of {type(self.model).__name__}" + ", taken back" * self._is_unloaded]
         lines += [f"  {label:<10} {text}" for label, text in rows]
         lines.append("  activations and all else that a step holds: odt.plan(model, loss_fn, batch, budget=...)")
         lines += [f"  note: {note}" for note in self.notes]

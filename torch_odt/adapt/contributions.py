@@ -157,6 +157,8 @@ def measure_contributions(
         >>> sorted(found.bias_gains), list(found.weight_gains)
         ([0, 1], [('0', 0.5)])
     """
+    if isinstance(layers, str):
+        raise TypeError(f"layers={layers!r}: give a list of names, [{layers!r}]")
     counts = _spread(len(body_biases(model, head=head))) if biases is None else sorted({0, *biases})
     reference = counts[-1] if reference_biases is None else reference_biases
     names = updatable_layers(model, head=head) if layers is None else list(layers)

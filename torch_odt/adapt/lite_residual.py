@@ -104,6 +104,11 @@ class LiteBranch(nn.Sequential):
             self.add_module("main", layers)
         self.add_module("lite", lite)
 
+    def __getitem__(self, index: slice | int) -> nn.Module:  # type: ignore[override]
+        # A slice is one of the layers, as of the sequence that there was.
+        layers = [layer for name, layer in self.named_children() if name != "lite"]
+        return nn.Sequential(*layers[index]) if isinstance(index, slice) else layers[index]
+
     def forward(self, x: Tensor) -> Tensor:
         main = x
         for name, layer in self.named_children():

@@ -66,7 +66,7 @@ def find_blocks(model: nn.Module, example: Any, *, blocks: Blocks | None = None)
     Raises:
         ValueError: the model has no such block; a block lacks the attribute, or is not called with images.
     """
-    if blocks is not None and not callable(blocks) and not isinstance(blocks, Mapping):
+    if blocks is not None and (isinstance(blocks, type) or not (callable(blocks) or isinstance(blocks, Mapping))):
         raise ValueError(f"blocks={blocks!r}: give {{YourBlock: attribute}}, or a function of a name and a module")
     branch_of = blocks if callable(blocks) else lambda name, module: None
     types: Mapping[type[nn.Module], str] = {} if blocks is None or callable(blocks) else blocks
@@ -97,46 +97,46 @@ def find_blocks(model: nn.Module, example: Any, *, blocks: Blocks | None = None)
             f"{type(model).__name__} has no block of a known type; it has {', '.join(kinds)}. Name the type of its "
             'blocks, and the branch beside which a lite module is to run: blocks={YourBlock: "branch"}'
         )
-    with _inputs_of(model, {*found, *found.values()}) as inputs:
-        layers = run_layers(model, example)
+    with _seen(model, {*found, *found.values()}) as seen:
+        run_layers(model, example)
     result = []
     for name, branch in found.items():
-        inside = [layer for layer in layers if layer.name == name or layer.name.startswith(f"{name}.")]
-        if not inside or any(len(shape) != 4 for shape in (inside[0].input_shape, inside[-1].output_shape)):
+        if name not in seen or any(each.dim() != 4 for each in seen[name]):
             raise ValueError(
                 f"{name} is not called with images (samples, channels, height, width) in a run of the model"
             )
-        if branch in inputs and not _is_same(inputs[branch], inputs.get(name)):
+        into, out = seen[name]
+        if branch in seen and not _is_same(seen[branch][0], into):
             raise ValueError(
                 f"{branch} is not given what {name} is, so that it is a part of a branch alone: name what is all of "
                 "it, as a sequence is, or '' where the block ends without an activation"
             )
-        first, last = inside[0].input_shape, inside[-1].output_shape
-        result.append(Block(name, branch, LiteShape(first[1], first[2:], last[1], last[2:])))  # type: ignore[arg-type]
+        shape = LiteShape(into.shape[1], tuple(into.shape[2:]), out.shape[1], tuple(out.shape[2:]))  # type: ignore[arg-type]
+        result.append(Block(name, branch, shape))
     return result
 
 
 @contextmanager
-def _inputs_of(model: nn.Module, names: Set[str]) -> Iterator[dict[str, Tensor]]:
-    """What modules are given while the model runs, by their names."""
-    modules, inputs = dict(model.named_modules()), dict[str, Tensor]()
+def _seen(model: nn.Module, names: Set[str]) -> Iterator[dict[str, tuple[Tensor, Tensor]]]:
+    """What modules are given and return while the model runs, by their names."""
+    modules, seen = dict(model.named_modules()), dict[str, tuple[Tensor, Tensor]]()
     handles = []
     for name in names & modules.keys():
 
-        def note(module: nn.Module, args: Any, name: str = name) -> None:
-            if args and isinstance(args[0], Tensor):
-                inputs[name] = args[0]
+        def note(module: nn.Module, args: Any, output: Any, name: str = name) -> None:
+            if args and isinstance(args[0], Tensor) and isinstance(output, Tensor):
+                seen[name] = args[0], output
 
-        handles.append(modules[name].register_forward_pre_hook(note))
+        handles.append(modules[name].register_forward_hook(note))
     try:
-        yield inputs
+        yield seen
     finally:
         for handle in handles:
             handle.remove()
 
 
-def _is_same(one: Tensor, other: Tensor | None) -> bool:
-    return other is not None and one.shape == other.shape and torch.equal(one, other)
+def _is_same(one: Tensor, other: Tensor) -> bool:
+    return one.shape == other.shape and torch.equal(one, other)
 
 
 def _full_name(kind: type) -> str:

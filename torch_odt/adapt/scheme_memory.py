@@ -82,6 +82,8 @@ class SchemeMemory:
     ) -> None:
         if not isinstance(batch, tuple | list) or len(batch) < 2:
             raise ValueError("batch: give the model's inputs and the target, (x, y)")
+        if not callable(optimizer):
+            raise TypeError(f"optimizer is a {type(optimizer).__name__}: give what makes one of parameters")
         self._model, self._loss_fn, self._batch = model, loss_fn, batch
         self._classes, self._head = classes, head
         self._make_optimizer = optimizer
