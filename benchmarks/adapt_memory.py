@@ -28,6 +28,8 @@ from typing import Any
 
 from frontier import describe_machine
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 METHODS = ("full", "norm+last", "last", "bias", "lite", "lite+bias", "lite+bias, 8 bits")
 CLASSES = 10
 MIB = 2**20
@@ -90,6 +92,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     from process_memory import Sampler, anonymous, settle
 
     import torch_odt as odt
+    from recipes.common.transfer_ways import select
 
     way, method = arguments.worker
     torch.set_num_threads(arguments.threads)
@@ -104,7 +107,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     model = torchvision.models.get_model(arguments.model, weights=None).to(memory_format=torch.channels_last)
     # Full fine-tuning trains BatchNorm with the statistics of the batch on both sides, as everybody does it.
     if method == "full" or (way == "plain" and not method.startswith("lite")):
-        parameters = select(model, method)
+        parameters = select(model, method, CLASSES)
     else:
         mode: Any = method.split(",")[0]
         bits: Any = 8 if method.endswith("8 bits") else 32
@@ -143,27 +146,6 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         "trained_parameters": sum(parameter.numel() for parameter in parameters),
         "torch": torch.__version__,
     }
-
-
-def select(model: Any, method: str) -> list[Any]:
-    """Give a network a new classifier, and let that and what the method says train, in plain PyTorch."""
-    import torch
-    from torch.nn.modules.batchnorm import _BatchNorm
-
-    head = [name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)][-1]
-    parent, _, attribute = head.rpartition(".")
-    classifier = torch.nn.Linear(model.get_submodule(head).in_features, CLASSES)
-    setattr(model.get_submodule(parent), attribute, classifier)
-    norms = {id(p) for module in model.modules() if isinstance(module, _BatchNorm) for p in module.parameters()}
-    for name, parameter in model.named_parameters():
-        is_selected = {
-            "full": True,
-            "norm+last": id(parameter) in norms,
-            "last": False,
-            "bias": name.endswith("bias"),
-        }[method]
-        parameter.requires_grad_(is_selected or name.startswith(f"{head}."))
-    return [parameter for parameter in model.parameters() if parameter.requires_grad]
 
 
 def plain_step(model: Any, optimizer: Any, samples: int) -> Callable[[Any, Any], None]:

@@ -100,15 +100,27 @@ def adapt(model: nn.Module, way: Way, classes: int, input_size: int) -> list[nn.
             **options,
         )
         return adaptation.parameters()
+    return select(model, way.trains, classes)
+
+
+def select(model: nn.Module, trains: Mode, classes: int) -> list[nn.Parameter]:
+    """Give a network a new classifier, and let that and what is said train, in plain PyTorch.
+
+    Returns:
+        What trains, for the optimizer.
+    """
     head = find_head(model, None)
     parent, _, attribute = head.rpartition(".")
     setattr(model.get_submodule(parent), attribute, nn.Linear(model.get_submodule(head).in_features, classes))
     norms = {p for module in model.modules() if isinstance(module, nn.BatchNorm2d) for p in module.parameters()}
     for name, parameter in model.named_parameters():
-        is_trained = (
-            name.startswith(f"{head}.") or way.trains == "full" or (way.trains == "norm+last" and parameter in norms)
-        )
-        parameter.requires_grad_(is_trained)
+        is_selected = {
+            "full": True,
+            "norm+last": parameter in norms,
+            "last": False,
+            "bias": name.endswith("bias"),
+        }[trains]
+        parameter.requires_grad_(is_selected or name.startswith(f"{head}."))
     return [parameter for parameter in model.parameters() if parameter.requires_grad]
 
 

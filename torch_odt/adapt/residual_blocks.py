@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torch_odt.adapt.layers import run_layers
+from torch_odt.adapt.layers import evaluating
 from torch_odt.adapt.lite_residual import LiteBranch, LiteShape
 
 # By the type's full name, so that neither library is imported: the attribute to whose result the module's is added,
@@ -97,8 +97,8 @@ def find_blocks(model: nn.Module, example: Any, *, blocks: Blocks | None = None)
             f"{type(model).__name__} has no block of a known type; it has {', '.join(kinds)}. Name the type of its "
             'blocks, and the branch beside which a lite module is to run: blocks={YourBlock: "branch"}'
         )
-    with _seen(model, {*found, *found.values()}) as seen:
-        run_layers(model, example)
+    with _seen(model, {*found, *found.values()}) as seen, evaluating(model), torch.no_grad():
+        model(example)
     result = []
     for name, branch in found.items():
         if name not in seen or any(each.dim() != 4 for each in seen[name]):
