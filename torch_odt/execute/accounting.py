@@ -97,10 +97,9 @@ class Allowance:
         """What lies beside a step for as long as it may have to be undone."""
         return 0 if self.undo is None else self.undo.total_bytes
 
-    @property
-    def outside_limit_bytes(self) -> int:
-        """The torch-counted bytes at which the idle arena must give way to other allocations."""
-        counted = max(0, (memory.stats().outside_bytes or 0) - self.held_bytes)
+    def outside_limit_bytes(self, arena: Any) -> int:
+        """The torch-counted bytes at which an idle arena must give way to other allocations."""
+        counted = max(0, counted_beside(arena) - self.held_bytes)
         return counted + max(0, self.growth_bytes - self.spent_bytes - self.reserve_bytes)
 
     def optimizer_extra_bytes(self, candidate: Candidate) -> int:
@@ -200,6 +199,13 @@ def allow(
         held_bytes=held_bytes,
         undo=undo,
     )
+
+
+def counted_beside(arena: Any) -> int:
+    """What torch allocates outside of arenas, and the pages of other arenas, which may be those of another step."""
+    stats = memory.stats()
+    all_arenas = 0 if stats.arena is None else stats.arena.resident_bytes
+    return (stats.outside_bytes or 0) + all_arenas - int(arena.resident_bytes)
 
 
 def held_by_process() -> int:

@@ -157,8 +157,9 @@ def assemble(
         is_foreign: the graphs were not traced here; what operators do not check themselves is checked for them.
     """
     arena = request.place(candidate.arena_bytes)
+    outside_limit_bytes = 0 if arena is None else allowance.outside_limit_bytes(arena)
     if arena is not None:
-        arena.set_yield_limit(allowance.outside_limit_bytes)
+        arena.set_yield_limit(outside_limit_bytes)
     tables: list[int] = []
     parts = {size: _make_part(request, arena, part, tables, is_foreign) for size, part in candidate.parts.items()}
     separation = candidate.parts[candidate.sizes[0]].separation
@@ -171,7 +172,7 @@ def assemble(
         updates=request.updates,
         pages=candidate.pages,
         is_foreign=is_foreign,
-        outside_limit_bytes=allowance.outside_limit_bytes,
+        outside_limit_bytes=outside_limit_bytes,
         result_axes={} if separation is None else separation.result_axes,
     )
 
