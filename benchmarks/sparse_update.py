@@ -2,6 +2,7 @@
 
     python benchmarks/sparse_update.py --out results            # three networks, bytes and seconds
     python benchmarks/sparse_update.py --turns 0                # bytes alone, which other load does not change
+    python benchmarks/sparse_update.py --models mcunet --scheme FILE    # a scheme that a search has found and saved
 
 A process per configuration: plain PyTorch training everything and the same selection as the scheme, each with its
 optimizer's update after the backward pass; torch_odt with the update there, inside the schedule, and so with frozen
@@ -67,6 +68,8 @@ def main() -> None:
     if options.worker:
         print(json.dumps(_run(options)))
         return
+    if options.scheme is not None and len(options.models) != 1:
+        raise SystemExit("--scheme is of one network: name it by --models")
     load = os.getloadavg()[0]
     found = {model: {name: _in_process(model, name, options) for name in CONFIGURATIONS} for model in options.models}
     for model, rows in found.items():
@@ -81,7 +84,10 @@ def main() -> None:
             "optimizer": f"SGD {options.momentum}",
             "load_average": [load, os.getloadavg()[0]],
         }
-        (options.out / "sparse_update.json").write_text(json.dumps(described | {"models": found}, indent=1) + "\n")
+        if options.scheme is not None:
+            described["scheme"] = str(odt.adapt.Scheme.load(options.scheme))
+        name = "sparse_update" if options.scheme is None else f"sparse_update_{options.scheme.stem}"
+        (options.out / f"{name}.json").write_text(json.dumps(described | {"models": found}, indent=1) + "\n")
     sys.exit(bool(missed))
 
 
@@ -92,13 +98,15 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--momentum", type=float, default=0.0)
-    parser.add_argument("--out", type=Path, help="folder for sparse_update.json")
+    parser.add_argument("--scheme", type=Path, help="a scheme's file, in place of the published scheme's kind")
+    parser.add_argument("--out", type=Path, help="folder for sparse_update.json, or sparse_update_SCHEME.json")
     parser.add_argument("--worker", nargs=2, metavar=("MODEL", "CONFIGURATION"), help=argparse.SUPPRESS)
     return parser
 
 
 def _in_process(model: str, configuration: str, options: argparse.Namespace) -> dict[str, Any]:
     passed = [f"--{name}={getattr(options, name)}" for name in ("turns", "steps", "threads", "momentum")]
+    passed += [] if options.scheme is None else [f"--scheme={options.scheme}"]
     command = [sys.executable, __file__, *passed, "--worker", model, configuration]
     finished = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
     found: dict[str, Any] = json.loads(finished.stdout.splitlines()[-1])
@@ -116,7 +124,7 @@ def _run(options: argparse.Namespace) -> dict[str, Any]:
     images = torch.randn(1, 3, IMAGE_SIZE, IMAGE_SIZE)
     batch = (images.contiguous(memory_format=torch.channels_last), torch.randint(CLASSES, (1,)))
     del images
-    parameters = _select(model, configuration, batch[0])
+    parameters = _select(model, configuration, batch[0], options.scheme)
     settle()
     level, counted_level = anonymous(), odt.memory.stats().allocated_bytes
     ready: list[int] = []
@@ -160,7 +168,7 @@ def _seconds(
 ) -> dict[str, Any]:
     """Of turns beside plain full steps."""
     model = make_model(name).to(memory_format=torch.channels_last).train()
-    full = _make_step(model, _select(model, FULL, batch[0]), FULL, options.momentum)
+    full = _make_step(model, _select(model, FULL, batch[0], None), FULL, options.momentum)
     clocks = {"wall": time.perf_counter, "processor": time.process_time}
     turns: dict[str, list[tuple[float, float]]] = {clock: [] for clock in clocks}
     for _ in range(1 + options.turns):
@@ -199,8 +207,10 @@ def make_model(name: str) -> nn.Module:
     return mobilenet_v2(width_mult=0.35, num_classes=CLASSES)
 
 
-def scheme_of(model: nn.Module) -> odt.adapt.Scheme:
-    """The published scheme's kind for this model: six of the expansions that are among the last biases' layers."""
+def scheme_of(model: nn.Module, file: Path | None) -> odt.adapt.Scheme:
+    """From a file; by default the published scheme's kind: six expansions among the last biases' layers."""
+    if file is not None:
+        return odt.adapt.Scheme.load(file)
     expansions = [
         name
         for name, module in model.named_modules()
@@ -210,10 +220,10 @@ def scheme_of(model: nn.Module) -> odt.adapt.Scheme:
     return odt.adapt.Scheme.for_model(model, biases=BIASES, weights=dict(zip(expansions, RATIOS, strict=True)))
 
 
-def _select(model: nn.Module, configuration: str, images: Tensor) -> list[nn.Parameter]:
+def _select(model: nn.Module, configuration: str, images: Tensor, scheme: Path | None) -> list[nn.Parameter]:
     """Adapt the model as the configuration says; what trains."""
     if configuration in IN_INT8:
-        return _select_in_int8(model, images)
+        return _select_in_int8(model, images, scheme_of(model, scheme))
     if configuration == FULL:
         for module in model.modules():
             if isinstance(module, nn.BatchNorm2d):
@@ -223,14 +233,13 @@ def _select(model: nn.Module, configuration: str, images: Tensor) -> list[nn.Par
     bits = 8 if configuration == IN_8_BITS else 32
     # A plain loop would keep the input of each convolution whose bias trains.
     norm: Literal["frozen", "folded"] = "frozen" if configuration == PLAIN_SPARSE else "folded"
-    return odt.adapt.sparse_update_(model, scheme_of(model), norm=norm, weight_bits=bits).parameters()
+    return odt.adapt.sparse_update_(model, scheme_of(model, scheme), norm=norm, weight_bits=bits).parameters()
 
 
-def _select_in_int8(model: nn.Module, images: Tensor) -> list[nn.Parameter]:
-    scheme = scheme_of(model)
+def _select_in_int8(model: nn.Module, images: Tensor, scheme: odt.adapt.Scheme) -> list[nn.Parameter]:
     layers = odt.quant.convert_(model.eval(), [images], qas=True).layers
     model.train().requires_grad_(False)
-    for name in layers[-BIASES:]:
+    for name in layers[len(layers) - scheme.biases :]:
         model.get_submodule(name).bias.requires_grad_(True)
     for name in scheme.weights:
         model.get_submodule(name).weight_slot.requires_grad_(True)

@@ -2,16 +2,18 @@
 
     python recipes/tte_sparse_update.py                                            # scikit-learn's digits
     python recipes/tte_sparse_update.py --data fashion-mnist --data-dir DIR --out results
+    python recipes/tte_sparse_update.py --less 8 12 --device-size 128              # in an 8th and a 12th of everything
     python recipes/tte_sparse_update.py --quick                                    # a look, in a minute or two
 
 A network as MCUNet's search makes them (or another one, `--network`) is pretrained on one half of the classes and
 adapted to the other half. What its parts are worth is measured on samples held out of the training set (contribution
 analysis); the scheme that gains most in the bytes of updating the last layers is searched for, and both train from the
-same start, beside the classifier alone and everything. Each way takes the learning rate that is best on the held-out
-samples with another seed (of `--rates`; a single one is taken as it is). The recipe ends with code 1 where a scheme
-that was found is less accurate than the last layers in whose bytes it trains, as the mean over seeds, or where the task
-says nothing: everything has to be five points better than the classifier alone. It reports, too, how well the sum of
-gains ranks random schemes: Spearman's correlation with the accuracy that they reach.
+same start, beside the classifier alone and everything. With `--less` schemes are searched for in a share of what
+everything takes, beside as many last layers as fit into it. Each way takes the learning rate that is best on the
+held-out samples with another seed (of `--rates`; a single one is taken as it is). The recipe ends with code 1 where a
+scheme that was found is less accurate than the last layers in whose bytes it trains, as the mean over seeds, or where
+the task says nothing: everything has to be five points better than the classifier alone. It reports, too, how well the
+sum of gains ranks random schemes: Spearman's correlation with the accuracy that they reach.
 """
 
 from __future__ import annotations
@@ -139,9 +141,9 @@ def main(arguments: list[str] | None = None) -> int:
     data = Path(options.data).resolve().name
     task = _task(options)
     contributions = _contributions(task, options)
-    memory = SchemeMemory(
-        task.model, nn.functional.cross_entropy, _sample(task), classes=task.classes, optimizer=_optimizer
-    )
+    sample = _sample(task, options.device_size or options.image_size)
+    memory = SchemeMemory(task.model, nn.functional.cross_entropy, sample, classes=task.classes, optimizer=_optimizer)
+    everything_bytes = _bytes_of_everything(task, sample)
     rows: dict[str, Row] = {}
     found: dict[str, str] = {}
 
@@ -152,21 +154,28 @@ def main(arguments: list[str] | None = None) -> int:
     def add_scheme(name: str, scheme: Scheme) -> None:
         add(name, task.updating(scheme), memory.simulated(scheme), str(scheme))
 
-    add_scheme("classifier", Scheme())
-    for count in options.last:
-        last = _last_layers(task.model, count)
-        best = odt.adapt.search_scheme(contributions, memory, budget=memory.simulated(last))
-        name = f"last {count} layers"
-        found[name] = f"found, in the bytes of {count}"
-        add_scheme(name, last)
-        add_scheme(found[name], best.scheme)
+    def search(name: str, budget: int, beside: int, file: str) -> None:
+        best = odt.adapt.search_scheme(contributions, memory, budget=budget)
+        found[name] = f"last {beside} layers" if beside else "classifier"
+        if found[name] not in rows:
+            add_scheme(found[name], _last_layers(task.model, beside))
+        add_scheme(name, best.scheme)
         if options.out is not None:
             options.out.mkdir(parents=True, exist_ok=True)
-            best.scheme.save(options.out / f"tte_scheme_{options.network}_{data}_{count}.json")
-    add("everything", _train_everything(task), _bytes_of_everything(task), "everything")
+            best.scheme.save(options.out / f"tte_scheme_{options.network}_{data}_{file}.json")
+
+    add_scheme("classifier", Scheme())
+    for count in options.last:
+        last_bytes = memory.simulated(_last_layers(task.model, count))
+        search(f"found, in the bytes of {count}", last_bytes, count, str(count))
+    for less in options.less:
+        budget = int(everything_bytes / less)
+        most = _most_last_layers(task.model, memory, budget)
+        search(f"found, in 1/{less:g} of everything", budget, most, f"less_{less:g}")
+    add("everything", _train_everything(task), everything_bytes, "everything")
     ranked = _ranked(task, contributions, options.ranked)
     correlation = _rank_correlation(ranked)
-    _print(rows, correlation)
+    _print(rows, ranked, correlation)
     missed = _missed(rows, found)
     print("\n".join(missed) if missed else "targets met")
     if options.out is not None:
@@ -180,9 +189,8 @@ def main(arguments: list[str] | None = None) -> int:
             "ranked": ranked,
             "missed": missed,
         }
-        (options.out / f"tte_sparse_update_{options.network}_{data}.json").write_text(
-            json.dumps(report, indent=1) + "\n"
-        )
+        name = f"tte_sparse_update_{options.network}_{data}{'_less' if options.less else ''}.json"
+        (options.out / name).write_text(json.dumps(report, indent=1) + "\n")
     return 1 if missed else 0
 
 
@@ -205,7 +213,11 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--ratios", type=int, default=2, choices=range(1, 5), help="measure so many ratios, from 1 down"
     )
-    parser.add_argument("--last", type=int, nargs="+", default=[6, 12], help="so many last layers to compare with")
+    parser.add_argument("--last", type=int, nargs="*", default=[6, 12], help="so many last layers to compare with")
+    parser.add_argument(
+        "--less", type=float, nargs="*", default=[], help="schemes in so many times less than everything, too"
+    )
+    parser.add_argument("--device-size", type=int, help="count bytes for images of this size, not of --image-size")
     parser.add_argument("--ranked", type=int, default=24, help="random schemes whose order is compared")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=1)
@@ -265,10 +277,10 @@ def _batches(images: Tensor, labels: Tensor, size: int) -> Batches:
     return list(zip(images.split(size), labels.split(size), strict=True))
 
 
-def _sample(task: Task) -> Samples:
+def _sample(task: Task, image_size: int) -> Samples:
     """A batch of one: what a device trains on."""
     images, labels = task.train.samples
-    return images[:1], labels[:1]
+    return images.new_zeros(1, images.shape[1], image_size, image_size), labels[:1]
 
 
 def _optimizer(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
@@ -295,7 +307,16 @@ def _convolutions(model: nn.Module) -> list[str]:
 
 
 def _last_layers(model: nn.Module, count: int) -> Scheme:
-    return Scheme(count, dict.fromkeys(_convolutions(model)[-count:], 1.0))
+    convolutions = _convolutions(model)
+    return Scheme(count, dict.fromkeys(convolutions[len(convolutions) - count :], 1.0))
+
+
+def _most_last_layers(model: nn.Module, memory: SchemeMemory, budget: int) -> int:
+    """So many fit into a budget; 0 where the classifier alone does, or not even that."""
+    count, most = 0, len(_convolutions(model))
+    while count < most and memory.simulated(_last_layers(model, count + 1)) <= budget:
+        count += 1
+    return count
 
 
 def _contributions(task: Task, options: argparse.Namespace) -> Contributions:
@@ -333,12 +354,12 @@ def _train_everything(task: Task) -> Adapt:
     return adapt
 
 
-def _bytes_of_everything(task: Task) -> int:
+def _bytes_of_everything(task: Task, sample: Samples) -> int:
     """With fixed statistics, as one sample has none."""
     model = copy.deepcopy(task.model)
     odt.adapt.tinytl_(model, mode="full", classes=task.classes)
     optimizer = _optimizer(list(model.parameters()))
-    return step_bytes(model, nn.functional.cross_entropy, _sample(task), optimizer=optimizer)
+    return step_bytes(model, nn.functional.cross_entropy, sample, optimizer=optimizer)
 
 
 def _row(task: Task, adapt: Adapt, nbytes: int, what: str, options: argparse.Namespace) -> Row:
@@ -384,7 +405,7 @@ def _missed(rows: dict[str, Row], found: dict[str, str]) -> list[str]:
     gained = rows["everything"].mean - rows["classifier"].mean
     missed = [
         f"missed: what was {name} reaches {rows[name].mean:.1%}, the {last} {rows[last].mean:.1%}"
-        for last, name in found.items()
+        for name, last in found.items()
         if rows[name].mean < rows[last].mean
     ]
     if gained < LEAST_POINTS:
@@ -392,7 +413,7 @@ def _missed(rows: dict[str, Row], found: dict[str, str]) -> list[str]:
     return missed
 
 
-def _print(rows: dict[str, Row], correlation: float | None) -> None:
+def _print(rows: dict[str, Row], ranked: list[tuple[float, float, str]], correlation: float | None) -> None:
     width = max(map(len, rows))
     print(f"{'':{width}}{'KiB a sample':>14}{'rate':>7}{'accuracy':>10}   of each seed")
     for name, row in rows.items():
@@ -400,8 +421,9 @@ def _print(rows: dict[str, Row], correlation: float | None) -> None:
         print(f"{name:{width}}{row.bytes / 1024:14.0f}{row.learning_rate:7g}{row.mean:10.1%}   {each}")
     for name, row in rows.items():
         print(f"{name}: {row.what}")
-    told = "none, as all are alike" if correlation is None else f"{correlation:.2f}"
-    print(f"rank correlation of the sum of gains with accuracy: {told}")
+    if ranked:
+        told = "none, as all are alike" if correlation is None else f"{correlation:.2f}"
+        print(f"rank correlation of the sum of gains with accuracy: {told}")
 
 
 if __name__ == "__main__":

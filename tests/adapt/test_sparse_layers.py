@@ -145,3 +145,16 @@ def test_channels_of_the_largest_norm_are_kept() -> None:
 def test_a_sample_without_batch_dimension_is_taken_as_the_layer_takes_it() -> None:
     layer, x = nn.Conv2d(4, 3, 3), torch.randn(4, 6, 6)
     torch.testing.assert_close(SparseConv(layer, torch.tensor([1, 2]))(x), layer(x))
+
+
+@pytest.mark.parametrize("layer", [nn.Conv2d(4, 3, 3), nn.Conv2d(4, 8, 3, groups=4), nn.Linear(4, 3)], ids=str)
+def test_its_state_has_the_trained_weight_under_the_layers_name(layer: Any) -> None:
+    sparse = (SparseLinear if isinstance(layer, nn.Linear) else SparseConv)(layer, torch.tensor([1, 2]))
+    before = layer.weight.clone()
+    with torch.no_grad():
+        sparse.trained_weight += 1
+    whole = copy.deepcopy(layer)
+    whole.load_state_dict(sparse.state_dict(), strict=False)
+    assert torch.equal(layer.weight, before)
+    sparse.merge()
+    assert torch.equal(whole.weight, layer.weight) and not torch.equal(whole.weight, before)

@@ -16,7 +16,30 @@ CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 SPARSE_TYPES = (nn.Linear, *CONVOLUTIONS)
 
 
-class SparseLinear(nn.Module):
+class _SparseLayer(nn.Module):
+    """Has a whole weight, and as a parameter of its own the slice of it that trains."""
+
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+    trained_weight: nn.Parameter
+    kept: Tensor
+    dim = 1
+
+    def merge(self) -> None:
+        """Write the trained slice into `weight`."""
+        with torch.no_grad():
+            self.weight.index_copy_(self.dim, self.kept, self.trained_weight)
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if not keep_vars:
+            # The layer that it stands for has this name, too, and takes nothing else of the state.
+            with torch.no_grad():
+                whole = self.weight.index_copy(self.dim, self.kept, self.trained_weight)
+            destination[f"{prefix}weight"] = whole
+
+
+class SparseLinear(_SparseLayer):
     """A linear layer of whose weight some columns train.
 
     Values are those of the layer that it stands for, whose tensors it shares. `merge` writes what has been trained into
@@ -27,7 +50,7 @@ class SparseLinear(nn.Module):
         kept: indices of the input features whose weights train: ascending, int64.
 
     Attributes:
-        weight: the whole weight, frozen; its kept columns are out of date until `merge`.
+        weight: the whole weight, frozen; its kept columns are out of date until `merge`, but not in a `state_dict()`.
         trained_weight: the kept columns, `(out_features, len(kept))`.
         kept: as given; a part of the state, because another choice makes another layer of the same trained weight.
 
@@ -41,10 +64,6 @@ class SparseLinear(nn.Module):
         (3, 2)
     """
 
-    weight: nn.Parameter
-    bias: nn.Parameter | None
-    kept: Tensor
-
     def __init__(self, layer: nn.Linear, kept: Tensor) -> None:
         super().__init__()
         self.register_parameter("weight", layer._parameters["weight"])
@@ -56,16 +75,11 @@ class SparseLinear(nn.Module):
         x, weight, trained, bias = _autocast(x, self.weight, self.trained_weight, self.bias)
         return _SparseLinear.apply(x, weight, trained, bias, self.kept)
 
-    def merge(self) -> None:
-        """Write the trained columns into `weight`."""
-        with torch.no_grad():
-            self.weight.index_copy_(1, self.kept, self.trained_weight)
-
     def extra_repr(self) -> str:
         return f"{self.weight.shape[1]}, {self.weight.shape[0]}, trained input features: {len(self.kept)}"
 
 
-class SparseConv(nn.Module):
+class SparseConv(_SparseLayer):
     """A convolution of any dimension of whose weight some input channels train.
 
     Values are those of the layer that it stands for, whose tensors it shares. In a depthwise convolution an input
@@ -77,7 +91,7 @@ class SparseConv(nn.Module):
         kept: indices of the input channels whose weights train: ascending, int64.
 
     Attributes:
-        weight: the whole weight, frozen; its kept channels are out of date until `merge`.
+        weight: the whole weight, frozen; its kept channels are out of date until `merge`, but not in a `state_dict()`.
         trained_weight: the kept channels: a slice of `weight` along its second dimension, for a depthwise convolution
             along its first.
         kept, inputs: where this slice lies in `weight`, and which channels of the input it is for; parts of the state.
@@ -95,11 +109,7 @@ class SparseConv(nn.Module):
         (6, 2, 3, 3)
     """
 
-    weight: nn.Parameter
-    bias: nn.Parameter | None
-    kept: Tensor
     inputs: Tensor
-    outputs: Tensor | None
 
     def __init__(self, layer: nn.Conv1d | nn.Conv2d | nn.Conv3d, kept: Tensor) -> None:
         super().__init__()
@@ -126,11 +136,6 @@ class SparseConv(nn.Module):
         geometry = (list(self.stride), list(self.padding), list(self.dilation), self.groups, self.kept_groups, self.dim)
         x, weight, trained, bias = _autocast(x, self.weight, self.trained_weight, self.bias)
         return _SparseConv.apply(x, weight, trained, bias, self.kept, self.inputs, geometry)
-
-    def merge(self) -> None:
-        """Write the trained channels into `weight`."""
-        with torch.no_grad():
-            self.weight.index_copy_(self.dim, self.kept, self.trained_weight)
 
     def extra_repr(self) -> str:
         return (
