@@ -11,8 +11,8 @@ analysis); the scheme that gains most in the bytes of updating the last layers i
 same start, beside the classifier alone and everything. With `--less` schemes are searched for in a share of what
 everything takes, beside as many last layers as fit into it. Each way takes the learning rate that is best on the
 held-out samples with another seed (of `--rates`; a single one is taken as it is). The recipe ends with code 1 where a
-scheme that was found is less accurate than the last layers in whose bytes it trains, as the mean over seeds, or where
-the task says nothing: everything has to be five points better than the classifier alone. It reports, too, how well the
+scheme that was found is less accurate than the last layers beside it, as the mean over seeds, or where the task says
+nothing: everything has to be five points better than the classifier alone. It reports, too, how well the
 sum of gains ranks random schemes: Spearman's correlation with the accuracy that they reach.
 """
 
@@ -140,10 +140,13 @@ def main(arguments: list[str] | None = None) -> int:
     options.cache.mkdir(parents=True, exist_ok=True)
     data = Path(options.data).resolve().name
     task = _task(options)
-    contributions = _contributions(task, options)
     sample = _sample(task, options.device_size or options.image_size)
     memory = SchemeMemory(task.model, nn.functional.cross_entropy, sample, classes=task.classes, optimizer=_optimizer)
     everything_bytes = _bytes_of_everything(task, sample)
+    most = everything_bytes / memory.simulated(Scheme())
+    if any(less > most for less in options.less):
+        raise SystemExit(f"--less: the classifier alone takes {most:.1f} times less than everything, which is the most")
+    contributions = _contributions(task, options)
     rows: dict[str, Row] = {}
     found: dict[str, str] = {}
 
@@ -170,8 +173,8 @@ def main(arguments: list[str] | None = None) -> int:
         search(f"found, in the bytes of {count}", last_bytes, count, str(count))
     for less in options.less:
         budget = int(everything_bytes / less)
-        most = _most_last_layers(task.model, memory, budget)
-        search(f"found, in 1/{less:g} of everything", budget, most, f"less_{less:g}")
+        beside = _most_last_layers(task.model, memory, budget)
+        search(f"found, in 1/{less:g} of everything", budget, beside, f"less_{less:g}")
     add("everything", _train_everything(task), everything_bytes, "everything")
     ranked = _ranked(task, contributions, options.ranked)
     correlation = _rank_correlation(ranked)
@@ -185,6 +188,7 @@ def main(arguments: list[str] | None = None) -> int:
             "torch": torch.__version__,
             "contributions": _measured(contributions),
             "rows": {name: asdict(row) for name, row in rows.items()},
+            "beside": found,
             "rank_correlation": correlation,
             "ranked": ranked,
             "missed": missed,
@@ -215,7 +219,7 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--last", type=int, nargs="*", default=[6, 12], help="so many last layers to compare with")
     parser.add_argument(
-        "--less", type=float, nargs="*", default=[], help="schemes in so many times less than everything, too"
+        "--less", type=_times, nargs="*", default=[], help="search in the bytes of everything divided by this, too"
     )
     parser.add_argument("--device-size", type=int, help="count bytes for images of this size, not of --image-size")
     parser.add_argument("--ranked", type=int, default=24, help="random schemes whose order is compared")
@@ -229,6 +233,13 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
         quick = {"pretrain": 480, "train": 384, "held_out": 96, "epochs": 3, "layers": 9, "last": [6]}
         set_quick(parser, options, quick | {"ranked": 4, "seeds": 1})
     return options
+
+
+def _times(text: str) -> float:
+    value = float(text)
+    if not value >= 1:
+        raise argparse.ArgumentTypeError(f"{text}: at least 1, which is everything")
+    return value
 
 
 def _name(options: argparse.Namespace) -> str:
@@ -312,7 +323,7 @@ def _last_layers(model: nn.Module, count: int) -> Scheme:
 
 
 def _most_last_layers(model: nn.Module, memory: SchemeMemory, budget: int) -> int:
-    """So many fit into a budget; 0 where the classifier alone does, or not even that."""
+    """So many fit into a budget; 0 where the classifier alone does."""
     count, most = 0, len(_convolutions(model))
     while count < most and memory.simulated(_last_layers(model, count + 1)) <= budget:
         count += 1

@@ -148,13 +148,17 @@ def test_a_sample_without_batch_dimension_is_taken_as_the_layer_takes_it() -> No
 
 
 @pytest.mark.parametrize("layer", [nn.Conv2d(4, 3, 3), nn.Conv2d(4, 8, 3, groups=4), nn.Linear(4, 3)], ids=str)
-def test_its_state_has_the_trained_weight_under_the_layers_name(layer: Any) -> None:
-    sparse = (SparseLinear if isinstance(layer, nn.Linear) else SparseConv)(layer, torch.tensor([1, 2]))
-    before = layer.weight.clone()
+def test_states_of_it_and_of_the_ordinary_layer_are_loaded_into_each_other(layer: Any) -> None:
+    def sparse_layer() -> SparseLinear | SparseConv:
+        kind: Any = SparseLinear if isinstance(layer, nn.Linear) else SparseConv
+        return kind(copy.deepcopy(layer), torch.tensor([1, 2]))
+
+    sparse, again, whole = sparse_layer(), sparse_layer(), copy.deepcopy(layer)
     with torch.no_grad():
         sparse.trained_weight += 1
-    whole = copy.deepcopy(layer)
-    whole.load_state_dict(sparse.state_dict(), strict=False)
-    assert torch.equal(layer.weight, before)
-    sparse.merge()
-    assert torch.equal(whole.weight, layer.weight) and not torch.equal(whole.weight, before)
+    state = sparse.state_dict()
+    assert state["weight"].data_ptr() == sparse.weight.data_ptr(), "what is loaded in place arrives"
+    assert not whole.load_state_dict(state, strict=False).missing_keys
+    assert torch.equal(whole.weight, sparse.weight) and not torch.equal(whole.weight, layer.weight)
+    assert "trained_weight" not in again.load_state_dict(whole.state_dict(), strict=False).missing_keys
+    assert torch.equal(again.trained_weight, sparse.trained_weight)

@@ -51,8 +51,9 @@ class SchemeMemory:
     """Bytes of all that is not weights in a scheme's training step: activations, gradients, the optimizer's state.
 
     A simulation captures the step, which takes seconds. A search asks about thousands of schemes: `counted` walks over
-    the layers of one forward pass with what is kept for the scheme, and is off by about as much as it is for the
-    classifier alone, for which it is corrected. It knows no branches, so a search checks its result by `simulated`.
+    the layers of one forward pass with what is kept for the scheme, and is off by about as much as it is where the
+    first of its layers trains alone, for which it is corrected, by one simulation for each layer that comes first. It
+    knows no branches, so a search checks its result by `simulated`.
 
     Args:
         model: left as it is.
@@ -100,13 +101,14 @@ class SchemeMemory:
         self._place = {stage.name: place for place, stage in reversed(list(enumerate(self._stages)))}
         self._moments = self._count_moments()
         self._simulated: dict[str, int] = {}
-        self._correction: int | None = None
+        self._corrections: dict[str, int] = {}
 
     def counted(self, scheme: Scheme) -> int:
-        """Bytes by a walk over the layers, corrected by what that misses where the classifier trains alone."""
-        if self._correction is None:
-            self._correction = self.simulated(Scheme()) - self._walk(Scheme())
-        return self._walk(scheme) + self._correction
+        """Bytes by a walk over the layers, corrected by what that misses where the first of them trains alone."""
+        first = self._first_alone(scheme)
+        if first.key() not in self._corrections:
+            self._corrections[first.key()] = self.simulated(first) - self._walk(first)
+        return self._walk(scheme) + self._corrections[first.key()]
 
     def simulated(self, scheme: Scheme) -> int:
         """Bytes by the simulator, for a copy of the model that is adapted and captured; remembered."""
@@ -122,8 +124,7 @@ class SchemeMemory:
     def _walk(self, scheme: Scheme) -> int:
         biases = self._biases[len(self._biases) - scheme.biases :]
         gradients = {name: round(self._sizes[f"{name}.weight"] * ratio) for name, ratio in scheme.weights.items()}
-        trained = [*(name.rpartition(".")[0] for name in biases), *scheme.weights, self._classifier]
-        start = min(self._place.get(name, len(self._stages)) for name in trained)
+        start = self._place_of(self._first(scheme))
         saved = peak = 0
         backward: list[int] = []
         for place, stage in enumerate(self._stages):
@@ -141,6 +142,23 @@ class SchemeMemory:
             backward.append(saved + inside + gradients.get(stage.name, 0))
         state = sum(gradients.values()) + sum(self._sizes[name] for name in biases)
         return max([peak, *backward]) + self._moments * state
+
+    def _first(self, scheme: Scheme) -> str:
+        """The layer at which back-propagation ends."""
+        biases = self._biases[len(self._biases) - scheme.biases :]
+        return min(
+            [*scheme.weights, *(name.rpartition(".")[0] for name in biases), self._classifier], key=self._place_of
+        )
+
+    def _first_alone(self, scheme: Scheme) -> Scheme:
+        """What back-propagates as far, by that layer's weight or, where this does not train, by as many biases."""
+        first = self._first(scheme)
+        if first in scheme.weights:
+            return Scheme(0, {first: 1.0})
+        return Scheme(0 if first == self._classifier else scheme.biases)
+
+    def _place_of(self, name: str) -> int:
+        return self._place.get(name, len(self._stages))
 
     def _count_moments(self) -> int:
         """How many tensors the optimizer keeps for each that trains."""

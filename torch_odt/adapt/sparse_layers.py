@@ -17,7 +17,14 @@ SPARSE_TYPES = (nn.Linear, *CONVOLUTIONS)
 
 
 class _SparseLayer(nn.Module):
-    """Has a whole weight, and as a parameter of its own the slice of it that trains."""
+    """What both kinds do with the slice of a whole weight that is a parameter of its own.
+
+    A `state_dict` has what was trained under the name of the whole weight, too, and a state that has nothing but the
+    whole weight is loaded into both: the layer that it stands for calls its own weight so.
+
+    Attributes:
+        dim: of the weight, along which the slice was cut.
+    """
 
     weight: nn.Parameter
     bias: nn.Parameter | None
@@ -28,15 +35,18 @@ class _SparseLayer(nn.Module):
     def merge(self) -> None:
         """Write the trained slice into `weight`."""
         with torch.no_grad():
-            self.weight.index_copy_(self.dim, self.kept, self.trained_weight)
+            # The forward pass reads nothing there, and autograd need not know of it.
+            self.weight.data.index_copy_(self.dim, self.kept, self.trained_weight.to(self.weight.dtype))
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        self.merge()
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        if not keep_vars:
-            # The layer that it stands for has this name, too, and takes nothing else of the state.
-            with torch.no_grad():
-                whole = self.weight.index_copy(self.dim, self.kept, self.trained_weight)
-            destination[f"{prefix}weight"] = whole
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *options: Any) -> None:
+        whole = state_dict.get(f"{prefix}weight")
+        if f"{prefix}trained_weight" not in state_dict and whole is not None and whole.shape == self.weight.shape:
+            state_dict[f"{prefix}trained_weight"] = whole.index_select(self.dim, self.kept.to(whole.device))
+        super()._load_from_state_dict(state_dict, prefix, *options)
 
 
 class SparseLinear(_SparseLayer):
@@ -50,7 +60,7 @@ class SparseLinear(_SparseLayer):
         kept: indices of the input features whose weights train: ascending, int64.
 
     Attributes:
-        weight: the whole weight, frozen; its kept columns are out of date until `merge`, but not in a `state_dict()`.
+        weight: the whole weight, frozen; its kept columns are out of date until `merge` or `state_dict()`.
         trained_weight: the kept columns, `(out_features, len(kept))`.
         kept: as given; a part of the state, because another choice makes another layer of the same trained weight.
 
@@ -91,7 +101,7 @@ class SparseConv(_SparseLayer):
         kept: indices of the input channels whose weights train: ascending, int64.
 
     Attributes:
-        weight: the whole weight, frozen; its kept channels are out of date until `merge`, but not in a `state_dict()`.
+        weight: the whole weight, frozen; its kept channels are out of date until `merge` or `state_dict()`.
         trained_weight: the kept channels: a slice of `weight` along its second dimension, for a depthwise convolution
             along its first.
         kept, inputs: where this slice lies in `weight`, and which channels of the input it is for; parts of the state.

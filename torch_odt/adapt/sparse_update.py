@@ -55,7 +55,8 @@ def sparse_update_(
     Returns:
         What trains and what that saves. Its `unload()` writes the trained slices into the ordinary weights, bit for
         bit, and takes the model's structure back to what it was; `merge()` keeps the new classifier. Weights that were
-        stored in 8 bits or took over a norm come back rounded.
+        stored in 8 bits or took over a norm come back rounded. The model's `state_dict` has what was trained under the
+        names of ordinary weights, too, which with `norm="folded"` have a norm in them.
 
     Raises:
         ValueError: the scheme does not fit the model, the model has no classifier that can be found, `channels` or

@@ -202,10 +202,10 @@ def allow(
 
 
 def counted_beside(arena: Any) -> int:
-    """What torch allocates outside of arenas, and the pages of other arenas, which may be those of another step."""
+    """Bytes that torch allocates outside of arenas, and the pages of other arenas, such as another step's."""
     stats = memory.stats()
-    all_arenas = 0 if stats.arena is None else stats.arena.resident_bytes
-    return (stats.outside_bytes or 0) + all_arenas - int(arena.resident_bytes)
+    others = 0 if stats.arena is None else stats.arena.resident_bytes - int(arena.resident_bytes)
+    return (stats.outside_bytes or 0) + max(0, others)
 
 
 def held_by_process() -> int:

@@ -23,7 +23,7 @@ from torch_odt.capture.costs import Costs
 from torch_odt.capture.graph import TrainingGraph
 from torch_odt.capture.update_in_backward import UPDATE, update_in_backward
 from torch_odt.errors import InfeasibleBudget
-from torch_odt.execute.accounting import Allowance, allow, counted_beside, held_by_process, make_room
+from torch_odt.execute.accounting import Allowance, allow, held_by_process, make_room
 from torch_odt.execute.allotted import Found, controller_of, first_budget, or_in_the_fewest
 from torch_odt.execute.executor import Executor
 from torch_odt.execute.graph_calls import Calls, GraphRunner, Rules
@@ -421,7 +421,8 @@ class WrapSession:
     def _limit_what_is_outside(self) -> None:
         """What of the budget other code may take before the idle arena gives way."""
         if self._arena is not None:
-            self._arena.set_yield_limit(counted_beside(self._arena) + max(0, self.room_bytes()))
+            outside = memory.stats().outside_bytes or 0
+            self._arena.set_yield_limit(outside + max(0, self.room_bytes()))
 
     def _frugal_executor(self, runner: GraphRunner) -> Executor:
         """The schedule of the fewest bytes of one graph, whose later calls are not known."""
