@@ -122,7 +122,7 @@ class SchemeMemory:
         return self._simulated[key]
 
     def _walk(self, scheme: Scheme) -> int:
-        biases = self._biases[len(self._biases) - scheme.biases :]
+        biases = self._last_biases(scheme)
         gradients = {name: round(self._sizes[f"{name}.weight"] * ratio) for name, ratio in scheme.weights.items()}
         start = self._place_of(self._first(scheme))
         saved = peak = 0
@@ -145,10 +145,11 @@ class SchemeMemory:
 
     def _first(self, scheme: Scheme) -> str:
         """The layer at which back-propagation ends."""
-        biases = self._biases[len(self._biases) - scheme.biases :]
-        return min(
-            [*scheme.weights, *(name.rpartition(".")[0] for name in biases), self._classifier], key=self._place_of
-        )
+        with_bias = (name.rpartition(".")[0] for name in self._last_biases(scheme))
+        return min([*scheme.weights, *with_bias, self._classifier], key=self._place_of)
+
+    def _last_biases(self, scheme: Scheme) -> list[str]:
+        return self._biases[len(self._biases) - scheme.biases :]
 
     def _first_alone(self, scheme: Scheme) -> Scheme:
         """What back-propagates as far, by that layer's weight or, where this does not train, by as many biases."""
