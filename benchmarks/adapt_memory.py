@@ -9,6 +9,8 @@ brackets with the first two, in which torch_odt measures operators. Seconds are 
 are off, unless `--micro-batch` says how many samples run at once: a plain loop then accumulates gradients (where
 BatchNorm follows the batch, that is another computation). Adam keeps two moments of what trains.
 
+LoRA is peft's (`--methods LoRA ...`, where it is installed), of rank 8 at the pointwise convolutions, on both sides.
+
 In the rows of plain PyTorch the network is what torchvision made it, BatchNorm follows the batch, and what does not
 train has `requires_grad=False`. PyTorch has no lite residual modules: in their rows the model that `tinytl_` has made
 runs in a plain loop.
@@ -31,6 +33,7 @@ from frontier import describe_machine
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 METHODS = ("full", "norm+last", "last", "bias", "lite", "lite+bias", "lite+bias, 8 bits")
+LORA = "LoRA"
 CLASSES = 10
 MIB = 2**20
 
@@ -53,7 +56,7 @@ def main() -> int:
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--methods", nargs="+", choices=METHODS, default=METHODS)
+    parser.add_argument("--methods", nargs="+", choices=(*METHODS, LORA), default=METHODS)
     parser.add_argument("--model", default="mobilenet_v2", help="of torchvision")
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--size", type=int, default=224)
@@ -105,8 +108,8 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     settle()
     idle = anonymous()
     model = torchvision.models.get_model(arguments.model, weights=None).to(memory_format=torch.channels_last)
-    # Full fine-tuning trains BatchNorm with the statistics of the batch on both sides, as everybody does it.
-    if method == "full" or (way == "plain" and not method.startswith("lite")):
+    # In both full fine-tuning and LoRA BatchNorm has the statistics of the batch on both sides, as everybody has it.
+    if method in ("full", LORA) or (way == "plain" and not method.startswith("lite")):
         parameters = select(model, method, CLASSES)
     else:
         mode: Any = method.split(",")[0]

@@ -7,7 +7,8 @@ Accuracy: a narrow network (`--network`) is pretrained on small images of one ha
 other half from a few samples, by equal epochs of Adam from the same start: everything trains, the classifier, the norms
 and it, the biases and it, lite residual modules and it, or modules and biases (TinyTL-L+B). The modules were pretrained
 with the network, as in the paper, or are new: TinyTL-L+B is the one of these that is better on samples held out. One
-more row tells what pretrained modules are worth to everything in plain PyTorch. Images are turned, zoomed, shifted,
+more row tells what pretrained modules are worth to everything in plain PyTorch, and where peft is installed, one what
+LoRA reaches at the pointwise convolutions. Images are turned, zoomed, shifted,
 brightened and mirrored at random, when the network is pretrained and when it is adapted (`--no-augment`: mirrored
 alone). `--data spoken-digits` takes spectrograms of one half of the speakers, and adapts to the voices of the others.
 Each way has the learning rate (`--rates`) that is best on samples held out of the training set, in the mean over
@@ -29,6 +30,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import importlib.util
 import json
 import statistics
 import sys
@@ -69,6 +71,7 @@ FULL, NORMS = Way("full", "plain"), Way("norm+last", "plain")
 TINYTL = Way("lite+bias", weight_code="affine", pretrained_modules=True)
 NEW_MODULES = replace(TINYTL, pretrained_modules=False)
 BIASES = Way("bias", weight_code="affine")
+HAS_PEFT = importlib.util.find_spec("peft") is not None
 # Accuracy is measured of these; in plain PyTorch BatchNorm follows the batch where something of it trains.
 TRAINED = (
     FULL,
@@ -80,6 +83,7 @@ TRAINED = (
     TINYTL,
     NEW_MODULES,
     replace(FULL, pretrained_modules=True),
+    *([Way("LoRA", "plain")] if HAS_PEFT else []),
 )
 JUDGED = (FULL, NORMS, BIASES, TINYTL)
 MEASURED = (
@@ -93,6 +97,7 @@ MEASURED = (
     Way("lite+bias", pretrained_modules=True),
     TINYTL,
     Way("lite+bias", weight_code="codebook", pretrained_modules=True),
+    *([Way("LoRA", "plain"), Way("LoRA")] if HAS_PEFT else []),
 )
 RATES = (1e-3, 3e-3, 1e-2, 3e-2)
 TIMES_LESS_THAN_FULL, TIMES_LESS_THAN_NORMS, TIMES_LESS_OF_BIASES = 6.0, 5.0, 8.0
@@ -234,7 +239,7 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
 
 def _with_norm(options: argparse.Namespace, way: Way) -> Way:
     """The way, with BatchNorm as the options say. In front of a classifier that trains alone it stays frozen."""
-    return way if way.engine == "plain" or way.trains == "last" else replace(way, norm=options.norm)
+    return way if way.engine == "plain" or way.trains in ("last", "LoRA") else replace(way, norm=options.norm)
 
 
 def _start(options: argparse.Namespace, task: TransferTask, with_modules: bool) -> nn.Module:
@@ -342,11 +347,11 @@ def _print_accuracies(rows: dict[str, Accuracies]) -> None:
 
 def _print_bytes(title: str, rows: Bytes) -> None:
     full, norms = (rows[str(way)].process_bytes for way in (FULL, NORMS))
-    print(f"{title:58}{'MiB':>8}{'than full':>11}{'than norms':>12}{'trained':>12}")
+    print(f"{title:58}{'MiB':>8}{'than full':>11}{'than norms':>12}{'trained':>12}{'CPU s':>8}")
     for name, row in rows.items():
         less = f"{full / row.process_bytes:10.1f}x{norms / row.process_bytes:11.1f}x"
-        sampled = "   (sampled)" if row.is_sampled else ""
-        print(f"  {name:56}{row.process_bytes / 2**20:8.1f}{less}{row.trained_parameters:12,}{sampled}")
+        seconds = f"{row.cpu_seconds or 0:8.3f}" + "   (sampled)" * row.is_sampled
+        print(f"  {name:56}{row.process_bytes / 2**20:8.1f}{less}{row.trained_parameters:12,}{seconds}")
 
 
 if __name__ == "__main__":

@@ -43,14 +43,14 @@ class Way:
     """How a network is adapted.
 
     Attributes:
-        trains: what does, beside the classifier.
+        trains: what does, beside the classifier; "LoRA" is peft's, of rank 8 at the pointwise convolutions.
         engine: "plain" is PyTorch as it is, in which BatchNorm follows the batch where something of it may train.
         weight_code: how frozen weights are stored: in float32, or in 8 bits.
         pretrained_modules: the network was pretrained with lite residual modules beside its blocks.
         norm: what BatchNorm becomes in torch_odt: frozen, or one that follows the batch and keeps no input.
     """
 
-    trains: Mode
+    trains: Mode | Literal["LoRA"]
     engine: Literal["plain", "torch_odt"] = "torch_odt"
     weight_code: Literal["float32", "affine", "codebook"] = "float32"
     pretrained_modules: bool = False
@@ -87,7 +87,7 @@ def adapt(model: nn.Module, way: Way, classes: int, input_size: int) -> list[nn.
         What trains, for the optimizer.
     """
     model.train()
-    if way.engine == "torch_odt":
+    if way.engine == "torch_odt" and way.trains != "LoRA":
         options = {} if way.weight_code == "float32" else {"weight_bits": 8, "weight_code": way.weight_code}
         adaptation = odt.adapt.tinytl_(
             model,
@@ -103,8 +103,8 @@ def adapt(model: nn.Module, way: Way, classes: int, input_size: int) -> list[nn.
     return select(model, way.trains, classes)
 
 
-def select(model: nn.Module, trains: Mode, classes: int) -> list[nn.Parameter]:
-    """Give a network a new classifier, and let that and what is said train, in plain PyTorch.
+def select(model: nn.Module, trains: Mode | Literal["LoRA"], classes: int) -> list[nn.Parameter]:
+    """Give a network a new classifier, and let that and what is said train, in plain PyTorch or by peft.
 
     Returns:
         What trains, for the optimizer.
@@ -112,6 +112,8 @@ def select(model: nn.Module, trains: Mode, classes: int) -> list[nn.Parameter]:
     head = find_head(model, None)
     parent, _, attribute = head.rpartition(".")
     setattr(model.get_submodule(parent), attribute, nn.Linear(model.get_submodule(head).in_features, classes))
+    if trains == "LoRA":
+        _add_lora(model)
     norms = {p for module in model.modules() if isinstance(module, nn.BatchNorm2d) for p in module.parameters()}
     for name, parameter in model.named_parameters():
         is_selected = {
@@ -119,9 +121,22 @@ def select(model: nn.Module, trains: Mode, classes: int) -> list[nn.Parameter]:
             "norm+last": parameter in norms,
             "last": False,
             "bias": name.endswith("bias"),
+            "LoRA": ".lora_" in name,
         }[trains]
         parameter.requires_grad_(is_selected or name.startswith(f"{head}."))
     return [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+
+def _add_lora(model: nn.Module) -> None:
+    """As peft does it; a depthwise convolution has no rank that could be lower."""
+    from peft import LoraConfig, inject_adapter_in_model
+
+    pointwise = [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Conv2d) and module.kernel_size == (1, 1) and module.groups == 1
+    ]
+    inject_adapter_in_model(LoraConfig(r=8, lora_alpha=16, target_modules=pointwise), model)
 
 
 def _first_block(model: nn.Module) -> str:

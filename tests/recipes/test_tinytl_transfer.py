@@ -86,6 +86,20 @@ def test_plain_and_torch_odt_train_the_same_selection() -> None:
         assert names[0] == names[1]
 
 
+def test_lora_trains_its_factors_and_the_classifier_in_both_engines() -> None:
+    pytest.importorskip("peft")
+    for engine in ("plain", "torch_odt"):
+        model = make_network("proxyless_mobile", 5, 0.1)
+        chosen = {id(p) for p in adapt(model, Way("LoRA", engine), 3, 32)}  # type: ignore[arg-type]
+        names = {name for name, parameter in model.named_parameters() if id(parameter) in chosen}
+        assert {name for name in names if ".lora_" not in name} == {"classifier.weight", "classifier.bias"}
+        assert all(
+            model.get_submodule(name.split(".lora_")[0]).base_layer.kernel_size == (1, 1)
+            for name in names
+            if "lora_" in name
+        )
+
+
 def test_no_lite_module_runs_beside_the_first_block() -> None:
     model = make_network("proxyless_mobile", 5, 0.1)
     adapt(model, Way("lite+bias"), 3, 32)
