@@ -193,7 +193,8 @@ def main(arguments: list[str] | None = None) -> int:
             "ranked": ranked,
             "missed": missed,
         }
-        name = f"tte_sparse_update_{options.network}_{data}{'_less' if options.less else ''}.json"
+        shares = "".join(f"_{less:g}" for less in options.less)
+        name = f"tte_sparse_update_{options.network}_{data}{'_less' * bool(shares)}{shares}.json"
         (options.out / name).write_text(json.dumps(report, indent=1) + "\n")
     return 1 if missed else 0
 

@@ -472,3 +472,11 @@ def test_a_number_of_classes_is_no_label() -> None:
     model, x = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)), torch.ones(1, 4)
     with pytest.raises(TypeError, match=r"classes=5: give the labels that are known to come"):
         online_head(model, x, classes=5)  # type: ignore[arg-type]
+
+
+def test_a_rate_or_a_test_for_drift_that_is_none_is_named() -> None:
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)), torch.ones(1, 4)
+    with pytest.raises(TypeError, match="drift=3: give a PageHinkley"):
+        online_head(model, x, drift=3)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="lr='a': the learning rate is a number"):
+        online_head(model, x, lr="a")  # type: ignore[arg-type]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import subprocess
 import sys
@@ -254,3 +255,10 @@ def test_after_a_trace_torch_decomposes_again() -> None:
     assert before
     trace_net()
     assert bilinear.py_kernels == before
+
+
+def test_a_batch_that_an_operator_refuses_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    model = nn.Linear(4, 3)
+    with pytest.raises(CaptureError, match="dtype"):
+        trace_step(model, F.cross_entropy, make_compute(F.cross_entropy), ((torch.ones(2, 4), torch.rand(2)), {}))
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]

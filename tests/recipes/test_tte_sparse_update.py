@@ -33,7 +33,7 @@ def test_a_scheme_is_found_and_compared(tmp_path: Path, monkeypatch: pytest.Monk
     assert tte_sparse_update.main(arguments) == ended
     assert len(runs) - first == len(rows) * (2 + 1) + 3, "contributions are remembered"
     tte_sparse_update.main([*arguments, "--last", "--less", "8", "--device-size", "128"])
-    rows = json.loads((tmp_path / "tte_sparse_update_mcunet_digits_less.json").read_text())["rows"]
+    rows = json.loads((tmp_path / "tte_sparse_update_mcunet_digits_less_8.json").read_text())["rows"]
     assert rows["found, in 1/8 of everything"]["bytes"] <= rows["everything"]["bytes"] / 8
     assert "last 3 layers" in rows, "as many as fit into that"
 

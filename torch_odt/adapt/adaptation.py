@@ -10,7 +10,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from torch_odt.adapt.sparse_layers import SparseConv, SparseLinear
+from torch_odt.adapt.sparse_layers import SparseLayer
 from torch_odt.memory._units import format_bytes
 
 Undo = Callable[[], None]
@@ -55,7 +55,7 @@ def footprint(model: nn.Module) -> Footprint:
     return Footprint(
         sum(parameter.numel() for parameter in parameters)
         # Trained slices are a part of whole weights.
-        - sum(layer.trained_weight.numel() for layer in model.modules() if isinstance(layer, SparseLinear | SparseConv))
+        - sum(layer.trained_weight.numel() for layer in model.modules() if isinstance(layer, SparseLayer))
         + sum(math.prod(module.stored_shape) for module in model.modules() if isinstance(module, StoresWeight)),
         sum(parameter.numel() for parameter in trained),
         # What takes the gradient of an int8 weight is large by its shape alone.

@@ -78,7 +78,9 @@ def add_lite_residuals_(
 
 
 def check_sizes(kernel_size: int, expand: float) -> None:
-    """Raises ValueError where they are none of a lite residual module."""
+    """Raises ValueError or TypeError where they are none of a lite residual module."""
+    if isinstance(kernel_size, bool) or not isinstance(kernel_size, int):
+        raise TypeError(f"kernel_size={kernel_size!r}: it is an odd whole number, such as 5")
     if kernel_size < 1 or kernel_size % 2 == 0:
         raise ValueError(f"kernel_size={kernel_size}: it is odd")
     if not 0 < expand < math.inf:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch_odt.adapt.adaptation import Adapting
 from torch_odt.adapt.frozen_batch_norm import FrozenBatchNorm, FrozenBatchNormAct
 from torch_odt.adapt.norms_behind import norms_behind
-from torch_odt.adapt.sparse_layers import CONVOLUTIONS, SparseConv, SparseLinear
+from torch_odt.adapt.sparse_layers import CONVOLUTIONS, SparseLayer
 
 FrozenNorms = Literal["frozen", "folded"]
 
@@ -63,7 +63,7 @@ def fold_frozen_norms(adapting: Adapting) -> None:
 
 def _behind_in_both_modes(model: nn.Module) -> dict[str, str]:
     """The norms behind layers; code may ask for the mode."""
-    leaves = (FrozenBatchNorm, SparseConv, SparseLinear)
+    leaves = (FrozenBatchNorm, SparseLayer)
     modes = [(module, module.training) for module in model.modules()]
     found = []
     try:

@@ -16,7 +16,7 @@ CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 SPARSE_TYPES = (nn.Linear, *CONVOLUTIONS)
 
 
-class _SparseLayer(nn.Module):
+class SparseLayer(nn.Module):
     """What both kinds do with the slice of a whole weight that is a parameter of its own.
 
     A `state_dict` has what was trained under the name of the whole weight, too, and a state that has nothing but the
@@ -49,7 +49,7 @@ class _SparseLayer(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *options)
 
 
-class SparseLinear(_SparseLayer):
+class SparseLinear(SparseLayer):
     """A linear layer of whose weight some columns train.
 
     Values are those of the layer that it stands for, whose tensors it shares. `merge` writes what has been trained into
@@ -89,7 +89,7 @@ class SparseLinear(_SparseLayer):
         return f"{self.weight.shape[1]}, {self.weight.shape[0]}, trained input features: {len(self.kept)}"
 
 
-class SparseConv(_SparseLayer):
+class SparseConv(SparseLayer):
     """A convolution of any dimension of whose weight some input channels train.
 
     Values are those of the layer that it stands for, whose tensors it shares. In a depthwise convolution an input

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from numbers import Real
 from typing import Any
 
 import torch
@@ -30,8 +31,12 @@ class OnlineLayer:
     def __init__(
         self, features: FrozenFeatures, *, lr: float, forgetting: float, eps: float, drift: PageHinkley | None
     ) -> None:
+        if isinstance(lr, bool) or not isinstance(lr, Real):
+            raise TypeError(f"lr={lr!r}: the learning rate is a number")
         if not lr > 0:
             raise ValueError(f"lr={lr}: the learning rate must be above 0")
+        if drift is not None and not isinstance(drift, PageHinkley):
+            raise TypeError(f"drift={drift!r}: give a PageHinkley(...), or leave it out for the default one")
         self.features = features
         self.statistics = RunningStatistics(features.count, forgetting=forgetting, eps=eps, device=features.device)
         self.lr = lr

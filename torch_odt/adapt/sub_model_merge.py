@@ -65,6 +65,10 @@ def merge_sub_models(
         tensor([0.7500, 0.0000, 0.0000])
     """
     updates = list(updates)
+    shapes = shapes_of(global_state)
+    if head is not None and f"{head}.weight" not in shapes:
+        known = ", ".join(name.removesuffix(".weight") for name in shapes if name.endswith(".weight"))
+        raise ValueError(f"head={head!r} is no layer of the global model: name one of {known}")
     for number, update in enumerate(updates):
         if not isinstance(update, ClientUpdate):
             raise TypeError(f"update {number} is a {type(update).__name__}: give ClientUpdate(state_dict, ...)")
@@ -112,9 +116,9 @@ def _check(number: int, update: ClientUpdate, global_state: StateDict, head: str
     check_shapes(update.state_dict, held, whose)
     if update.classes is None:
         return
-    if head is None or f"{head}.weight" not in shapes:
+    if head is None:
         known = ", ".join(name.removesuffix(".weight") for name in shapes if name.endswith(".weight"))
-        raise ValueError(f"{whose} has classes: name the classifier by head=, one of {known}; it was {head!r}")
+        raise ValueError(f"{whose} has classes: name the classifier by head=, one of {known}")
     rows = shapes[f"{head}.weight"][0]
     wrong = [each for each in update.classes if not 0 <= each < rows]
     if wrong or not update.classes:

@@ -6,6 +6,7 @@ graph of forward and backward in aten operators; `from_joint` turns that into pl
 
 from __future__ import annotations
 
+import logging
 import operator
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -130,12 +131,20 @@ def _tracing() -> Iterator[None]:
     torch.compiler._is_compiling_flag = True
     # Tensors that are no parameters, buffers or inputs (a mask made once, the classes' weights) become constants.
     fake = FakeTensorMode(allow_non_fake_inputs=True)
+    # A batch that an operator refuses is told as the error that it raises, once, and not with torch's stacks as well.
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    log.addFilter(_nothing)
     try:
         with warnings.catch_warnings(), eager_operators(), fake:
             warnings.simplefilter("ignore")
             yield
     finally:
+        log.removeFilter(_nothing)
         torch.compiler._is_compiling_flag = before
+
+
+def _nothing(record: logging.LogRecord) -> bool:
+    return False
 
 
 _RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu")

@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from torch_odt.adapt.frozen_batch_norm import FrozenBatchNorm
-from torch_odt.adapt.sparse_layers import SparseConv, SparseLinear
+from torch_odt.adapt.sparse_layers import SparseLayer
 from torch_odt.quant.modules import MASTERS, Int8Conv2d, Int8Layer, Int8Linear, Masters
 from torch_odt.quant.one_way import require_plain
 from torch_odt.quant.qas import int8_layers, scale_gradients_
@@ -222,7 +222,7 @@ def _check(model: nn.Module, observer: str, classifier: str, masters: str, headr
 
 
 def _adapted_hint(model: nn.Module) -> str:
-    if not any(isinstance(module, (FrozenBatchNorm, SparseConv, SparseLinear)) for module in model.modules()):
+    if not any(isinstance(module, (FrozenBatchNorm, SparseLayer)) for module in model.modules()):
         return ""
     return (
         ". It is adapted: call merge() or unload() of that adaptation first, or convert the model before and let "
