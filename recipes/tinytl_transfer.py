@@ -83,7 +83,7 @@ TRAINED = (
     TINYTL,
     NEW_MODULES,
     replace(FULL, pretrained_modules=True),
-    *([Way("LoRA", "plain")] if HAS_PEFT else []),
+    *([Way("LoRA", "plain"), Way("LoRA")] if HAS_PEFT else []),
 )
 JUDGED = (FULL, NORMS, BIASES, TINYTL)
 MEASURED = (
@@ -239,7 +239,7 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
 
 def _with_norm(options: argparse.Namespace, way: Way) -> Way:
     """The way, with BatchNorm as the options say. In front of a classifier that trains alone it stays frozen."""
-    return way if way.engine == "plain" or way.trains in ("last", "LoRA") else replace(way, norm=options.norm)
+    return way if way.engine == "plain" or way.trains == "last" else replace(way, norm=options.norm)
 
 
 def _start(options: argparse.Namespace, task: TransferTask, with_modules: bool) -> nn.Module:

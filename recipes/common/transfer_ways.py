@@ -43,7 +43,8 @@ class Way:
     """How a network is adapted.
 
     Attributes:
-        trains: what does, beside the classifier; "LoRA" is peft's, of rank 8 at the pointwise convolutions.
+        trains: what does, beside the classifier; "LoRA" is peft's, of rank 8 at the pointwise convolutions, in
+            torch_odt behind an adaptation whose classifier alone trains.
         engine: "plain" is PyTorch as it is, in which BatchNorm follows the batch where something of it may train.
         weight_code: how frozen weights are stored: in float32, or in 8 bits.
         pretrained_modules: the network was pretrained with lite residual modules beside its blocks.
@@ -87,11 +88,12 @@ def adapt(model: nn.Module, way: Way, classes: int, input_size: int) -> list[nn.
         What trains, for the optimizer.
     """
     model.train()
-    if way.engine == "torch_odt" and way.trains != "LoRA":
+    is_lora = way.trains == "LoRA"
+    if way.engine == "torch_odt":
         options = {} if way.weight_code == "float32" else {"weight_bits": 8, "weight_code": way.weight_code}
         adaptation = odt.adapt.tinytl_(
             model,
-            mode=way.trains,
+            mode="last" if is_lora else way.trains,  # type: ignore[arg-type]
             norm=way.norm,
             classes=classes,
             input_size=input_size,
@@ -99,7 +101,7 @@ def adapt(model: nn.Module, way: Way, classes: int, input_size: int) -> list[nn.
             without=[_first_block(model)] if "lite" in way.trains else (),
             **options,
         )
-        return adaptation.parameters()
+        return [*adaptation.parameters(), *_add_lora(model)] if is_lora else adaptation.parameters()
     return select(model, way.trains, classes)
 
 
@@ -127,8 +129,12 @@ def select(model: nn.Module, trains: Mode | Literal["LoRA"], classes: int) -> li
     return [parameter for parameter in model.parameters() if parameter.requires_grad]
 
 
-def _add_lora(model: nn.Module) -> None:
-    """As peft does it; a depthwise convolution has no rank that could be lower."""
+def _add_lora(model: nn.Module) -> list[nn.Parameter]:
+    """As peft does it, and nothing else changes; a depthwise convolution has no rank that could be lower.
+
+    Returns:
+        The factors.
+    """
     from peft import LoraConfig, inject_adapter_in_model
 
     pointwise = [
@@ -136,7 +142,11 @@ def _add_lora(model: nn.Module) -> None:
         for name, module in model.named_modules()
         if isinstance(module, nn.Conv2d) and module.kernel_size == (1, 1) and module.groups == 1
     ]
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     inject_adapter_in_model(LoraConfig(r=8, lora_alpha=16, target_modules=pointwise), model)
+    for parameter in trained:
+        parameter.requires_grad_(True)
+    return [parameter for name, parameter in model.named_parameters() if ".lora_" in name]
 
 
 def _first_block(model: nn.Module) -> str:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from numbers import Real
-from typing import Any
+from typing import Any, SupportsFloat
 
 import torch
 from torch import Tensor, nn
@@ -31,7 +30,7 @@ class OnlineLayer:
     def __init__(
         self, features: FrozenFeatures, *, lr: float, forgetting: float, eps: float, drift: PageHinkley | None
     ) -> None:
-        if isinstance(lr, bool) or not isinstance(lr, Real):
+        if not isinstance(lr, SupportsFloat):
             raise TypeError(f"lr={lr!r}: the learning rate is a number")
         if not lr > 0:
             raise ValueError(f"lr={lr}: the learning rate must be above 0")
