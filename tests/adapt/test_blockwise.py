@@ -72,6 +72,7 @@ def test_each_block_trains_as_in_plain_pytorch_and_the_model_has_it() -> None:
     batch = (torch.randn(4, 3, 8, 8), torch.tensor([0, 1, 2, 3]))
     blocks = odt.adapt.blockwise(model, F.cross_entropy, batch, blocks=2, cache=False)
     assert len(blocks) == 2
+    assert "Conv2d" not in repr(blocks)
     for stage in blocks:
         assert stage.bytes <= blocks.largest_bytes
         before = copy.deepcopy(None if stage.frozen is None else stage.frozen.state_dict())
@@ -80,6 +81,12 @@ def test_each_block_trains_as_in_plain_pytorch_and_the_model_has_it() -> None:
             assert all(torch.equal(value, before[name]) for name, value in stage.frozen.state_dict().items())
     assert list(model.state_dict()) == keys
     assert not any(torch.equal(parameter, start[name]) for name, parameter in model.named_parameters() if "0.w" in name)
+
+
+def test_cuts_are_named_by_their_modules() -> None:
+    model = case_named("mobilenet_v2").model()
+    names = [cut.name for cut in Chain(model, torch.zeros(1, 3, 32, 32)).cuts]
+    assert "features.3 (add)" in names and not any(name.startswith("add") for name in names)
 
 
 def test_a_budget_that_no_block_fits_names_the_smallest() -> None:

@@ -480,3 +480,14 @@ def test_a_rate_or_a_test_for_drift_that_is_none_is_named() -> None:
         online_head(model, x, drift=3)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="lr='a': the learning rate is a number"):
         online_head(model, x, lr="a")  # type: ignore[arg-type]
+
+
+def test_a_network_that_returns_more_than_its_scores_becomes_an_ordinary_module() -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.ViTConfig(
+        hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16, image_size=16, patch_size=8
+    )
+    model, x = transformers.ViTForImageClassification(config), torch.randn(4, 3, 16, 16)
+    head = online_head(model, x[:1])
+    head.learn(x, ["a", "b", "a", "b"])
+    torch.testing.assert_close(head.to_module()(x), head.scores(x))

@@ -83,6 +83,7 @@ def _network() -> nn.Sequential:
 def test_counted_bytes_order_schemes_as_the_simulator_does() -> None:
     batch = (torch.randn(4, 3, 24, 24), torch.randint(4, (4,)))
     memory = SchemeMemory(_network(), nn.functional.cross_entropy, batch, classes=6)
+    assert repr(memory) == f"SchemeMemory(Sequential, batch of {tuple(batch[0].shape)}, {tuple(batch[1].shape)})"
     schemes = [
         Scheme(),
         Scheme(1),

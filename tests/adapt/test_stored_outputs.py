@@ -50,6 +50,7 @@ def test_what_is_read_is_what_the_mentor_computes_in_evaluation_mode(tmp_path: P
     found = stored.read([22, 0, 7])
     torch.testing.assert_close(found, (logits[[22, 0, 7]], hints[[22, 0, 7]]))
     assert stored.hint_shapes == {"2": (6, 4, 4)}
+    assert repr(stored).endswith(f"/s'): 23 samples, logits {tuple(logits.shape[1:])}")
     assert stored.disk_bytes == sum(path.stat().st_size for path in stored.folder.glob("*.bin")) == 23 * 4 * 101
 
 

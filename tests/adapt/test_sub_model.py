@@ -167,6 +167,8 @@ def test_other_architectures_are_refused() -> None:
 def test_it_travels_and_the_public_names_are_there() -> None:
     part = SubModel.leading(cnn(4), cnn(2), X)
     assert pickle.loads(pickle.dumps(part)) == part
+    narrow, wide = (sum(value.numel() for value in cnn(width).state_dict().values()) for width in (2, 4))
+    assert str(part) == f"{narrow:,} of a wide model's {wide:,} numbers, block 0"
     assert odt.adapt.SubModel is SubModel
     with pytest.raises(ValueError, match="one base model"):
         Mix([])

@@ -73,8 +73,8 @@ class Stage:
     """
 
     name: str
-    module: nn.Module
-    frozen: nn.Module | None
+    module: nn.Module = field(repr=False)
+    frozen: nn.Module | None = field(repr=False)
     bytes: int
     budget: Budget
     _samples_at_once: int = field(repr=False)
@@ -137,7 +137,7 @@ class Blockwise:
         stages: in the order of training. Heads keep what they have learnt.
     """
 
-    model: nn.Module
+    model: nn.Module = field(repr=False)
     stages: tuple[Stage, ...]
 
     def __iter__(self) -> Iterator[Stage]:

@@ -30,7 +30,7 @@ class Cut:
     """A place between two operators where one tensor is all that goes on.
 
     Attributes:
-        name: of the module that computes the tensor, or of the operator where none does.
+        name: of the module that computes the tensor; where it is an operator inside of one, with that operator's.
         position: of that operator.
         shape, dtype: of the tensor, with the batch.
         channel_dim: which dimension of it holds the channels.
@@ -173,7 +173,9 @@ class Chain:
     def _cut(self, position: int) -> Cut:
         meta, node = self._shapes[position], self._nodes[position]
         assert meta is not None
-        name = str(node.target) if node.op == "call_module" else node.name
+        modules = list(node.meta.get("nn_module_stack", ()))
+        name = f"{modules[-1]} ({node.name})" if modules and modules[-1] else node.name
+        name = str(node.target) if node.op == "call_module" else name
         return Cut(name, position, tuple(meta.shape), meta.dtype, self._channel_dim(position, len(meta.shape)))
 
     def _channel_dim(self, position: int, dims: int) -> int:

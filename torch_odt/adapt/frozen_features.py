@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
 from torch_odt.adapt.chain import trace
@@ -78,8 +79,9 @@ class FrozenFeatures:
     def with_end(self, end: nn.Module) -> nn.Module:
         """A module of its own: a copy of the network, `end` on its features, and nothing behind.
 
-        Where the network returns what the layer does, it is a copy of the network with `end` in the layer's place or
-        behind the layer; otherwise what runs up to the layer, as `torch.fx` traces it.
+        Where the network returns what the layer does, alone or with other tensors, it is a copy of the network with
+        `end` in the layer's place or behind the layer, which returns that alone; otherwise it is what runs up to the
+        layer, as `torch.fx` traces it.
 
         Raises:
             ValueError: something runs behind the layer, and the network cannot be traced to leave it out.
@@ -91,11 +93,11 @@ class FrozenFeatures:
         model = copy.deepcopy(self.model).eval()
         if self.layer == "":
             return nn.Sequential(model, end).eval()
-        if not self._is_last:
+        if self._place is None:
             return nn.Sequential(self._traced_to_the_layer(model), end).eval()
         layer = model.get_submodule(self.layer)
         model.set_submodule(self.layer, end if self.is_replaced else nn.Sequential(layer, end))
-        return model.eval()
+        return (model if self._is_last else _OneResult(model, self._place)).eval()
 
     def _of_one(self, sample: Tensor) -> Tensor:
         try:
@@ -132,7 +134,11 @@ class FrozenFeatures:
             raise ValueError(f"{self.layer!r} runs {len(seen)} times for a sample: name a layer that runs once")
         given, output, version = seen[0]
         # What changes the output in place returns the same object.
-        self._is_last = result is output and _version(output) == version
+        is_unchanged = _version(output) == version
+        self._is_last = result is output and is_unchanged
+        # Where the network returns several tensors, or one in an object as transformers' do: its place among them.
+        leaves = pytree.tree_leaves(result) if is_unchanged else []
+        self._place: int | None = next((place for place, leaf in enumerate(leaves) if leaf is output), None)
         features = given if self.is_replaced else output
         what = "is given" if self.is_replaced else "returns"
         if not isinstance(features, Tensor):
@@ -167,6 +173,19 @@ def check_samples(x: Tensor) -> None:
         raise TypeError(f"samples are a tensor (n, ...), not a {type(x).__name__}")
     if x.dim() < 2:
         raise ValueError(f"samples of {tuple(x.shape)}: the first dimension counts them; give one as sample[None]")
+
+
+class _OneResult(nn.Module):
+    """One of the tensors that a network returns."""
+
+    def __init__(self, model: nn.Module, place: int) -> None:
+        super().__init__()
+        self.model = model
+        self.place = place
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = pytree.tree_leaves(self.model(x))[self.place]
+        return found
 
 
 class _Reached(BaseException):

@@ -103,6 +103,10 @@ class SchemeMemory:
         self._simulated: dict[str, int] = {}
         self._corrections: dict[str, int] = {}
 
+    def __repr__(self) -> str:
+        shapes = ", ".join(str(tuple(each.shape)) for each in self._batch)
+        return f"SchemeMemory({type(self._model).__name__}, batch of {shapes})"
+
     def counted(self, scheme: Scheme) -> int:
         """Bytes by a walk over the layers, corrected by what that misses where the first of them trains alone."""
         first = self._first_alone(scheme)

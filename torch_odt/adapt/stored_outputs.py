@@ -166,6 +166,9 @@ class StoredOutputs:
             for name, shape in zip(description.files, description.shapes, strict=True)
         ]
 
+    def __repr__(self) -> str:
+        return f"StoredOutputs({str(self.folder)!r}): {len(self)} samples, logits {tuple(self.logits_shape)}"
+
     def __len__(self) -> int:
         return self.origin.samples
 

@@ -13,8 +13,9 @@ depthwise convolutions, follow that rule; whether everything else does is found 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, nn
@@ -45,8 +46,8 @@ class SubModel:
         True
     """
 
-    wide: Mapping[str, Shape]
-    narrow: Mapping[str, Shape]
+    wide: Mapping[str, Shape] = field(repr=False)
+    narrow: Mapping[str, Shape] = field(repr=False)
     base: int = 0
 
     def __post_init__(self) -> None:
@@ -61,6 +62,10 @@ class SubModel:
             for n, wide in zip(narrow, shape, strict=True):
                 if n < wide < (self.base + 1) * n:
                     raise ValueError(f"{name!r} of {shape} has no block {self.base} of {n} of {wide}")
+
+    def __str__(self) -> str:
+        narrow, wide = (sum(map(math.prod, shapes.values())) for shapes in (self.narrow, self.wide))
+        return f"{narrow:,} of a wide model's {wide:,} numbers, block {self.base}"
 
     @classmethod
     def leading(cls, wide: nn.Module, narrow: nn.Module, *inputs: Any) -> SubModel:
