@@ -35,7 +35,7 @@ def _model() -> nn.Sequential:
 
 
 def test_gains_are_above_the_classifier_and_above_the_reference_biases() -> None:
-    found = measure_contributions(_model(), Counting(), classes=5, ratios=[1 / 4, 1], biases=[1, 2])
+    found = measure_contributions(_model(), Counting(), classes=5, ratios=iter([1 / 4, 1]), biases=[1, 2])
     assert found.classifier_accuracy == pytest.approx(0.065)
     assert found.bias_gains == pytest.approx({0: 0, 1: 0.012, 2: 0.028})
     assert found.reference_biases == 2

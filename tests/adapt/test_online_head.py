@@ -478,7 +478,7 @@ def test_a_rate_or_a_test_for_drift_that_is_none_is_named() -> None:
     model, x = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)), torch.ones(1, 4)
     with pytest.raises(TypeError, match="drift=3: give a PageHinkley"):
         online_head(model, x, drift=3)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="lr='a': the learning rate is a number"):
+    with pytest.raises(TypeError, match="lr='a': it is a number"):
         online_head(model, x, lr="a")  # type: ignore[arg-type]
 
 
@@ -491,3 +491,15 @@ def test_a_network_that_returns_more_than_its_scores_becomes_an_ordinary_module(
     head = online_head(model, x[:1])
     head.learn(x, ["a", "b", "a", "b"])
     torch.testing.assert_close(head.to_module()(x), head.scores(x))
+
+
+def test_a_sample_that_is_refused_changes_nothing() -> None:
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)), torch.randn(9, 4)
+    head = online_head(model, x[:1], lr=1e38)
+    with pytest.raises(ValueError, match="it was not learnt from: lr=1e\\+38 is too large"):
+        for number in range(9):
+            before = copy.deepcopy(head.state_dict())
+            head.learn(x[number : number + 1], [number])
+    after = head.state_dict()
+    assert after["classes"] == before["classes"] and after["accuracy"] == before["accuracy"]
+    assert after["statistics"]["samples"] == before["statistics"]["samples"] and after["drift"] == before["drift"]

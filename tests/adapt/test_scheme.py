@@ -13,6 +13,7 @@ from torchvision.models import swin_t
 
 import torch_odt as odt
 from torch_odt.adapt import Scheme
+from torch_odt.adapt.scheme import updatable_layers
 
 
 def _model(width: int = 8) -> nn.Sequential:
@@ -130,3 +131,12 @@ def test_layers_that_an_earlier_method_has_taken_are_told() -> None:
         ValueError, match=r"it is a StoredConv2d; .*; tinytl \(bias\) has adapted the model: call merge\(\)"
     ):
         odt.adapt.sparse_update_(model, Scheme(weights={"0": 0.5}))
+
+
+def test_a_parametrized_weight_is_no_part_of_a_scheme() -> None:
+    layer = nn.utils.parametrizations.weight_norm(nn.Linear(4, 4))
+    model = nn.Sequential(layer, nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
+    assert updatable_layers(model) == ["1"]
+    with pytest.raises(ValueError, match="'0' has a weight that is computed"):
+        Scheme.for_model(model, weights={"0": 1})
+    assert Scheme(1, {"1": 1}).key() == Scheme(1, {"1": 1.0}).key()

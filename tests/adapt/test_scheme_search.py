@@ -7,6 +7,7 @@ import random
 
 import pytest
 import torch
+import torchvision
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -97,6 +98,16 @@ def test_counted_bytes_order_schemes_as_the_simulator_does() -> None:
     assert sorted(range(6), key=counted.__getitem__) == sorted(range(6), key=simulated.__getitem__)
     for mine, exact in zip(counted, simulated, strict=True):
         assert mine == pytest.approx(exact, rel=0.25)
+
+
+def test_a_large_weight_behind_an_early_layer_is_counted_by_what_its_own_gradient_takes() -> None:
+    network = torchvision.models.mobilenet_v2(width_mult=0.35, num_classes=4)
+    batch = (torch.randn(1, 3, 64, 64), torch.zeros(1).long())
+    memory = SchemeMemory(network, nn.functional.cross_entropy, batch)
+    for weights in ({"features.18.0": 1}, {"features.17.conv.1.0": 1}):
+        scheme = Scheme(12, {"features.13.conv.2": 1 / 4} | weights)
+        assert memory.counted(scheme) == pytest.approx(memory.simulated(scheme), rel=0.05)
+
 
 
 def test_the_optimizers_state_counts() -> None:

@@ -11,6 +11,7 @@ from adapted_steps import assert_trained_alike, train_both
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from transformers import ViTConfig, ViTForImageClassification
 
 import torch_odt as odt
 from torch_odt.adapt.stored_weights import StoredConv2d, StoredLinear
@@ -46,7 +47,7 @@ def test_is_nearer_than_steps_of_each_row(draw: Callable[[Tensor], Tensor]) -> N
     layer = nn.Linear(1000, 64)
     layer.weight.data = draw(drawn(64, 1000))
     affine, codebook = (StoredLinear(layer, code) for code in ("affine", "codebook"))  # type: ignore[arg-type]
-    errors = [float((stored.weight() - layer.weight.detach()).square().mean()) for stored in (affine, codebook)]
+    errors = [float((stored.weight - layer.weight.detach()).square().mean()) for stored in (affine, codebook)]
     assert errors[1] < 0.7 * errors[0]
 
 
@@ -72,7 +73,7 @@ def test_a_layer_computes_with_what_its_codes_stand_for(layer: nn.Conv2d | nn.Li
     kind = StoredLinear if isinstance(layer, nn.Linear) else StoredConv2d
     stored = kind(layer, "codebook")  # type: ignore[arg-type]
     plain = copy.deepcopy(layer)
-    plain.weight.data = stored.weight()
+    plain.weight.data = stored.weight
     x = drawn(2, 30) if isinstance(layer, nn.Linear) else drawn(2, layer.in_channels, 7, 7)
     ours, theirs = (x.clone().requires_grad_() for _ in range(2))
     assert torch.equal(stored(ours), plain(theirs))
@@ -158,5 +159,41 @@ def test_a_code_needs_8_bits() -> None:
 def test_codes_keep_the_memory_format() -> None:
     conv = nn.Conv2d(8, 6, 3).to(memory_format=torch.channels_last)
     stored = StoredConv2d(conv, "codebook")
-    assert stored.codes.stride() == stored.weight().stride() == conv.weight.stride()
-    assert torch.equal(stored.weight(), stored.centroids[stored.codes.long()])
+    assert stored.codes.stride() == stored.weight.stride() == conv.weight.stride()
+    assert torch.equal(stored.weight, stored.centroids[stored.codes.long()])
+
+
+@given(st.sampled_from([torch.bfloat16, torch.float16]), st.integers(0, 99), st.floats(-7, 3))
+def test_sixteen_bits_are_stored_within_their_own_rounding(dtype: torch.dtype, seed: int, power: float) -> None:
+    weight = (drawn(64, 32, seed=seed) * drawn(64, 1, seed=seed + 1) * 10**power).to(dtype)
+    layer = nn.Linear(32, 64, dtype=dtype)
+    layer.weight.data = weight
+    stored = StoredLinear(layer)
+    assert stored.weight.dtype == dtype and int(stored.codes.min()) >= -127
+    largest = weight.double().abs().amax(1, keepdim=True)
+    # Half a step, which rounding makes larger, and the rounding of what is computed with.
+    allowed = largest * (1 / 254 + 3 * torch.finfo(dtype).eps) + torch.finfo(dtype).smallest_normal * 2**-9
+    assert bool(((stored.weight.double() - weight.double()).abs() <= allowed).all())
+
+
+def test_a_model_may_ask_for_the_type_of_a_stored_weight() -> None:
+    config = ViTConfig(
+        hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16, image_size=16, patch_size=8
+    )
+    model, x = ViTForImageClassification(config).eval(), torch.randn(2, 3, 16, 16)
+    before = model(x).logits
+    adaptation = odt.adapt.tinytl_(model, mode="bias", weight_bits=8)
+    assert "frozen weights are stored in 8 bits" in str(adaptation)
+    torch.testing.assert_close(model(x).logits, before, atol=0.02, rtol=0.1)
+
+
+def test_traces_see_layers_and_leave_nothing_in_the_model() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.Flatten())
+    model.append(nn.Linear(128, 4))
+    odt.adapt.tinytl_(model, mode="bias", weight_bits=8)
+    batch = (torch.randn(2, 3, 8, 8), torch.tensor([0, 3]))
+    odt.adapt.bias_only_(model, norm="folded")
+    blocks = odt.adapt.blockwise(model, nn.functional.cross_entropy, batch, blocks=2, cache=False)
+    assert len(blocks) == 2
+    assert not [name for name in vars(model) if "constant" in name]
+    assert_trained_alike(train_both(blocks.stages[0].module, [batch]))

@@ -29,7 +29,7 @@ class Network(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = torch.relu(self.first(x))
-        weight = self.stored.weight()
+        weight = self.stored.weight
         x = F.conv2d(x, weight, self.stored.bias)
         if self.way == "twice":
             x = F.conv2d(torch.relu(x), weight)

@@ -77,7 +77,7 @@ def test_parts_are_the_model_before_and_after_each_step() -> None:
     flow.requantize_()
     torch.testing.assert_close(whole(), model(x))
     largest = weight.abs().amax((1, 2, 3), keepdim=True)
-    assert bool(((model[3].weight() - weight).abs() <= largest / 254 * (1 + 1e-5)).all())
+    assert bool(((model[3].weight - weight).abs() <= largest / 254 * (1 + 1e-5)).all())
     body = {name: value.clone() for name, value in flow.body.state_dict().items()}
     assert [name for name, each in flow.back.named_parameters() if each.requires_grad] == [
         "8.weight", "8.bias", "10.weight", "10.bias",

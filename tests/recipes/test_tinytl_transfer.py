@@ -92,12 +92,13 @@ def test_lora_trains_its_factors_and_the_classifier_in_both_engines() -> None:
         model = make_network("proxyless_mobile", 5, 0.1)
         chosen = {id(p) for p in adapt(model, Way("LoRA", engine), 3, 32)}  # type: ignore[arg-type]
         names = {name for name, parameter in model.named_parameters() if id(parameter) in chosen}
-        assert {name for name in names if ".lora_" not in name} == {"classifier.weight", "classifier.bias"}
-        assert all(
-            model.get_submodule(name.split(".lora_")[0]).base_layer.kernel_size == (1, 1)
-            for name in names
-            if "lora_" in name
-        )
+        assert names == {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+        factors = {name for name in names if ".lora_" in name}
+        assert names - factors == {"classifier.weight", "classifier.bias"}
+        adapted = {model.get_submodule(name.split(".lora_")[0]).base_layer.kernel_size for name in factors}
+        assert adapted == {(1, 1)}
+        norms = [module for module in model.modules() if isinstance(module, nn.BatchNorm2d)]
+        assert bool(norms) == (engine == "plain")
 
 
 def test_no_lite_module_runs_beside_the_first_block() -> None:

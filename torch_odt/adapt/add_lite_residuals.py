@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from torch_odt.adapt.adaptation import Adaptation, Adapting
+from torch_odt.adapt.arguments import require_numbers
 from torch_odt.adapt.layers import int8_hint
 from torch_odt.adapt.lite_residual import LiteBranch, LiteResidual
 from torch_odt.adapt.residual_blocks import Block, Blocks, find_blocks
@@ -83,6 +84,7 @@ def check_sizes(kernel_size: int, expand: float) -> None:
         raise TypeError(f"kernel_size={kernel_size!r}: it is an odd whole number, such as 5")
     if kernel_size < 1 or kernel_size % 2 == 0:
         raise ValueError(f"kernel_size={kernel_size}: it is odd")
+    require_numbers(expand=expand)
     if not 0 < expand < math.inf:
         raise ValueError(f"expand={expand}: it is a multiple of a block's input channels, above 0")
 
@@ -101,6 +103,7 @@ def blocks_beside_which(
     """
     if isinstance(without, str):
         raise ValueError(f"without={without!r}: give a list of names, [{without!r}]")
+    without = list(without)
     found = find_blocks(model, _example(model, input_size) if example is None else example, blocks=blocks)
     names = [block.name for block in found]
     unknown = [name for name in without if name not in names]

@@ -18,7 +18,9 @@ from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.passes.shape_prop import ShapeProp, TensorMetadata
 
+from torch_odt.adapt.adaptation import StoresWeight
 from torch_odt.adapt.layers import evaluating
+from torch_odt.adapt.tracing import LayerTracer
 from torch_odt.errors import first_line
 
 _CHANNELS_LAST = (nn.Linear, nn.LayerNorm, nn.MultiheadAttention)
@@ -234,7 +236,8 @@ class Chain:
         return (tensor for tensor in self._state(node) if isinstance(tensor, nn.Parameter))
 
     def _has_weights(self, node: fx.Node) -> bool:
-        return any(parameter.dim() > 1 for parameter in self._parameters(node))
+        stored = node.op == "call_module" and isinstance(self._training.get_submodule(str(node.target)), StoresWeight)
+        return stored or any(parameter.dim() > 1 for parameter in self._parameters(node))
 
     def _nbytes(self, position: int) -> int:
         meta = self._shapes[position]
@@ -270,18 +273,9 @@ def trace(model: nn.Module, *, whole: frozenset[str] = frozenset()) -> fx.GraphM
         ) from error
 
 
-class _Tracer(fx.Tracer):
-    def __init__(self, leaves: frozenset[str]) -> None:
-        super().__init__()
-        self._leaves = leaves
-
-    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        return module_qualified_name in self._leaves or super().is_leaf_module(m, module_qualified_name)
-
-
 def _trace(model: nn.Module, leaves: frozenset[str]) -> fx.GraphModule:
     defaults = {name: p.default for name, p in list(_arguments(model).items())[1:] if p.default is not p.empty}
-    graph = _Tracer(leaves).trace(model, concrete_args=defaults or None)
+    graph = LayerTracer(leaves).trace(model, concrete_args=defaults or None)
     # What checks that arguments have their defaults.
     for placeholder in [node for node in graph.nodes if node.op == "placeholder"][1:]:
         _erase(graph, placeholder)

@@ -48,6 +48,10 @@ class Contributions:
     weight_gains: Mapping[tuple[str, float], float]
     shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        if 0 not in self.bias_gains:
+            raise ValueError("bias_gains lacks the gain of 0 biases, which is 0: {0: 0.0, ...}")
+
     def gain(self, scheme: Scheme) -> float:
         """The sum of its parts' gains: what is taken for a scheme's accuracy above the classifier's alone.
 
@@ -159,6 +163,7 @@ def measure_contributions(
     """
     if isinstance(layers, str):
         raise TypeError(f"layers={layers!r}: give a list of names, [{layers!r}]")
+    ratios = list(ratios)
     counts = _spread(len(body_biases(model, head=head))) if biases is None else sorted({0, *biases})
     reference = counts[-1] if reference_biases is None else reference_biases
     names = updatable_layers(model, head=head) if layers is None else list(layers)

@@ -16,6 +16,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from torch_odt.adapt.arguments import require_numbers
 from torch_odt.adapt.layer_outputs import logits_of
 
 
@@ -121,6 +122,7 @@ class DistillationLoss(nn.Module):
 
 
 def _check_range(temperature: float, soft_weight: float) -> None:
+    require_numbers(temperature=temperature)
     if not 0 < temperature < math.inf:
         raise ValueError(f"temperature={temperature}: it is a number above 0")
     if not 0 <= soft_weight <= 1:

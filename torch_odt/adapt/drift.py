@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from torch_odt.adapt.arguments import require_numbers
+
 
 class FadingMean:
     """The mean of a stream's values, in which one that lies k values back counts fading^k.
@@ -32,6 +34,7 @@ class FadingMean:
     """
 
     def __init__(self, fading: float = 0.998) -> None:
+        require_numbers(fading=fading)
         if not 0 < fading <= 1:
             raise ValueError(f"fading={fading}: a value's weight is multiplied by it at the next; in (0, 1]")
         self.fading = fading
@@ -85,6 +88,7 @@ class PageHinkley:
     """
 
     def __init__(self, *, delta: float = 0.02, threshold: float = 30.0, least_values: int = 30) -> None:
+        require_numbers(delta=delta, threshold=threshold, least_values=least_values)
         if not (delta >= 0 and threshold > 0 and least_values >= 1):
             raise ValueError(
                 f"delta={delta}, threshold={threshold}, least_values={least_values}: give a delta of 0 or more, a "

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch_odt.adapt.adaptation import Adapting
 from torch_odt.adapt.frozen_batch_norm import FrozenBatchNorm, FrozenBatchNormAct
 from torch_odt.adapt.norms_behind import norms_behind
-from torch_odt.adapt.sparse_layers import CONVOLUTIONS, SparseLayer
+from torch_odt.adapt.sparse_layers import CONVOLUTIONS
 
 FrozenNorms = Literal["frozen", "folded"]
 
@@ -63,14 +63,13 @@ def fold_frozen_norms(adapting: Adapting) -> None:
 
 def _behind_in_both_modes(model: nn.Module) -> dict[str, str]:
     """The norms behind layers; code may ask for the mode."""
-    leaves = (FrozenBatchNorm, SparseLayer)
     modes = [(module, module.training) for module in model.modules()]
     found = []
     try:
         for training in (True, False):
             for module, _ in modes:
                 module.training = training
-            found.append(norms_behind(model, FrozenBatchNorm, leaves=leaves))
+            found.append(norms_behind(model, FrozenBatchNorm))
     finally:
         for module, mode in modes:
             module.training = mode

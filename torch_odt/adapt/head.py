@@ -16,10 +16,10 @@ _COUNTS = ("num_classes", "num_labels")
 
 
 def find_head(model: nn.Module, head: str | None = None) -> str:
-    """The name of the layer that computes the classes: the last linear layer, or convolution where none is linear.
+    """The name of the layer that computes the classes: the last linear layer or convolution.
 
     torchvision, timm and transformers register modules in the order in which they run. Where a model of your own does
-    not, name the layer.
+    not, name the layer. A model that says by `get_classifier()` which layer it is, as those of timm do, is believed.
 
     Args:
         head: the name, where it is known; it is checked.
@@ -33,12 +33,36 @@ def find_head(model: nn.Module, head: str | None = None) -> str:
             what = "there is no such module" if found is None else f"it is a {type(found).__name__}"
             raise ValueError(f"head={head!r} is no linear layer or convolution: {what}")
         return head
-    for kind in HEAD_TYPES:
-        names = [name for name, module in model.named_modules() if isinstance(module, kind)]
-        if names:
-            return names[-1]
+    names = _of_timm(model) or [name for name, module in model.named_modules() if isinstance(module, HEAD_TYPES)]
+    # An auxiliary classifier helps in training alone.
+    names = [name for name in names if "aux" not in name.partition(".")[0].lower()] or names
+    if names:
+        return names[-1]
     kinds = sorted({type(module).__name__ for module in model.modules()})
     raise ValueError(f"no linear layer or convolution was found to be the classifier; the model has {', '.join(kinds)}")
+
+
+def _of_timm(model: nn.Module) -> list[str]:
+    """What the model itself says, as those of timm do; empty where it says nothing."""
+    ask = getattr(model, "get_classifier", None)
+    if not callable(ask):
+        return []
+    said = ask()
+    heads = list(said) if isinstance(said, tuple | list | nn.ModuleList | nn.ModuleDict) else [said]
+    found = []
+    for head in heads:
+        inside = set(head.modules()) if isinstance(head, nn.Module) else set()
+        layers = {n: m for n, m in model.named_modules() if m in inside and isinstance(m, HEAD_TYPES)}
+        classes = [each.weight.shape[0] for each in layers.values()]
+        found += [name for name, count in zip(layers, classes, strict=True) if count == classes[-1]] or [""]
+    if len(found) > 1:
+        named = ", ".join(found)
+        raise ValueError(f"{type(model).__name__} has {len(found)} classifiers, {named}: name one by head=")
+    if found == [""]:
+        raise ValueError(
+            f"{type(model).__name__} was made without a classifier (num_classes=0): name the last layer by head="
+        )
+    return found
 
 
 def replace_head(adapting: Adapting, classes: int, *, head: str | None = None) -> str:

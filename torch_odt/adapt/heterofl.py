@@ -19,6 +19,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
 
 from torch_odt.adapt.adaptation import Adaptation, Adapting
+from torch_odt.adapt.arguments import require_numbers
 from torch_odt.adapt.frozen_batch_norm import FrozenBatchNorm
 from torch_odt.adapt.head import find_head
 
@@ -91,6 +92,7 @@ def heterofl_(
         >>> int(model[1].num_batches_tracked)
         0
     """
+    require_numbers(rate=rate)
     if not 0 < rate <= 1:
         raise ValueError(f"rate={rate}: it is the sub-model's share of the full model's channels, in (0, 1]")
     with Adapting(model) as adapting:

@@ -7,19 +7,17 @@ from collections import Counter
 from torch import fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from torch_odt.adapt.tracing import LayerTracer
 from torch_odt.errors import CaptureError
 
 
-def norms_behind(
-    model: nn.Module, kind: type[nn.Module] = _BatchNorm, *, leaves: tuple[type[nn.Module], ...] = ()
-) -> dict[str, str]:
+def norms_behind(model: nn.Module, kind: type[nn.Module] = _BatchNorm) -> dict[str, str]:
     """The name of the norm that alone takes a layer's output, by the layer's name.
 
     Layers that run more than once, or whose output or tensors something else takes as well, are not there.
 
     Args:
         kind: of norms.
-        leaves: modules that are layers as torch's own are, though `torch.fx` would look into them.
 
     Raises:
         CaptureError: `torch.fx` cannot follow the model, because its code depends on data.
@@ -29,7 +27,7 @@ def norms_behind(
         {'0': '1'}
     """
     try:
-        graph = _Tracer(leaves).trace(model)
+        graph = LayerTracer().trace(model)
     except Exception as error:
         raise CaptureError(f"torch.fx cannot follow {type(model).__name__}: {error}") from error
     modules = dict(model.named_modules(remove_duplicate=False))
@@ -46,12 +44,3 @@ def norms_behind(
         if is_alone and read.isdisjoint((str(source.target), str(node.target))):
             found[str(source.target)] = str(node.target)
     return found
-
-
-class _Tracer(fx.Tracer):
-    def __init__(self, leaves: tuple[type[nn.Module], ...]) -> None:
-        super().__init__()
-        self._leaves = leaves
-
-    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        return isinstance(m, self._leaves) or super().is_leaf_module(m, module_qualified_name)

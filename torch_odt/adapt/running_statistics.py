@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from torch_odt.adapt.arguments import require_numbers
 from torch_odt.adapt.linear import linear_of
 
 
@@ -52,6 +53,7 @@ class RunningStatistics:
     ) -> None:
         if features < 1:
             raise ValueError(f"features={features}: there is nothing to keep statistics of")
+        require_numbers(forgetting=forgetting, eps=eps)
         if not 0 < forgetting <= 1:
             raise ValueError(f"forgetting={forgetting}: a sample's weight is multiplied by it at the next; in (0, 1]")
         if not eps > 0:

@@ -55,6 +55,7 @@ class Scheme:
         for name, ratio in self.weights.items():
             if isinstance(ratio, bool) or not isinstance(ratio, (int, float)) or not 0 < ratio <= 1:
                 raise ValueError(f"the ratio of {name!r} is {ratio!r}; it is a share of the input channels, in (0, 1]")
+        object.__setattr__(self, "weights", {name: float(ratio) for name, ratio in self.weights.items()})
 
     @classmethod
     def for_model(cls, model: nn.Module, *, biases: int = 0, weights: Mapping[str, float] | None = None) -> Scheme:
@@ -87,6 +88,8 @@ class Scheme:
                 if earlier := list(adapted_by(model).values()):
                     has += f"; {earlier[-1]} has adapted the model: call merge() or unload() of what it returned first"
                 raise ValueError(f"{name!r} is no linear layer or convolution: {what}; {has}")
+            if "weight" not in layer._parameters:
+                raise ValueError(f"{name!r} has a weight that is computed, as by a parametrization: leave it out")
             if self.weights[name] != 1 and (reason := why_whole(model, name)):
                 raise ValueError(f"{name!r} {reason}: its weight trains as a whole (ratio 1) or not at all")
             if name == classifier:
@@ -146,9 +149,16 @@ class Scheme:
 
 
 def updatable_layers(model: nn.Module, *, head: str | None = None) -> list[str]:
-    """Names of the layers whose weights a scheme may name: linear layers and convolutions but for the classifier."""
+    """Names of the layers whose weights a scheme may name: linear layers and convolutions but for the classifier.
+
+    Layers whose weight is computed from other parameters are not among them.
+    """
     classifier = find_head(model, head)
-    return [name for name, module in model.named_modules() if isinstance(module, SPARSE_TYPES) and name != classifier]
+    return [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, SPARSE_TYPES) and name != classifier and "weight" in module._parameters
+    ]
 
 
 def why_whole(model: nn.Module, name: str) -> str | None:
@@ -161,7 +171,7 @@ def why_whole(model: nn.Module, name: str) -> str | None:
     base = next(kind for kind in SPARSE_TYPES if isinstance(layer, kind))
     computes = ("forward", "_conv_forward")
     is_own = all(getattr(type(layer), each, None) is getattr(base, each, None) for each in computes)
-    if not is_own or "weight" not in layer._parameters:
+    if not is_own:
         return f"is a {type(layer).__name__}, which may compute more than torch's own layer"
     if reader := reader_of(model, name):
         return f"has a weight that is read by {reader}"

@@ -51,9 +51,9 @@ class SchemeMemory:
     """Bytes of all that is not weights in a scheme's training step: activations, gradients, the optimizer's state.
 
     A simulation captures the step, which takes seconds. A search asks about thousands of schemes: `counted` walks over
-    the layers of one forward pass with what is kept for the scheme, and is off by about as much as it is where the
-    first of its layers trains alone, for which it is corrected, by one simulation for each layer that comes first. It
-    knows no branches, so a search checks its result by `simulated`.
+    the layers of both passes with what is kept for the scheme, and is off by about as much as it is where single layers
+    train alone: the first one, and in its own backward pass each other. For that it is corrected, by one simulation for
+    each layer. It knows no branches, so a search checks its result by `simulated`.
 
     Args:
         model: left as it is.
@@ -108,11 +108,18 @@ class SchemeMemory:
         return f"SchemeMemory({type(self._model).__name__}, batch of {shapes})"
 
     def counted(self, scheme: Scheme) -> int:
-        """Bytes by a walk over the layers, corrected by what that misses where the first of them trains alone."""
+        """Bytes by a walk over the layers, corrected by what that misses where single ones of them train alone."""
         first = self._first_alone(scheme)
-        if first.key() not in self._corrections:
-            self._corrections[first.key()] = self.simulated(first) - self._walk(first)
-        return self._walk(scheme) + self._corrections[first.key()]
+        return max(
+            nbytes + self._correction(Scheme(0, {name: 1.0}) if name in scheme.weights else first)
+            for name, nbytes in self._walk(scheme)
+        )
+
+    def _correction(self, alone: Scheme) -> int:
+        if alone.key() not in self._corrections:
+            walked = max(nbytes for _, nbytes in self._walk(alone))
+            self._corrections[alone.key()] = self.simulated(alone) - walked
+        return self._corrections[alone.key()]
 
     def simulated(self, scheme: Scheme) -> int:
         """Bytes by the simulator, for a copy of the model that is adapted and captured; remembered."""
@@ -125,12 +132,13 @@ class SchemeMemory:
             self._simulated[key] = step_bytes(model, self._loss_fn, self._batch, optimizer=optimizer)
         return self._simulated[key]
 
-    def _walk(self, scheme: Scheme) -> int:
+    def _walk(self, scheme: Scheme) -> list[tuple[str, int]]:
+        """What is held at most in the forward pass, and in the backward pass of each layer, by its name."""
         biases = self._last_biases(scheme)
         gradients = {name: round(self._sizes[f"{name}.weight"] * ratio) for name, ratio in scheme.weights.items()}
         start = self._place_of(self._first(scheme))
         saved = peak = 0
-        backward: list[int] = []
+        backward: list[tuple[str, int]] = []
         for place, stage in enumerate(self._stages):
             other_bytes = 0 if stage.overwrites else stage.input_bytes
             ratio = 1.0 if stage.name == self._classifier else scheme.weights.get(stage.name, 0.0)
@@ -143,9 +151,9 @@ class SchemeMemory:
             is_passed_on = place > start
             saved += own_bytes + (stage.kept_bytes if is_passed_on else 0)
             inside = stage.output_bytes + (other_bytes if is_passed_on else 0)
-            backward.append(saved + inside + gradients.get(stage.name, 0))
+            backward.append((stage.name, saved + inside + gradients.get(stage.name, 0)))
         state = sum(gradients.values()) + sum(self._sizes[name] for name in biases)
-        return max([peak, *backward]) + self._moments * state
+        return [(name, nbytes + self._moments * state) for name, nbytes in (("", peak), *backward)]
 
     def _first(self, scheme: Scheme) -> str:
         """The layer at which back-propagation ends."""

@@ -82,6 +82,8 @@ def search_scheme(
         raise TypeError(f"contributions is a {type(contributions).__name__}: measure_contributions returns them")
     if population < 2 or generations < 0:
         raise ValueError(f"population={population}, generations={generations}: at least 2 schemes, and 0 generations")
+    if not isinstance(budget, int | str):
+        raise TypeError(f'budget={budget!r}: give the bytes of all that is not weights, as 262144 or "256KiB"')
     budget_bytes = parse_bytes(budget) if isinstance(budget, str) else budget
     least = memory.simulated(Scheme())
     if least > budget_bytes:

@@ -46,6 +46,7 @@ class SparseLayer(nn.Module):
         whole = state_dict.get(f"{prefix}weight")
         if f"{prefix}trained_weight" not in state_dict and whole is not None and whole.shape == self.weight.shape:
             state_dict[f"{prefix}trained_weight"] = whole.index_select(self.dim, self.kept.to(whole.device))
+            state_dict |= {prefix + name: buffer for name, buffer in self._buffers.items()}
         super()._load_from_state_dict(state_dict, prefix, *options)
 
 

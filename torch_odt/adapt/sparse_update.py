@@ -103,9 +103,9 @@ def _train_weight(
     adapting: Adapting, name: str, layer: nn.Module, ratio: float, channels: ChannelChoice, seed: int
 ) -> str:
     """Make the kept part of a layer's weight a parameter; returns its name."""
-    kept = kept_channels(layer, ratio, choice=channels, seed=seed)
     if ratio == 1:
         return f"{name}.weight"
+    kept = kept_channels(layer, ratio, choice=channels, seed=seed)
     sparse: SparseLinear | SparseConv
     if isinstance(layer, nn.Linear):
         sparse = SparseLinear(layer, kept)

@@ -32,7 +32,10 @@ class Mix(nn.Module):
 
     def __init__(self, bases: Iterable[nn.Module]) -> None:
         super().__init__()
-        self.bases = nn.ModuleList(bases)
+        try:
+            self.bases = nn.ModuleList(bases)
+        except TypeError as error:
+            raise TypeError(f"bases is a {type(bases).__name__}: give a list of base models") from error
         if not self.bases:
             raise ValueError("a mix is made of one base model or more")
 

@@ -39,25 +39,37 @@ class _StoredWeight(StoresWeight):
             self.register_buffer("centroids", centroids)
         else:
             largest = weight.abs().amax(list(range(1, weight.dim())), keepdim=True)
-            scale = torch.where(largest > 0, largest / LEVELS, 1.0)
-            self.register_buffer("codes", (weight / scale).round_().to(torch.int8))
+            scale = torch.where(largest > 0, _steps(largest), 1.0)
+            codes = (weight.to(torch.promote_types(weight.dtype, torch.float32)) / scale).round_()
+            self.register_buffer("codes", codes.clamp_(-LEVELS, LEVELS).to(torch.int8))
             self.register_buffer("scale", scale)
         self.register_parameter("bias", layer._parameters["bias"])
 
+    @property
     def weight(self) -> Tensor:
-        """The weight that the codes stand for."""
+        """The weight that the codes stand for, made each time that it is asked for."""
         return read_codebook(self.codes, self.centroids) if self.code == "codebook" else self.codes * self.scale
 
     def extra_repr(self) -> str:
         return f"weight={self.stored_shape} in 8 bits ({self.code})"
 
 
+def _steps(largest: Tensor) -> Tensor:
+    """A 127th, in the same type, and by no rounding less."""
+    exact = largest.to(torch.promote_types(largest.dtype, torch.float32)) / LEVELS
+    steps = exact.to(largest.dtype)
+    if steps.dtype == exact.dtype:
+        return steps
+    return torch.where(steps < exact, torch.nextafter(steps, torch.full_like(steps, torch.inf)), steps)
+
+
 class StoredLinear(_StoredWeight):
     """A linear layer with a frozen weight in 8 bits.
 
     With the code "affine": integers of -127 to 127, and a scale for each output; the weight differs from the layer's by
-    at most half a step, 1/254 of the largest of its output. With "codebook": numbers of 256 values that k-means has
-    found for the layer (`make_codebook`). The bias is the layer's own, and may train.
+    at most half a step, 1/254 of the largest of its output (in types of 16 bits, rounding adds about as much). With
+    "codebook": numbers of 256 values that k-means has found for the layer (`make_codebook`). The bias is the layer's
+    own, and may train.
 
     Choose "affine" where outputs differ in size, as channels of a depthwise convolution do, and where each has few
     weights: its steps follow the largest of them. Choose "codebook" where outputs are alike and have many weights, or a
@@ -67,7 +79,7 @@ class StoredLinear(_StoredWeight):
     Example:
         >>> layer = nn.Linear(64, 8)
         >>> stored = StoredLinear(layer)
-        >>> bool(((stored.weight() - layer.weight).abs() <= layer.weight.abs().amax(1, keepdim=True) / 253).all())
+        >>> bool(((stored.weight - layer.weight).abs() <= layer.weight.abs().amax(1, keepdim=True) / 253).all())
         True
         >>> stored.codes.nbytes, layer.weight.nbytes
         (512, 2048)
@@ -76,7 +88,7 @@ class StoredLinear(_StoredWeight):
     """
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight(), self.bias)
+        return F.linear(x, self.weight, self.bias)
 
 
 class StoredConv2d(_StoredWeight):
@@ -93,7 +105,7 @@ class StoredConv2d(_StoredWeight):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.conv2d(x, self.weight(), self.bias, self.stride, self.padding, self.dilation, self.groups)
+        return F.conv2d(x, self.weight, self.bias, self.stride, self.padding, self.dilation, self.groups)
 
 
 def store_frozen_weights(adapting: Adapting, code: WeightCode = "affine") -> int:
@@ -143,4 +155,4 @@ def _store(adapting: Adapting, name: str, layer: nn.Linear | nn.Conv2d, code: We
 
 
 def _give_back(weight: Tensor, stored: StoredLinear | StoredConv2d) -> None:
-    weight.data = stored.weight()
+    weight.data = stored.weight

@@ -109,6 +109,8 @@ def online_autoencoder(
     if bottleneck is None and reconstruct == "features":
         bottleneck = max(1, features.count // 4)
     target = features.count if reconstruct == "features" else sample[0].numel()
+    if bottleneck is not None and not isinstance(bottleneck, int):
+        raise TypeError(f"bottleneck={bottleneck!r}: it is a whole number")
     if bottleneck is not None and not 1 <= bottleneck < features.count:
         raise ValueError(f"bottleneck={bottleneck}: it is narrower than the {features.count} features, and at least 1")
     return OnlineAutoencoder(
@@ -259,6 +261,7 @@ class OnlineAutoencoder(OnlineLayer):
     def _learn_one(self, features: Tensor, sample: Tensor) -> AnomalyStep:
         threshold = self.threshold
         score = self._score_of(features, sample)
+        self._require_finite(float(score), "loss")
         is_anomaly = float(score) > threshold
         is_learnt = self.learn_anomalies or not is_anomaly
         is_drift = not math.isinf(threshold) and self.drift.update(float(is_anomaly))

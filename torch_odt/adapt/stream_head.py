@@ -240,7 +240,12 @@ class OnlineHead(OnlineLayer):
 
     def _learn_one(self, features: Tensor, label: Hashable) -> OnlineStep:
         row = self._rows.get(label)
-        predicted = int(self._output_of(features).argmax()) if self._rows else None
+        predicted = None
+        if self._rows:
+            scores = self._output_of(features)
+            # Before anything has been changed.
+            self._require_finite(float(scores.sum()), "output")
+            predicted = int(scores.argmax())
         prediction = None if predicted is None else self.classes[predicted]
         is_correct = row is not None and predicted == row
         self.accuracy.update(float(is_correct))

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, SupportsFloat
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from torch_odt.adapt.arguments import require_numbers
 from torch_odt.adapt.drift import PageHinkley
 from torch_odt.adapt.frozen_features import FrozenFeatures, check_samples
 from torch_odt.adapt.running_statistics import RunningStatistics
@@ -30,8 +31,7 @@ class OnlineLayer:
     def __init__(
         self, features: FrozenFeatures, *, lr: float, forgetting: float, eps: float, drift: PageHinkley | None
     ) -> None:
-        if not isinstance(lr, SupportsFloat):
-            raise TypeError(f"lr={lr!r}: the learning rate is a number")
+        require_numbers(lr=lr)
         if not lr > 0:
             raise ValueError(f"lr={lr}: the learning rate must be above 0")
         if drift is not None and not isinstance(drift, PageHinkley):
@@ -89,11 +89,7 @@ class OnlineLayer:
             loss = loss_of(self.layer(features))
             gradients = torch.autograd.grad(loss, parameters)
         value = loss.item()
-        if not math.isfinite(value):
-            raise ValueError(
-                f"the loss of sample {self.samples} is {value}, and it was not learnt from: lr={self.lr} is too large "
-                f"for {self.features.count} features"
-            )
+        self._require_finite(value, "loss")
         if clip_grad_norm is not None:
             factor = clip_grad_norm / max(float(nn.utils.get_total_norm(gradients)), clip_grad_norm)
             gradients = tuple(gradient.mul_(factor) for gradient in gradients)
@@ -101,6 +97,14 @@ class OnlineLayer:
             for parameter, gradient in zip(parameters, gradients, strict=True):
                 parameter.add_(gradient, alpha=-self.lr)
         return value
+
+    def _require_finite(self, value: float, what: str) -> None:
+        """Raises ValueError for what a sample gives in a layer whose weights have become too large."""
+        if not math.isfinite(value):
+            raise ValueError(
+                f"the {what} of sample {self.samples} is {value}, and it was not learnt from: lr={self.lr} is too "
+                f"large for {self.features.count} features"
+            )
 
     def _unfolded(self) -> nn.Linear:
         """The replaced layer, on standardised features."""

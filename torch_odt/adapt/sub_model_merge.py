@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torch_odt.adapt.arguments import require_numbers
 from torch_odt.adapt.sub_model import StateDict, SubModel, check_shapes, shapes_of
 
 
@@ -105,6 +106,7 @@ def _merged(name: str, value: Any, updates: list[ClientUpdate], head: str | None
 
 def _check(number: int, update: ClientUpdate, global_state: StateDict, head: str | None) -> None:
     whose = f"update {number}"
+    require_numbers(weight=update.weight)
     if not 0 < update.weight < float("inf"):
         raise ValueError(f"{whose} has the weight {update.weight}; it is a positive number")
     shapes = shapes_of(global_state)
@@ -116,6 +118,8 @@ def _check(number: int, update: ClientUpdate, global_state: StateDict, head: str
     check_shapes(update.state_dict, held, whose)
     if update.classes is None:
         return
+    if not all(isinstance(each, int) for each in update.classes):
+        raise TypeError(f"{whose} has the classes {update.classes!r}: give a list of whole numbers")
     if head is None:
         known = ", ".join(name.removesuffix(".weight") for name in shapes if name.endswith(".weight"))
         raise ValueError(f"{whose} has classes: name the classifier by head=, one of {known}")

@@ -130,7 +130,7 @@ def storable_layers(model: nn.Module) -> dict[str, nn.Linear | nn.Conv2d]:
 
 
 def _ordinary(stored: StoredConv2d | StoredLinear) -> nn.Module:
-    weight = stored.weight().detach()
+    weight = stored.weight.detach()
     options: dict[str, Any] = {"bias": stored.bias is not None, "device": weight.device, "dtype": weight.dtype}
     layer: nn.Linear | nn.Conv2d
     if isinstance(stored, StoredConv2d):
