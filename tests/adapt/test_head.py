@@ -38,3 +38,13 @@ def test_it_is_the_last_layer_of_either_kind_but_for_auxiliary_ones() -> None:
     odt.adapt.bias_only_(model, classes=5)
     assert model(torch.zeros(1, 3, 32, 32)).logits.shape == (1, 5, 8, 8)
     assert find_head(nn.Sequential(nn.Conv2d(3, 4, 1), nn.Flatten(), nn.Linear(4, 2), nn.ReLU())) == "2"
+
+
+def test_features_without_a_classifier_are_refused() -> None:
+    features = torchvision.models.mobilenet_v2(width_mult=0.1).features
+    with pytest.raises(ValueError, match=r"no classifier: behind its last layer, 18\.0, there is a norm \(18\.1\)"):
+        odt.adapt.bias_only_(features, classes=5)
+    model = torchvision.models.resnet18()
+    model.fc = nn.Identity()
+    with pytest.raises(ValueError, match=r"layer4\.1\.conv2, there is a norm"):
+        odt.adapt.tinytl_(model, classes=5)

@@ -109,7 +109,6 @@ def test_a_large_weight_behind_an_early_layer_is_counted_by_what_its_own_gradien
         assert memory.counted(scheme) == pytest.approx(memory.simulated(scheme), rel=0.05)
 
 
-
 def test_the_optimizers_state_counts() -> None:
     batch = (torch.randn(2, 3, 8, 8), torch.randint(4, (2,)))
     with pytest.raises(ValueError, match="the model's inputs and the target"):

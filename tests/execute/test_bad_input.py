@@ -308,3 +308,16 @@ def test_a_parameter_whose_elements_share_memory_is_refused_before_anything_chan
     with pytest.raises(ValueError, match=rf"{name} share memory.*train_int8_"):
         make_step(model, optimizer=optimizer)(*make_batches(1)[0])
     assert_same_state(before, state_of(model, optimizer))
+
+
+def test_classes_and_texts_in_the_place_of_objects_and_numbers_are_named() -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(TypeError, match=r"the model is the class Linear: give an object of it, Linear\(\.\.\.\)"):
+        odt.TrainStep(nn.Linear, nn.CrossEntropyLoss(), optimizer, budget=1 << 30)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"the loss_fn is the class CrossEntropyLoss"):
+        odt.TrainStep(model, nn.CrossEntropyLoss, optimizer, budget=1 << 30)
+    with pytest.raises(TypeError, match="clip_grad_norm='1': it is a number"):
+        odt.TrainStep(model, nn.CrossEntropyLoss(), optimizer, budget=1 << 30, clip_grad_norm="1")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"not 512000000\.0: bytes are a whole number, 512000000"):
+        odt.TrainStep(model, nn.CrossEntropyLoss(), optimizer, budget=512e6)  # type: ignore[arg-type]

@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from torch_odt.adapt.adaptation import Adapting
 
@@ -35,11 +36,30 @@ def find_head(model: nn.Module, head: str | None = None) -> str:
         return head
     names = _of_timm(model) or [name for name, module in model.named_modules() if isinstance(module, HEAD_TYPES)]
     # An auxiliary classifier helps in training alone.
-    names = [name for name in names if "aux" not in name.partition(".")[0].lower()] or names
+    names = [name for name in names if not _is_auxiliary(name)] or names
     if names:
-        return names[-1]
+        return _without_norm_behind(model, names[-1])
     kinds = sorted({type(module).__name__ for module in model.modules()})
     raise ValueError(f"no linear layer or convolution was found to be the classifier; the model has {', '.join(kinds)}")
+
+
+def _is_auxiliary(name: str) -> bool:
+    return "aux" in name.partition(".")[0].lower()
+
+
+def _without_norm_behind(model: nn.Module, name: str) -> str:
+    """The name again; raises ValueError where its layer is the last of features, which a norm goes behind."""
+    modules = [(other, module) for other, module in model.named_modules() if not _is_auxiliary(other)]
+    place = [other for other, _ in modules].index(name) if name in dict(modules) else len(modules)
+    layer: Any = model.get_submodule(name)
+    outputs = layer.out_features if isinstance(layer, nn.Linear) else layer.out_channels
+    for other, module in modules[place + 1 :]:
+        if isinstance(module, _BatchNorm) and module.num_features == outputs:
+            raise ValueError(
+                f"{type(model).__name__} has no classifier: behind its last layer, {name}, there is a norm ({other}); "
+                "put a classifier behind it, or name the layer by head="
+            )
+    return name
 
 
 def _of_timm(model: nn.Module) -> list[str]:
@@ -91,6 +111,7 @@ def replace_head(adapting: Adapting, classes: int, *, head: str | None = None) -
     if name != (last := find_head(adapting.model)):
         adapting.notes.append(f"the classifier is {name}, as head= says, though {last} is registered as the last layer")
     adapting.replace(name, new.to(old.weight.device, old.weight.dtype), is_added=True)
+    adapting.notes.append(f"{name} is a new classifier of {classes} classes")
     _tell(adapting, classes)
     return name
 

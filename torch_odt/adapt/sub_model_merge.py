@@ -40,8 +40,8 @@ def merge_sub_models(
 ) -> dict[str, Any]:
     """The next global model: of each element, the weighted mean over the clients that hold it.
 
-    Elements that no client holds keep their values. Sums are made in double precision, one tensor after the other;
-    tensors of integers (BatchNorm's count of batches) get the mean, rounded.
+    Elements that no client holds keep their values: all of them, where there are no updates. Sums are made in double
+    precision, one tensor after the other; tensors of integers (BatchNorm's count of batches) get the mean, rounded.
 
     Args:
         global_state: state_dict of the model that clients were given parts of; left as it is.

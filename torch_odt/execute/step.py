@@ -154,7 +154,7 @@ class TrainStep:
     ) -> None:
         check_trainable(model)
         check_roles(model, loss_fn, optimizer)
-        check_choices(accumulation_steps, micro_batch, planning_seconds, nonfinite)
+        check_choices(accumulation_steps, micro_batch, planning_seconds, nonfinite, clip_grad_norm)
         if plan is None:
             disabled_rewrites = disabled_rewrites_of(planner, disable_rewrites)
         elif planner != "auto" or micro_batch is not None or tuple(disable_rewrites) or planning_seconds:

@@ -6,7 +6,7 @@ import inspect
 import math
 import warnings
 from collections.abc import Iterable, Mapping
-from typing import Any, Literal
+from typing import Any, Literal, SupportsFloat
 
 import torch
 from torch import nn
@@ -22,6 +22,8 @@ NonFinite = Literal["warn", "raise", "ignore"]
 
 def check_trainable(model: nn.Module) -> None:
     """Raises ValueError when there is nothing to train, or not on the CPU; TypeError when torch.compile was here."""
+    if isinstance(model, type):
+        raise TypeError(f"the model is the class {model.__name__}: give an object of it, {model.__name__}(...)")
     refuse_compiled(model)
     parameters = [p for p in model.parameters() if p.requires_grad]
     if not parameters:
@@ -37,6 +39,8 @@ def check_roles(model: nn.Module, loss_fn: Any, optimizer: Any) -> None:
     """Raises TypeError or ValueError when the parts of a step are mixed up, or do not belong together."""
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(f"the optimizer is a {type(optimizer).__name__}; TrainStep takes model, loss_fn, optimizer")
+    if isinstance(loss_fn, type):
+        raise TypeError(f"the loss_fn is the class {loss_fn.__name__}: give an object of it, {loss_fn.__name__}()")
     if loss_fn is not None and (not callable(loss_fn) or isinstance(loss_fn, torch.optim.Optimizer)):
         raise TypeError(f"the loss_fn is a {type(loss_fn).__name__}; TrainStep takes model, loss_fn, optimizer")
     parameters = named_parameters(model, loss_fn)
@@ -115,8 +119,16 @@ def require_accumulation_steps(steps: int) -> None:
         raise ValueError(f"accumulation_steps must be at least 1, not {steps}")
 
 
-def check_choices(accumulation_steps: int, micro_batch: int | None, planning_seconds: float, nonfinite: str) -> None:
-    """Raises ValueError where one is out of its range."""
+def check_choices(
+    accumulation_steps: int,
+    micro_batch: int | None,
+    planning_seconds: float,
+    nonfinite: str,
+    clip_grad_norm: float | None = None,
+) -> None:
+    """Raises ValueError where one is out of its range, TypeError where what is to be a number is none."""
+    if clip_grad_norm is not None and not isinstance(clip_grad_norm, SupportsFloat):
+        raise TypeError(f"clip_grad_norm={clip_grad_norm!r}: it is a number")
     require_accumulation_steps(accumulation_steps)
     if micro_batch is not None and micro_batch < 1:
         raise ValueError(f"micro_batch must be at least 1, not {micro_batch}")

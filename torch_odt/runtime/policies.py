@@ -6,6 +6,7 @@ while training runs.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
@@ -196,7 +197,8 @@ def policy_of(value: object) -> Policy:
         return Fixed(budget) if budget.share is None else ShareOfAvailable(budget.share)
     if callable(value):
         return Callback(value)
-    raise TypeError(f"a policy, a budget or a function of a reading is needed, not {value!r}")
+    hint = f": bytes are a whole number, {int(value)}" if isinstance(value, float) and math.isfinite(value) else ""
+    raise TypeError(f"a policy, a budget or a function of a reading is needed, not {value!r}{hint}")
 
 
 def _bytes(amount: int | str) -> int:
