@@ -9,7 +9,8 @@ brackets with the first two, in which torch_odt measures operators. Seconds are 
 are off, unless `--micro-batch` says how many samples run at once: a plain loop then accumulates gradients (where
 BatchNorm follows the batch, that is another computation). Adam keeps two moments of what trains.
 
-LoRA is peft's (`--methods LoRA ...`, where it is installed), of rank 8 at the pointwise convolutions, on both sides.
+LoRA is peft's (`--methods LoRA ...`, where it is installed), of rank 8 at the pointwise convolutions; in torch_odt
+BatchNorm is frozen behind it, as for the other methods.
 
 In the rows of plain PyTorch the network is what torchvision made it, BatchNorm follows the batch, and what does not
 train has `requires_grad=False`. PyTorch has no lite residual modules: in their rows the model that `tinytl_` has made
@@ -95,7 +96,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     from process_memory import Sampler, anonymous, settle
 
     import torch_odt as odt
-    from recipes.common.transfer_ways import select
+    from recipes.common.transfer_ways import Way, adapt, select
 
     way, method = arguments.worker
     torch.set_num_threads(arguments.threads)
@@ -108,9 +109,11 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     settle()
     idle = anonymous()
     model = torchvision.models.get_model(arguments.model, weights=None).to(memory_format=torch.channels_last)
-    # In both full fine-tuning and LoRA BatchNorm has the statistics of the batch on both sides, as everybody has it.
-    if method in ("full", LORA) or (way == "plain" and not method.startswith("lite")):
+    # Full fine-tuning trains BatchNorm with the statistics of the batch on both sides, as everybody does it.
+    if method == "full" or (way == "plain" and not method.startswith("lite")):
         parameters = select(model, method, CLASSES)
+    elif method == LORA:
+        parameters = adapt(model, Way("LoRA"), CLASSES, arguments.size)
     else:
         mode: Any = method.split(",")[0]
         bits: Any = 8 if method.endswith("8 bits") else 32
