@@ -146,14 +146,16 @@ def main(arguments: list[str] | None = None) -> int:
         task = transfer(options, held_out=options.held_out)
         if options.augment:
             task = task.augmented(AUGMENTATIONS.get(options.data, OF_PHOTOS))
-        starts = {with_modules: _start(options, task, with_modules) for with_modules in (False, True)}
+        ways = [way for way in TRAINED if way.trains in options.ways]
+        wanted = sorted({way.pretrained_modules for way in ways})
+        starts = {with_modules: _start(options, task, with_modules) for with_modules in wanted}
         own = ", ".join(f"{accuracy(model, task.source):.1%}" for model in starts.values())
+        of = " and ".join("with modules" if each else "without modules" for each in wanted)
         sizes = f"{len(task.train.labels)} samples to adapt to, {len(task.test.labels)} to test with"
-        print(f"pretrained without and with modules: {own} of its own; {sizes}", file=sys.stderr, flush=True)
+        print(f"pretrained {of}: {own} of its own; {sizes}", file=sys.stderr, flush=True)
         accuracies = {
             str(way): _accuracies(options, starts[way.pretrained_modules], task, _with_norm(options, way))
-            for way in TRAINED
-            if way.trains in options.ways
+            for way in ways
         }
         _print_accuracies(accuracies)
     judges = len(accuracies) == len(TRAINED)

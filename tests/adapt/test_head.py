@@ -23,13 +23,23 @@ def test_models_of_timm_say_which_it_is() -> None:
         ):
             model = timm.create_model(name)
             with pytest.raises(ValueError, match=f"has 2 classifiers, {heads}.*: name one by head="):
-                find_head(model)
-            assert find_head(model, heads.partition(",")[0]) == heads.partition(",")[0]
-        with pytest.raises(ValueError, match="made without a classifier"):
-            find_head(timm.create_model("resnet10t", num_classes=0))
+                odt.adapt.bias_only_(model, classes=5)
+            odt.adapt.bias_only_(model, classes=5, head=heads.partition(",")[0])
+            assert model.get_submodule(heads.partition(",")[0]).out_features == 5
+        with pytest.raises(ValueError, match="seems to have no classifier: its last layer is layer4"):
+            odt.adapt.bias_only_(timm.create_model("resnet10t", num_classes=0), classes=5)
 
 
-def test_it_is_the_last_layer_of_either_kind_but_for_auxiliary_ones() -> None:
+class Backwards(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.features = nn.Linear(8, 3), nn.Conv2d(3, 8, 1)
+
+    def get_classifier(self, name: str) -> nn.Module:
+        return self.fc
+
+
+def test_it_is_the_last_linear_layer_or_convolution_but_for_auxiliary_ones() -> None:
     with torch.device("meta"):
         segmenting = torchvision.models.segmentation.fcn_resnet50(weights_backbone=None, aux_loss=True)
     assert find_head(segmenting) == "classifier.4"
@@ -37,14 +47,17 @@ def test_it_is_the_last_layer_of_either_kind_but_for_auxiliary_ones() -> None:
     model = SegformerForSemanticSegmentation(SegformerConfig(num_labels=3, **sizes)).eval()
     odt.adapt.bias_only_(model, classes=5)
     assert model(torch.zeros(1, 3, 32, 32)).logits.shape == (1, 5, 8, 8)
-    assert find_head(nn.Sequential(nn.Conv2d(3, 4, 1), nn.Flatten(), nn.Linear(4, 2), nn.ReLU())) == "2"
+    assert find_head(Backwards()) == "fc"
 
 
-def test_features_without_a_classifier_are_refused() -> None:
+def test_features_without_a_classifier_are_refused_but_where_it_is_named() -> None:
     features = torchvision.models.mobilenet_v2(width_mult=0.1).features
-    with pytest.raises(ValueError, match=r"no classifier: behind its last layer, 18\.0, there is a norm \(18\.1\)"):
+    odt.adapt.bias_only_(features).unload()
+    with pytest.raises(ValueError, match=r"no classifier: its last layer is 18\.0, and the norm 18\.1 takes what"):
         odt.adapt.bias_only_(features, classes=5)
     model = torchvision.models.resnet18()
     model.fc = nn.Identity()
-    with pytest.raises(ValueError, match=r"layer4\.1\.conv2, there is a norm"):
+    with pytest.raises(ValueError, match=r"layer4\.1\.conv2, and the norm"):
         odt.adapt.tinytl_(model, classes=5)
+    odt.adapt.sparse_update_(features, odt.adapt.Scheme(1), classes=5, head="18.0")
+    assert features[18][0].out_channels == 5

@@ -482,17 +482,6 @@ def test_a_rate_or_a_test_for_drift_that_is_none_is_named() -> None:
         online_head(model, x, lr="a")  # type: ignore[arg-type]
 
 
-def test_a_network_that_returns_more_than_its_scores_becomes_an_ordinary_module() -> None:
-    transformers = pytest.importorskip("transformers")
-    config = transformers.ViTConfig(
-        hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16, image_size=16, patch_size=8
-    )
-    model, x = transformers.ViTForImageClassification(config), torch.randn(4, 3, 16, 16)
-    head = online_head(model, x[:1])
-    head.learn(x, ["a", "b", "a", "b"])
-    torch.testing.assert_close(head.to_module()(x), head.scores(x))
-
-
 def test_a_sample_that_is_refused_changes_nothing() -> None:
     model, x = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)), torch.randn(9, 4)
     head = online_head(model, x[:1], lr=1e38)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from transformers import ViTConfig, ViTForImageClassification
 
 import torch_odt as odt
+from torch_odt.adapt.chain import Chain
 from torch_odt.adapt.stored_weights import StoredConv2d, StoredLinear
 from torch_odt.adapt.weight_codebook import CENTROIDS, make_codebook, read_codebook
 
@@ -172,7 +173,7 @@ def test_sixteen_bits_are_stored_within_their_own_rounding(dtype: torch.dtype, s
     assert stored.weight.dtype == dtype and int(stored.codes.min()) >= -127
     largest = weight.double().abs().amax(1, keepdim=True)
     # Half a step, which rounding makes larger, and the rounding of what is computed with.
-    allowed = largest * (1 / 254 + 3 * torch.finfo(dtype).eps) + torch.finfo(dtype).smallest_normal * 2**-9
+    allowed = largest * (1 / 254 + 1.25 * torch.finfo(dtype).eps) + torch.finfo(dtype).smallest_normal * 2**-9
     assert bool(((stored.weight.double() - weight.double()).abs() <= allowed).all())
 
 
@@ -197,3 +198,13 @@ def test_traces_see_layers_and_leave_nothing_in_the_model() -> None:
     assert len(blocks) == 2
     assert not [name for name in vars(model) if "constant" in name]
     assert_trained_alike(train_both(blocks.stages[0].module, [batch]))
+
+
+def test_a_cut_between_stored_layers_knows_which_dimension_holds_the_channels() -> None:
+    def made() -> nn.Sequential:
+        return nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Flatten(), nn.Linear(40, 3))
+
+    stored = made()
+    stored[0], stored[2] = StoredLinear(stored[0]), StoredLinear(stored[2])
+    dims = [[cut.channel_dim for cut in Chain(model, torch.zeros(4, 5, 6)).cuts] for model in (made(), stored)]
+    assert dims[0] == dims[1] and 2 in dims[0]

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from torch_odt.adapt.adaptation import Adaptation, Adapting
-from torch_odt.adapt.arguments import require_numbers
+from torch_odt.adapt.arguments import require_numbers, require_whole_numbers
 from torch_odt.adapt.layers import int8_hint
 from torch_odt.adapt.lite_residual import LiteBranch, LiteResidual
 from torch_odt.adapt.residual_blocks import Block, Blocks, find_blocks
@@ -80,8 +80,7 @@ def add_lite_residuals_(
 
 def check_sizes(kernel_size: int, expand: float) -> None:
     """Raises ValueError or TypeError where they are none of a lite residual module."""
-    if isinstance(kernel_size, bool) or not isinstance(kernel_size, int):
-        raise TypeError(f"kernel_size={kernel_size!r}: it is an odd whole number, such as 5")
+    require_whole_numbers(kernel_size=kernel_size)
     if kernel_size < 1 or kernel_size % 2 == 0:
         raise ValueError(f"kernel_size={kernel_size}: it is odd")
     require_numbers(expand=expand)

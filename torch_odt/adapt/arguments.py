@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, SupportsFloat
+from typing import Any, SupportsFloat, SupportsIndex
 
 
 def require_numbers(**arguments: Any) -> None:
@@ -18,3 +18,10 @@ def require_numbers(**arguments: Any) -> None:
     for name, value in arguments.items():
         if not isinstance(value, SupportsFloat):
             raise TypeError(f"{name}={value!r}: it is a number")
+
+
+def require_whole_numbers(**arguments: Any) -> None:
+    """Raises TypeError with the argument's name where one is no whole number; those of numpy are."""
+    for name, value in arguments.items():
+        if isinstance(value, bool) or not isinstance(value, SupportsIndex):
+            raise TypeError(f"{name}={value!r}: it is a whole number")

@@ -19,12 +19,18 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.passes.shape_prop import ShapeProp, TensorMetadata
 
 from torch_odt.adapt.adaptation import StoresWeight
+from torch_odt.adapt.frozen_batch_norm import FrozenBatchNorm
 from torch_odt.adapt.layers import evaluating
+from torch_odt.adapt.sparse_layers import SparseConv, SparseLinear
+from torch_odt.adapt.stored_weights import StoredConv2d, StoredLinear
 from torch_odt.adapt.tracing import LayerTracer
 from torch_odt.errors import first_line
 
-_CHANNELS_LAST = (nn.Linear, nn.LayerNorm, nn.MultiheadAttention)
-_CHANNELS_FIRST = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.GroupNorm)
+_CHANNELS_LAST = (nn.Linear, nn.LayerNorm, nn.MultiheadAttention, StoredLinear, SparseLinear)
+_CHANNELS_FIRST = (
+    *(nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.GroupNorm),
+    *(StoredConv2d, SparseConv, FrozenBatchNorm),
+)
 
 
 @dataclass(frozen=True)

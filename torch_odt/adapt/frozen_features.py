@@ -58,30 +58,16 @@ class FrozenFeatures:
 
         It raises ValueError where a sample has other features than the first one, or such as are not finite.
         """
-        module = self.model.get_submodule(self.layer)
-
-        def stop_before(module: nn.Module, args: tuple[Any, ...]) -> None:
-            raise _Reached(args[0])
-
-        def stop_behind(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-            raise _Reached(output)
-
-        if self.is_replaced:
-            handle = module.register_forward_pre_hook(stop_before)
-        else:
-            handle = module.register_forward_hook(stop_behind)
-        try:
-            with evaluating(self.model):
-                yield self._of_one
-        finally:
-            handle.remove()
+        layer = self.model.get_submodule(self.layer)
+        with _stopped(layer, is_replaced=self.is_replaced), evaluating(self.model):
+            yield self._of_one
 
     def with_end(self, end: nn.Module) -> nn.Module:
         """A module of its own: a copy of the network, `end` on its features, and nothing behind.
 
-        Where the network returns what the layer does, alone or with other tensors, it is a copy of the network with
-        `end` in the layer's place or behind the layer, which returns that alone; otherwise it is what runs up to the
-        layer, as `torch.fx` traces it.
+        Where the network returns what the layer does, it is a copy of the network with `end` in the layer's place or
+        behind the layer; otherwise what runs up to the layer, as `torch.fx` traces it. Where the network returns that
+        among others and cannot be traced, its copy runs each time up to the layer and no further.
 
         Raises:
             ValueError: something runs behind the layer, and the network cannot be traced to leave it out.
@@ -93,11 +79,16 @@ class FrozenFeatures:
         model = copy.deepcopy(self.model).eval()
         if self.layer == "":
             return nn.Sequential(model, end).eval()
-        if self._place is None:
-            return nn.Sequential(self._traced_to_the_layer(model), end).eval()
+        if not self._is_last:
+            try:
+                return nn.Sequential(self._traced_to_the_layer(model), end).eval()
+            except ValueError:
+                if self._is_a_result:
+                    return _UpToLayer(model, self.layer, end, is_replaced=self.is_replaced).eval()
+                raise
         layer = model.get_submodule(self.layer)
         model.set_submodule(self.layer, end if self.is_replaced else nn.Sequential(layer, end))
-        return (model if self._is_last else _OneResult(model, self._place)).eval()
+        return model.eval()
 
     def _of_one(self, sample: Tensor) -> Tensor:
         try:
@@ -136,9 +127,9 @@ class FrozenFeatures:
         # What changes the output in place returns the same object.
         is_unchanged = _version(output) == version
         self._is_last = result is output and is_unchanged
-        # Where the network returns several tensors, or one in an object as transformers' do: its place among them.
+        # Among several tensors, or in an object, as networks of transformers return.
         leaves = pytree.tree_leaves(result) if is_unchanged else []
-        self._place: int | None = next((place for place, leaf in enumerate(leaves) if leaf is output), None)
+        self._is_a_result = any(leaf is output for leaf in leaves)
         features = given if self.is_replaced else output
         what = "is given" if self.is_replaced else "returns"
         if not isinstance(features, Tensor):
@@ -175,17 +166,41 @@ def check_samples(x: Tensor) -> None:
         raise ValueError(f"samples of {tuple(x.shape)}: the first dimension counts them; give one as sample[None]")
 
 
-class _OneResult(nn.Module):
-    """One of the tensors that a network returns."""
+class _UpToLayer(nn.Module):
+    """A network up to a layer, and `end` on what that is given or returns; what lies behind is not run."""
 
-    def __init__(self, model: nn.Module, place: int) -> None:
+    def __init__(self, model: nn.Module, layer: str, end: nn.Module, *, is_replaced: bool) -> None:
         super().__init__()
         self.model = model
-        self.place = place
+        self.end = end
+        self._layer = layer
+        self._is_replaced = is_replaced
 
     def forward(self, x: Tensor) -> Tensor:
-        found: Tensor = pytree.tree_leaves(self.model(x))[self.place]
-        return found
+        with _stopped(self.model.get_submodule(self._layer), is_replaced=self._is_replaced):
+            try:
+                self.model(x)
+            except _Reached as reached:
+                scores: Tensor = self.end(reached.value)
+                return scores
+        raise ValueError(f"{self._layer!r} did not run for this input")
+
+
+@contextmanager
+def _stopped(layer: nn.Module, *, is_replaced: bool) -> Iterator[None]:
+    """Inside, a forward pass ends at a layer: in front of it, or behind it."""
+
+    def stop_before(module: nn.Module, args: tuple[Any, ...]) -> None:
+        raise _Reached(args[0])
+
+    def stop_behind(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        raise _Reached(output)
+
+    handle = layer.register_forward_pre_hook(stop_before) if is_replaced else layer.register_forward_hook(stop_behind)
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 class _Reached(BaseException):

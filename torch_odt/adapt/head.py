@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import copy
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from torch_odt.adapt.adaptation import Adapting
+from torch_odt.adapt.norms_behind import norms_behind
+from torch_odt.errors import CaptureError
 
 HEAD_TYPES = (nn.Linear, nn.Conv2d)
 # Where models of timm and transformers keep how many classes they have.
@@ -17,10 +19,11 @@ _COUNTS = ("num_classes", "num_labels")
 
 
 def find_head(model: nn.Module, head: str | None = None) -> str:
-    """The name of the layer that computes the classes: the last linear layer or convolution.
+    """The name of the layer that computes the classes: the last linear layer, or convolution where none is linear.
 
     torchvision, timm and transformers register modules in the order in which they run. Where a model of your own does
-    not, name the layer. A model that says by `get_classifier()` which layer it is, as those of timm do, is believed.
+    not, name the layer. What a model of timm says by `get_classifier()` comes first, a convolution with as many outputs
+    as a model of transformers has labels comes before linear layers, and auxiliary classifiers come last.
 
     Args:
         head: the name, where it is known; it is checked.
@@ -34,55 +37,65 @@ def find_head(model: nn.Module, head: str | None = None) -> str:
             what = "there is no such module" if found is None else f"it is a {type(found).__name__}"
             raise ValueError(f"head={head!r} is no linear layer or convolution: {what}")
         return head
-    names = _of_timm(model) or [name for name, module in model.named_modules() if isinstance(module, HEAD_TYPES)]
+    names = [name for heads in _heads_of_timm(model) for name in heads] or _registered(model)
     # An auxiliary classifier helps in training alone.
     names = [name for name in names if not _is_auxiliary(name)] or names
     if names:
-        return _without_norm_behind(model, names[-1])
+        return names[-1]
     kinds = sorted({type(module).__name__ for module in model.modules()})
     raise ValueError(f"no linear layer or convolution was found to be the classifier; the model has {', '.join(kinds)}")
 
 
+def _registered(model: nn.Module) -> list[str]:
+    """Layers that may be the classifier, the last the most likely."""
+    layers = [(name, module) for name, module in model.named_modules() if isinstance(module, HEAD_TYPES)]
+    labels = getattr(getattr(model, "config", None), "num_labels", None)
+    if layers and isinstance(last := layers[-1][1], nn.Conv2d) and last.out_channels == labels:
+        return [layers[-1][0]]
+    return [name for name, module in layers if isinstance(module, nn.Linear)] or [name for name, _ in layers]
+
+
 def _is_auxiliary(name: str) -> bool:
-    return "aux" in name.partition(".")[0].lower()
+    return any(part.lower().startswith("aux") for part in name.split("."))
 
 
-def _without_norm_behind(model: nn.Module, name: str) -> str:
-    """The name again; raises ValueError where its layer is the last of features, which a norm goes behind."""
-    modules = [(other, module) for other, module in model.named_modules() if not _is_auxiliary(other)]
-    place = [other for other, _ in modules].index(name) if name in dict(modules) else len(modules)
-    layer: Any = model.get_submodule(name)
-    outputs = layer.out_features if isinstance(layer, nn.Linear) else layer.out_channels
-    for other, module in modules[place + 1 :]:
-        if isinstance(module, _BatchNorm) and module.num_features == outputs:
-            raise ValueError(
-                f"{type(model).__name__} has no classifier: behind its last layer, {name}, there is a norm ({other}); "
-                "put a classifier behind it, or name the layer by head="
-            )
-    return name
-
-
-def _of_timm(model: nn.Module) -> list[str]:
-    """What the model itself says, as those of timm do; empty where it says nothing."""
-    ask = getattr(model, "get_classifier", None)
-    if not callable(ask):
+def _heads_of_timm(model: nn.Module) -> list[list[str]]:
+    """The layers of each classifier that the model itself names, as those of timm do; empty where it names none."""
+    try:
+        said: Any = model.get_classifier()  # type: ignore[operator]
+    except (AttributeError, TypeError):
         return []
-    said = ask()
-    heads = list(said) if isinstance(said, tuple | list | nn.ModuleList | nn.ModuleDict) else [said]
+    heads = list(said) if isinstance(said, tuple | list | nn.ModuleList) else [said]
     found = []
     for head in heads:
         inside = set(head.modules()) if isinstance(head, nn.Module) else set()
         layers = {n: m for n, m in model.named_modules() if m in inside and isinstance(m, HEAD_TYPES)}
-        classes = [each.weight.shape[0] for each in layers.values()]
-        found += [name for name, count in zip(layers, classes, strict=True) if count == classes[-1]] or [""]
-    if len(found) > 1:
-        named = ", ".join(found)
-        raise ValueError(f"{type(model).__name__} has {len(found)} classifiers, {named}: name one by head=")
-    if found == [""]:
-        raise ValueError(
-            f"{type(model).__name__} was made without a classifier (num_classes=0): name the last layer by head="
-        )
+        if layers:
+            last = list(layers)[-1]
+            found.append([last])
+            # RepViT's holds two, side by side.
+            if not isinstance(head, nn.Sequential):
+                found[-1:] = [[n] for n, m in layers.items() if m.weight.shape[0] == layers[last].weight.shape[0]]
     return found
+
+
+def _require_classifier(model: nn.Module, name: str) -> None:
+    """Raises ValueError where the layer that was found is not all that computes the classes, or none that does."""
+    heads = _heads_of_timm(model)
+    if len(heads) > 1:
+        named = ", ".join(each for names in heads for each in names)
+        raise ValueError(f"{type(model).__name__} has {len(heads)} classifiers, {named}: name one by head=")
+    norm = None
+    if isinstance(model.get_submodule(name), nn.Conv2d):
+        # Code that torch.fx cannot follow tells nothing.
+        with suppress(CaptureError):
+            norm = norms_behind(model).get(name)
+    if norm is not None or (not heads and getattr(model, "num_classes", None) == 0):
+        behind = "" if norm is None else f", and the norm {norm} takes what that computes"
+        raise ValueError(
+            f"{type(model).__name__} seems to have no classifier: its last layer is {name}{behind}. Put one behind it, "
+            "or say by head= that it is this layer"
+        )
 
 
 def replace_head(adapting: Adapting, classes: int, *, head: str | None = None) -> str:
@@ -96,6 +109,8 @@ def replace_head(adapting: Adapting, classes: int, *, head: str | None = None) -
     if isinstance(classes, bool) or not isinstance(classes, int) or classes < 1:
         raise ValueError(f"classes={classes!r}: give how many there are, 1 or more")
     name = find_head(adapting.model, head)
+    if head is None:
+        _require_classifier(adapting.model, name)
     old = adapting.model.get_submodule(name)
     new: nn.Module
     if isinstance(old, nn.Linear):

@@ -51,9 +51,9 @@ class SchemeMemory:
     """Bytes of all that is not weights in a scheme's training step: activations, gradients, the optimizer's state.
 
     A simulation captures the step, which takes seconds. A search asks about thousands of schemes: `counted` walks over
-    the layers of both passes with what is kept for the scheme, and is off by about as much as it is where single layers
-    train alone: the first one, and in its own backward pass each other. For that it is corrected, by one simulation for
-    each layer. It knows no branches, so a search checks its result by `simulated`.
+    the layers of both passes with what is kept for the scheme, and is corrected by what that misses where single layers
+    train alone: the first one, and in its own backward pass each other, by one simulation for each. It knows no
+    branches, so a search checks its result by `simulated`.
 
     Args:
         model: left as it is.
@@ -109,11 +109,9 @@ class SchemeMemory:
 
     def counted(self, scheme: Scheme) -> int:
         """Bytes by a walk over the layers, corrected by what that misses where single ones of them train alone."""
-        first = self._first_alone(scheme)
-        return max(
-            nbytes + self._correction(Scheme(0, {name: 1.0}) if name in scheme.weights else first)
-            for name, nbytes in self._walk(scheme)
-        )
+        first = self._correction(self._first_alone(scheme))
+        own = {name: self._correction(Scheme(0, {name: 1.0})) for name in scheme.weights}
+        return max(nbytes + own.get(name, first) for name, nbytes in self._walk(scheme))
 
     def _correction(self, alone: Scheme) -> int:
         if alone.key() not in self._corrections:

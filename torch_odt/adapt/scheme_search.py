@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 from collections.abc import Collection
 from dataclasses import dataclass, field
+from typing import SupportsIndex
 
 from torch_odt.adapt.contributions import Contributions
 from torch_odt.adapt.scheme import Scheme
@@ -82,7 +83,7 @@ def search_scheme(
         raise TypeError(f"contributions is a {type(contributions).__name__}: measure_contributions returns them")
     if population < 2 or generations < 0:
         raise ValueError(f"population={population}, generations={generations}: at least 2 schemes, and 0 generations")
-    if not isinstance(budget, int | str):
+    if not isinstance(budget, SupportsIndex | str):
         raise TypeError(f'budget={budget!r}: give the bytes of all that is not weights, as 262144 or "256KiB"')
     budget_bytes = parse_bytes(budget) if isinstance(budget, str) else budget
     least = memory.simulated(Scheme())

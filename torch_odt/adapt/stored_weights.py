@@ -60,7 +60,8 @@ def _steps(largest: Tensor) -> Tensor:
     steps = exact.to(largest.dtype)
     if steps.dtype == exact.dtype:
         return steps
-    return torch.where(steps < exact, torch.nextafter(steps, torch.full_like(steps, torch.inf)), steps)
+    above = torch.nextafter(steps, torch.full_like(steps, torch.inf))
+    return torch.where((steps < exact) & (above * LEVELS).isfinite(), above, steps)
 
 
 class StoredLinear(_StoredWeight):

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from torch_odt.adapt.arguments import require_whole_numbers
 from torch_odt.adapt.drift import PageHinkley
 from torch_odt.adapt.frozen_features import FrozenFeatures
 from torch_odt.adapt.head import find_head
@@ -109,8 +110,8 @@ def online_autoencoder(
     if bottleneck is None and reconstruct == "features":
         bottleneck = max(1, features.count // 4)
     target = features.count if reconstruct == "features" else sample[0].numel()
-    if bottleneck is not None and not isinstance(bottleneck, int):
-        raise TypeError(f"bottleneck={bottleneck!r}: it is a whole number")
+    if bottleneck is not None:
+        require_whole_numbers(bottleneck=bottleneck)
     if bottleneck is not None and not 1 <= bottleneck < features.count:
         raise ValueError(f"bottleneck={bottleneck}: it is narrower than the {features.count} features, and at least 1")
     return OnlineAutoencoder(

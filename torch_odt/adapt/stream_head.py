@@ -244,7 +244,7 @@ class OnlineHead(OnlineLayer):
         if self._rows:
             scores = self._output_of(features)
             # Before anything has been changed.
-            self._require_finite(float(scores.sum()), "output")
+            self._require_finite(float(scores.abs().max()), "output")
             predicted = int(scores.argmax())
         prediction = None if predicted is None else self.classes[predicted]
         is_correct = row is not None and predicted == row

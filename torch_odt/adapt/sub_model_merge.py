@@ -6,6 +6,7 @@ the classes. With clients that hold the whole model it is FedAvg (B. McMahan et 
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -92,7 +93,7 @@ def _merged(name: str, value: Any, updates: list[ClientUpdate], head: str | None
         held = torch.full_like(weight[block], update.weight)
         if of_head and update.classes is not None:
             mask = torch.zeros(value.shape[0], dtype=torch.bool)
-            mask[list(update.classes)] = True
+            mask[list(map(operator.index, update.classes))] = True
             held[~mask] = 0
         # A row that is not held may be anything, also not finite.
         part = update.state_dict[name].detach().to("cpu", total.dtype).where(held > 0, 0)
@@ -118,15 +119,16 @@ def _check(number: int, update: ClientUpdate, global_state: StateDict, head: str
     check_shapes(update.state_dict, held, whose)
     if update.classes is None:
         return
-    if not all(isinstance(each, int) for each in update.classes):
-        raise TypeError(f"{whose} has the classes {update.classes!r}: give a list of whole numbers")
+    try:
+        classes = [operator.index(each) for each in update.classes]
+    except TypeError as error:
+        raise TypeError(f"{whose} has the classes {update.classes!r}: give a list of whole numbers") from error
     if head is None:
         known = ", ".join(name.removesuffix(".weight") for name in shapes if name.endswith(".weight"))
         raise ValueError(f"{whose} has classes: name the classifier by head=, one of {known}")
     rows = shapes[f"{head}.weight"][0]
-    wrong = [each for each in update.classes if not 0 <= each < rows]
-    if wrong or not update.classes:
-        raise ValueError(f"{whose} has the classes {list(update.classes)}; the classifier {head!r} has 0 to {rows - 1}")
+    if not classes or not all(0 <= each < rows for each in classes):
+        raise ValueError(f"{whose} has the classes {classes}; the classifier {head!r} has 0 to {rows - 1}")
 
 
 def _check_finite(number: int, update: ClientUpdate, head: str | None) -> None:
@@ -135,6 +137,6 @@ def _check_finite(number: int, update: ClientUpdate, head: str | None) -> None:
         if not isinstance(value, Tensor) or not value.is_floating_point():
             continue
         of_head = head is not None and name.rpartition(".")[0] == head and update.classes is not None
-        rows = value[list(update.classes or ())] if of_head else value
+        rows = value[list(map(operator.index, update.classes or ()))] if of_head else value
         if not bool(rows.isfinite().all()):
             raise ValueError(f"update {number} has numbers that are not finite in {name!r}: leave this client out")

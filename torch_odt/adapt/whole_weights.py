@@ -52,5 +52,5 @@ def _read_layers(kind: type[nn.Module]) -> frozenset[str]:
             except (OSError, TypeError):
                 # Code that was typed in has none.
                 continue
-            found.update(re.findall(r"\bself\.(\w+)\.weight\b(?!\.dtype)", source))
+            found.update(re.findall(r"\bself\.(\w+)\.weight\b(?!\.(?:dtype|device|shape)\b)", source))
     return frozenset(found)

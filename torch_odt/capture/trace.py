@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import operator
+import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -132,19 +133,19 @@ def _tracing() -> Iterator[None]:
     # Tensors that are no parameters, buffers or inputs (a mask made once, the classes' weights) become constants.
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     # A batch that an operator refuses is told as the error that it raises, once, and not with torch's stacks as well.
-    log = logging.getLogger("torch._subclasses.fake_tensor")
-    log.addFilter(_nothing)
+    log, thread = logging.getLogger("torch._subclasses.fake_tensor"), threading.get_ident()
+
+    def is_of_others(record: logging.LogRecord) -> bool:
+        return record.thread != thread
+
+    log.addFilter(is_of_others)
     try:
         with warnings.catch_warnings(), eager_operators(), fake:
             warnings.simplefilter("ignore")
             yield
     finally:
-        log.removeFilter(_nothing)
+        log.removeFilter(is_of_others)
         torch.compiler._is_compiling_flag = before
-
-
-def _nothing(record: logging.LogRecord) -> bool:
-    return False
 
 
 _RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu")
