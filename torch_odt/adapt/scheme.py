@@ -58,14 +58,19 @@ class Scheme:
         object.__setattr__(self, "weights", {name: float(ratio) for name, ratio in self.weights.items()})
 
     @classmethod
-    def for_model(cls, model: nn.Module, *, biases: int = 0, weights: Mapping[str, float] | None = None) -> Scheme:
+    def for_model(
+        cls, model: nn.Module, *, biases: int = 0, weights: Mapping[str, float] | None = None, head: str | None = None
+    ) -> Scheme:
         """A scheme that notes the shapes of the model that it is made for, and fits it.
+
+        Args:
+            head: the classifier's name, as for `sparse_update_`.
 
         Raises:
             ValueError: the model has no such layers, or fewer biases.
         """
         scheme = cls(biases, dict(weights or {}))
-        layers = scheme.check(model)
+        layers = scheme.check(model, head=head)
         return cls(biases, scheme.weights, {name: tuple(layer.weight.shape) for name, layer in layers.items()})
 
     def check(self, model: nn.Module, *, head: str | None = None) -> dict[str, Any]:
