@@ -37,7 +37,7 @@ def find_head(model: nn.Module, head: str | None = None) -> str:
             what = "there is no such module" if found is None else f"it is a {type(found).__name__}"
             raise ValueError(f"head={head!r} is no linear layer or convolution: {what}")
         return head
-    names = [name for heads in _heads_of_timm(model) for name in heads] or _registered(model)
+    names = _heads_of_timm(model) or _registered(model)
     # An auxiliary classifier helps in training alone.
     names = [name for name in names if not _is_auxiliary(name)] or names
     if names:
@@ -59,23 +59,21 @@ def _is_auxiliary(name: str) -> bool:
     return any(part.lower().startswith("aux") for part in name.split("."))
 
 
-def _heads_of_timm(model: nn.Module) -> list[list[str]]:
-    """The layers of each classifier that the model itself names, as those of timm do; empty where it names none."""
+def _heads_of_timm(model: nn.Module) -> list[str]:
+    """The last layer of each classifier that the model itself names, as those of timm do; empty where it names none."""
     try:
         said: Any = model.get_classifier()  # type: ignore[operator]
     except (AttributeError, TypeError):
         return []
     heads = list(said) if isinstance(said, tuple | list | nn.ModuleList) else [said]
-    found = []
+    found: list[str] = []
     for head in heads:
         inside = set(head.modules()) if isinstance(head, nn.Module) else set()
         layers = {n: m for n, m in model.named_modules() if m in inside and isinstance(m, HEAD_TYPES)}
-        if layers:
-            last = list(layers)[-1]
-            found.append([last])
-            # RepViT's holds two, side by side.
-            if not isinstance(head, nn.Sequential):
-                found[-1:] = [[n] for n, m in layers.items() if m.weight.shape[0] == layers[last].weight.shape[0]]
+        outputs = [m.weight.shape[0] for m in layers.values()]
+        last = [n for n, count in zip(layers, outputs, strict=True) if count == outputs[-1]]
+        # RepViT's holds two, side by side.
+        found += last[-1:] if isinstance(head, nn.Sequential) else last
     return found
 
 
@@ -83,8 +81,7 @@ def _require_classifier(model: nn.Module, name: str) -> None:
     """Raises ValueError where the layer that was found is not all that computes the classes, or none that does."""
     heads = _heads_of_timm(model)
     if len(heads) > 1:
-        named = ", ".join(each for names in heads for each in names)
-        raise ValueError(f"{type(model).__name__} has {len(heads)} classifiers, {named}: name one by head=")
+        raise ValueError(f"{type(model).__name__} has {len(heads)} classifiers, {', '.join(heads)}: name one by head=")
     norm = None
     if isinstance(model.get_submodule(name), nn.Conv2d):
         # Code that torch.fx cannot follow tells nothing.

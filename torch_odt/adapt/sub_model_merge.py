@@ -7,7 +7,7 @@ the classes. With clients that hold the whole model it is FedAvg (B. McMahan et 
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -69,8 +69,7 @@ def merge_sub_models(
     updates = list(updates)
     shapes = shapes_of(global_state)
     if head is not None and f"{head}.weight" not in shapes:
-        known = ", ".join(name.removesuffix(".weight") for name in shapes if name.endswith(".weight"))
-        raise ValueError(f"head={head!r} is no layer of the global model: name one of {known}")
+        raise ValueError(f"head={head!r} is no layer of the global model: name one of {_layers(shapes)}")
     for number, update in enumerate(updates):
         if not isinstance(update, ClientUpdate):
             raise TypeError(f"update {number} is a {type(update).__name__}: give ClientUpdate(state_dict, ...)")
@@ -105,6 +104,10 @@ def _merged(name: str, value: Any, updates: list[ClientUpdate], head: str | None
     return torch.where((weight > 0).to(value.device), mean.to(value.device, value.dtype), value.detach())
 
 
+def _layers(shapes: Mapping[str, Any]) -> str:
+    return ", ".join(name.removesuffix(".weight") for name in shapes if name.endswith(".weight"))
+
+
 def _check(number: int, update: ClientUpdate, global_state: StateDict, head: str | None) -> None:
     whose = f"update {number}"
     require_numbers(weight=update.weight)
@@ -124,8 +127,7 @@ def _check(number: int, update: ClientUpdate, global_state: StateDict, head: str
     except TypeError as error:
         raise TypeError(f"{whose} has the classes {update.classes!r}: give a list of whole numbers") from error
     if head is None:
-        known = ", ".join(name.removesuffix(".weight") for name in shapes if name.endswith(".weight"))
-        raise ValueError(f"{whose} has classes: name the classifier by head=, one of {known}")
+        raise ValueError(f"{whose} has classes: name the classifier by head=, one of {_layers(shapes)}")
     rows = shapes[f"{head}.weight"][0]
     if not classes or not all(0 <= each < rows for each in classes):
         raise ValueError(f"{whose} has the classes {classes}; the classifier {head!r} has 0 to {rows - 1}")
