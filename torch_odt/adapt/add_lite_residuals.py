@@ -60,8 +60,8 @@ def add_lite_residuals_(
         >>> _ = odt.adapt.add_lite_residuals_(on_device, without=["features.1"])
         >>> _ = on_device.load_state_dict(pretrained)
         >>> adaptation = odt.adapt.tinytl_(on_device, classes=5, without=["features.1"])
-        >>> adaptation.notes
-        ('16 lite residual modules, features.2 to features.17, as they were pretrained',)
+        >>> adaptation.notes[-1]
+        '16 lite residual modules, features.2 to features.17, as they were pretrained'
     """
     check_sizes(kernel_size, expand)
     with Adapting(model) as adapting:
