@@ -4,6 +4,7 @@
 
 #include "draws_avx512.h"
 #include "intrinsics_x86.h"
+#include "shift_avx512.h"
 
 #define TORCH_ODT_SETS "avx512f,avx512bw,avx512vl,avx512dq"
 #define TORCH_ODT_TARGET [[gnu::target(TORCH_ODT_SETS)]]
@@ -12,9 +13,6 @@
 namespace torch_odt::kernels::int8 {
 
 namespace {
-
-constexpr int64_t kLanes = 16;
-constexpr int64_t kWhole = kByteColumns; // columns whose bytes are one vector, and whose draws are one vector's
 
 // What all rows share, in registers.
 struct Constants {
@@ -162,12 +160,6 @@ struct Limits {
   __m512i low;
   __m512i high;
 };
-
-// Vectors of 16 bits as bytes in the order of columns.
-TORCH_ODT_TARGET_INLINE __m512i bytes_of(__m512i lower, __m512i upper) {
-  const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
-  return _mm512_permutexvar_epi32(order, _mm512_packs_epi16(lower, upper));
-}
 
 // The first columns of 64, those of `inside`.
 TORCH_ODT_TARGET_INLINE void note_mask(uint8_t* mask, int64_t index, __mmask64 kept, __mmask64 inside) {
@@ -334,42 +326,6 @@ TORCH_ODT_TARGET float wholes_to_int8(const Finish& how, const Block<int32_t>& b
   }
   return block.column_terms == nullptr ? rows_to_int8<kRounding, kPlain, true, false>(how, block, columns)
                                        : rows_to_int8<kRounding, kPlain, true, true>(how, block, columns);
-}
-
-// NITI's rounding of 64 columns at a time, without a mask and a zero point. Multipliers are a power of two, so that the
-// largest value is that of the largest sum.
-TORCH_ODT_TARGET float rows_by_shift(const Finish& how, const Block<int32_t>& block) {
-  const Constants all = constants_of(how);
-  const __m512i low = _mm512_set1_epi8(static_cast<int8_t>(how.low));
-  const __m512i high = _mm512_set1_epi8(static_cast<int8_t>(how.high));
-  const int32_t* const terms = block.column_terms;
-  __m512i largest = _mm512_setzero_si512();
-  for (int64_t row = 0; row < block.rows; ++row) {
-    const int32_t* const sums = block.sums + row * block.stride;
-    int8_t* const output = static_cast<int8_t*>(how.output) + block.places[row];
-    const __m512i row_term = _mm512_set1_epi32(block.row_terms == nullptr ? 0 : block.row_terms[row]);
-    for (int64_t column = 0; column < block.columns; column += kWhole) {
-      const int64_t left = block.columns - column;
-      const uint64_t inside = left >= kWhole ? ~uint64_t{0} : (uint64_t{1} << left) - 1;
-      __m512i words[kWhole / kLanes];
-#pragma GCC unroll 4
-      for (int part = 0; part < kWhole / kLanes; ++part) {
-        const auto lanes = static_cast<__mmask16>(inside >> part * kLanes);
-        const int64_t at = column + part * kLanes;
-        __m512i sum = _mm512_maskz_add_epi32(lanes, _mm512_maskz_loadu_epi32(lanes, sums + at), row_term);
-        if (terms != nullptr) {
-          sum = _mm512_add_epi32(sum, _mm512_maskz_loadu_epi32(lanes, terms + at));
-        }
-        largest = _mm512_max_epu32(largest, _mm512_abs_epi32(sum));
-        words[part] = shifted(sum, all);
-      }
-      const __m512i bytes = bytes_of(_mm512_packs_epi32(words[0], words[1]), _mm512_packs_epi32(words[2], words[3]));
-      const __m512i between = _mm512_min_epi8(_mm512_max_epi8(bytes, low), high);
-      _mm512_mask_storeu_epi8(output + column, inside, between);
-    }
-  }
-  // Magnitudes are 2^31 at most, which a signed conversion would take for a negative number.
-  return static_cast<float>(_mm512_reduce_max_epu32(largest)) * __builtin_fabsf(*how.multipliers);
 }
 
 bool is_plain(const Finish& how) {

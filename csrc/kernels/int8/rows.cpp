@@ -70,15 +70,6 @@ struct Elements {
   }
 };
 
-// Rows [begin, end), and where their columns' numbers go.
-struct Chunk {
-  Rows rows;
-  int64_t begin;
-  int64_t end;
-  float* largest;
-  float* sums;
-};
-
 template <bool kMasked>
 struct Scan {
   template <int kBytes>
@@ -89,7 +80,7 @@ struct Scan {
 
     // kVectors side by side, which do not wait for each other; or, where not kAll, some lanes of one.
     template <int kVectors, bool kAll>
-    TORCH_ODT_INLINE static void columns(const Elements<kBytes>& from, const Chunk& chunk, int64_t column, int64_t lanes) {
+    TORCH_ODT_INLINE static void columns(const Elements<kBytes>& from, const ScannedRows& chunk, int64_t column, int64_t lanes) {
       Ints largest[kVectors] = {};
       Floats sums[kVectors] = {};
       for (int64_t row = chunk.begin; row < chunk.end; ++row) {
@@ -109,8 +100,8 @@ struct Scan {
       }
     }
 
-    TORCH_ODT_INLINE static void run(const Chunk* of) {
-      const Chunk chunk = *of;
+    TORCH_ODT_INLINE static void run(const ScannedRows* of) {
+      const ScannedRows chunk = *of;
       const Elements<kBytes> from(chunk.rows);
       constexpr int64_t kCount = L::kCount;
       constexpr int kWide = 4;
@@ -127,6 +118,20 @@ struct Scan {
     }
   };
 };
+
+void scan_chunk(const ScannedRows& chunk) {
+#if defined(__x86_64__) && defined(__GNUC__)
+  if (isa() >= Isa::avx512) {
+    scan_rows_avx512(chunk);
+    return;
+  }
+#endif
+  if (chunk.rows.mask == nullptr) {
+    run_with_vectors<Scan<false>::Body>(&chunk);
+  } else {
+    run_with_vectors<Scan<true>::Body>(&chunk);
+  }
+}
 
 template <bool kMasked, bool kScaled, bool kTwo>
 struct Round {
@@ -216,17 +221,12 @@ void scan(const Rows& rows, const Threads& threads, float* largest, float* sums,
   float* const chunk_sums = chunk_largest + chunks * rows.columns;
   threads.share(chunks, [&](int64_t, int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
-      const Chunk chunk{
-          rows,
-          i * kRowsOfSum,
-          std::min((i + 1) * kRowsOfSum, rows.count),
-          chunk_largest + i * rows.columns,
-          chunk_sums + i * rows.columns};
-      if (rows.mask == nullptr) {
-        run_with_vectors<Scan<false>::Body>(&chunk);
-      } else {
-        run_with_vectors<Scan<true>::Body>(&chunk);
-      }
+      scan_chunk(
+          {rows,
+           i * kRowsOfSum,
+           std::min((i + 1) * kRowsOfSum, rows.count),
+           chunk_largest + i * rows.columns,
+           chunk_sums + i * rows.columns});
     }
   });
   for (int64_t column = 0; column < rows.columns; ++column) {

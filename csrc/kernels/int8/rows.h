@@ -58,4 +58,13 @@ struct RowsPart {
   int64_t clamped;
 };
 
+// Rows [begin, end), as one thread scans them, and where their columns' numbers go.
+struct ScannedRows {
+  Rows rows;
+  int64_t begin;
+  int64_t end;
+  float* largest;
+  float* sums;
+};
+
 } // namespace torch_odt::kernels::int8

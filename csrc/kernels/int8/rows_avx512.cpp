@@ -5,8 +5,9 @@
 #include "draws_avx512.h"
 #include "intrinsics_x86.h"
 
-#define TORCH_ODT_TARGET [[gnu::target("avx512f,avx512bw,avx512vl,avx512dq")]]
-#define TORCH_ODT_TARGET_INLINE [[gnu::target("avx512f,avx512bw,avx512vl,avx512dq"), gnu::always_inline]] static inline
+#define TORCH_ODT_SETS "avx512f,avx512bw,avx512vl,avx512dq"
+#define TORCH_ODT_TARGET [[gnu::target(TORCH_ODT_SETS)]]
+#define TORCH_ODT_TARGET_INLINE [[gnu::target(TORCH_ODT_SETS), gnu::always_inline]] static inline
 
 namespace torch_odt::kernels::int8 {
 
@@ -26,6 +27,21 @@ TORCH_ODT_TARGET_INLINE uint32_t bits_at(const uint8_t* mask, int64_t bytes, int
     }
   }
   return found >> (index % 8);
+}
+
+// Which of 64 elements a mask keeps; bits behind its last byte are 0.
+TORCH_ODT_TARGET_INLINE __mmask64 kept_at(const uint8_t* mask, int64_t bytes, int64_t index) {
+  const int64_t byte = index / 8;
+  if (index % 8 == 0 && byte + 8 <= bytes) [[likely]] {
+    uint64_t found = 0;
+    __builtin_memcpy(&found, mask + byte, sizeof(found));
+    return found;
+  }
+  uint64_t found = 0;
+  for (int i = 0; i < 4; ++i) {
+    found |= static_cast<uint64_t>(bits_at(mask, bytes, index + i * kLanes) & 0xffffU) << (i * kLanes);
+  }
+  return found;
 }
 
 template <bool kMasked>
@@ -75,20 +91,26 @@ TORCH_ODT_TARGET void round_weights(RowsPart& part) {
   }
 }
 
-// Gradients of 64 columns that share their draws.
+// Gradients of 64 columns that share their draws; kAll: there are as many.
+template <bool kAll>
 struct Whole {
   __m512 values[4];
   __mmask64 inside;
+
+  TORCH_ODT_TARGET_INLINE __m512 load(const float* from, __mmask64 some, int part) {
+    const auto lanes = static_cast<__mmask16>(some >> (part * kLanes));
+    return _mm512_maskz_loadu_ps(lanes, from + part * kLanes);
+  }
 
   template <bool kMasked>
   TORCH_ODT_TARGET_INLINE Whole
   read(const Rows& rows, int64_t mask_bytes, int64_t value, int64_t index, int64_t left) {
     Whole result;
-    result.inside = left < kByteColumns ? (__mmask64{1} << left) - 1 : ~__mmask64{0};
+    result.inside = kAll ? ~__mmask64{0} : (__mmask64{1} << left) - 1;
+    const __mmask64 some = kMasked ? result.inside & kept_at(rows.mask, mask_bytes, index) : result.inside;
 #pragma GCC unroll 4
     for (int i = 0; i < 4; ++i) {
-      const auto some = static_cast<__mmask16>(result.inside >> (i * kLanes));
-      result.values[i] = values_at<kMasked>(rows, mask_bytes, value + i * kLanes, index + i * kLanes, some);
+      result.values[i] = load(rows.values + value, some, i);
     }
     return result;
   }
@@ -97,8 +119,7 @@ struct Whole {
     __m512i steps[4];
 #pragma GCC unroll 4
     for (int i = 0; i < 4; ++i) {
-      const auto some = static_cast<__mmask16>(whole.inside >> (i * kLanes));
-      const __m512 factors = _mm512_maskz_loadu_ps(some, to.factors + column + i * kLanes);
+      const __m512 factors = load(to.factors + column, whole.inside, i);
       const __m512 scaled = _mm512_mul_ps(_mm512_mul_ps(whole.values[i], factors), _mm512_set1_ps(kByteSteps));
       // What int32 does not hold becomes its lowest number.
       const __m512 held = _mm512_min_ps(scaled, _mm512_set1_ps(1073741824.0F));
@@ -112,12 +133,19 @@ struct Whole {
     const __m512i bytes = _mm512_packs_epi16(
         _mm512_max_epi16(_mm512_srai_epi16(first, 8), least), _mm512_max_epi16(_mm512_srai_epi16(second, 8), least));
     const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
-    _mm512_mask_storeu_epi8(to.output + index, whole.inside, _mm512_permutexvar_epi32(order, bytes));
+    const __m512i in_order = _mm512_permutexvar_epi32(order, bytes);
+    if constexpr (kAll) {
+      _mm512_storeu_si512(to.output + index, in_order);
+    } else {
+      _mm512_mask_storeu_epi8(to.output + index, whole.inside, in_order);
+    }
   }
 };
 
-template <bool kMasked>
-TORCH_ODT_TARGET void round_gradients(const RowsPart& part) {
+template <bool kMasked, bool kTwo>
+TORCH_ODT_TARGET void round_gradients(const RowsPart& of) {
+  // A copy, so that no store makes it be read again.
+  const RowsPart part = of;
   const Rows rows = part.rows;
   const int64_t mask_bytes = (rows.count * rows.columns + 7) / 8;
   const __m512i steps = golden_steps();
@@ -126,15 +154,66 @@ TORCH_ODT_TARGET void round_gradients(const RowsPart& part) {
     const int64_t begins = row * rows.columns;
     const int64_t first_value = rows.first_value(row);
     const uint32_t key = keys.at(begins);
-    for (int64_t column = 0; column < rows.columns; column += kByteColumns) {
+    const auto some = [&]<bool kAll>(int64_t column) __attribute__((always_inline, target(TORCH_ODT_SETS))) {
       const __m512i bits = hashes(steps, static_cast<uint32_t>(begins + byte_hash_of(column)) * kGolden + key);
-      const Whole whole =
-          Whole::read<kMasked>(rows, mask_bytes, first_value + column, begins + column, rows.columns - column);
-      Whole::store(whole, bits, part.first, column, begins + column);
-      if (part.second.output != nullptr) {
-        Whole::store(whole, bits, part.second, column, begins + column);
+      const auto whole = Whole<kAll>::template read<kMasked>(
+          rows, mask_bytes, first_value + column, begins + column, rows.columns - column);
+      Whole<kAll>::store(whole, bits, part.first, column, begins + column);
+      if constexpr (kTwo) {
+        Whole<kAll>::store(whole, bits, part.second, column, begins + column);
       }
+    };
+    int64_t column = 0;
+    for (; column + kByteColumns <= rows.columns; column += kByteColumns) {
+      some.template operator()<true>(column);
     }
+    if (column < rows.columns) {
+      some.template operator()<false>(column);
+    }
+  }
+}
+
+// The sums and largest magnitudes of 64 columns, or of `lanes` where not kAll.
+template <bool kMasked, bool kAll>
+TORCH_ODT_TARGET_INLINE void scan_whole(const ScannedRows& of, int64_t mask_bytes, int64_t column, int64_t lanes) {
+  const __mmask64 inside = kAll ? ~__mmask64{0} : (__mmask64{1} << lanes) - 1;
+  __m512i largest[4];
+  __m512 sums[4];
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; ++i) {
+    largest[i] = _mm512_setzero_si512();
+    sums[i] = _mm512_setzero_ps();
+  }
+  for (int64_t row = of.begin; row < of.end; ++row) {
+    const float* const from = of.rows.values + of.rows.first_value(row) + column;
+    const int64_t index = row * of.rows.columns + column;
+    const __mmask64 some = kMasked ? inside & kept_at(of.rows.mask, mask_bytes, index) : inside;
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; ++i) {
+      const __m512 values = _mm512_maskz_loadu_ps(static_cast<__mmask16>(some >> (i * kLanes)), from + i * kLanes);
+      // As bits, magnitudes are ordered as their numbers are, and NaN is above all of them.
+      largest[i] = _mm512_max_epi32(largest[i], _mm512_castps_si512(_mm512_abs_ps(values)));
+      sums[i] = _mm512_add_ps(sums[i], values);
+    }
+  }
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; ++i) {
+    const auto lane = static_cast<__mmask16>(inside >> (i * kLanes));
+    _mm512_mask_storeu_ps(of.largest + column + i * kLanes, lane, _mm512_castsi512_ps(largest[i]));
+    _mm512_mask_storeu_ps(of.sums + column + i * kLanes, lane, sums[i]);
+  }
+}
+
+template <bool kMasked>
+TORCH_ODT_TARGET void scan_some(const ScannedRows& from) {
+  const ScannedRows of = from;
+  const int64_t mask_bytes = (of.rows.count * of.rows.columns + 7) / 8;
+  int64_t column = 0;
+  for (; column + kByteColumns <= of.rows.columns; column += kByteColumns) {
+    scan_whole<kMasked, true>(of, mask_bytes, column, kByteColumns);
+  }
+  if (column < of.rows.columns) {
+    scan_whole<kMasked, false>(of, mask_bytes, column, of.rows.columns - column);
   }
 }
 
@@ -142,12 +221,22 @@ template <bool kMasked>
 void round_some(RowsPart& part) {
   if (part.first.factors == nullptr) {
     round_weights<kMasked>(part);
+  } else if (part.second.output == nullptr) {
+    round_gradients<kMasked, false>(part);
   } else {
-    round_gradients<kMasked>(part);
+    round_gradients<kMasked, true>(part);
   }
 }
 
 } // namespace
+
+void scan_rows_avx512(const ScannedRows& of) {
+  if (of.rows.mask == nullptr) {
+    scan_some<false>(of);
+  } else {
+    scan_some<true>(of);
+  }
+}
 
 void round_rows_avx512(RowsPart& part) {
   if (part.rows.mask == nullptr) {
