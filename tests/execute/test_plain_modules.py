@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 from torch import nn
 
 from torch_odt.execute.plain_modules import Values, plain_values
+from torch_odt.quant.layer import Windows
 
 
 def values_of(module: nn.Module) -> Values | None:
@@ -53,7 +54,29 @@ def test_not_a_number_equals_itself() -> None:
     assert values_of(one) == values_of(other)
 
 
-@pytest.mark.parametrize("held", [[1], {"a": 1}, ([1],), len, object(), nn.Parameter])
+def test_named_tuples_of_packages_are_told_from_others() -> None:
+    module = nn.Identity()
+    module.held = Windows(padding=(1, 1))
+    first = values_of(module)
+    assert first is not None
+    module.held = Windows(padding=(1, 1))
+    assert values_of(module) == first
+    for other in (Windows(padding=(1, 2)), tuple(Windows(padding=(1, 1)))):
+        module.held = other
+        assert values_of(module) not in (first, None)
+
+
+class Own(NamedTuple):
+    """Its methods, if it had some, would be code of the step."""
+
+    number: int
+
+
+class Open(Windows):
+    """Whose objects have a dict."""
+
+
+@pytest.mark.parametrize("held", [[1], {"a": 1}, ([1],), len, object(), nn.Parameter, Own(1), Open(), Windows([1])])
 def test_what_may_change_in_place_is_not_remembered(held: Any) -> None:
     module = nn.Identity()
     module.held = held

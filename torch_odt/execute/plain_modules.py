@@ -1,7 +1,7 @@
 """What modules hold besides tensors, where that cannot change in place.
 
-Most modules are torch's own layers, whose attributes are numbers, texts and tuples of them: as long as a module holds
-the very same objects under the same names, it holds the same values.
+Most modules are torch's own layers, whose attributes are numbers, texts and tuples of them, named ones of installed
+packages too: as long as a module holds the very same objects under the same names, it holds the same values.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from torch_odt.capture.reads import MODULE_OWN
+from torch_odt.capture.reads import MODULE_OWN, is_own_class
 
 _UNCHANGING = frozenset({bool, int, float, str, bytes, type(None)})
 # Its tensors, children and hooks, which a step's outline is of.
@@ -53,11 +53,18 @@ def _look_at(attributes: Mapping[str, Any], shared: dict[Hashable, Hashable]) ->
 
 
 def _is_plain(value: Any) -> bool:
-    return type(value) in _UNCHANGING or (type(value) is tuple and all(map(_is_plain, value)))
+    return type(value) in _UNCHANGING or (_is_tuple(value) and all(map(_is_plain, value)))
+
+
+def _is_tuple(value: Any) -> bool:
+    """Whether it is one that holds its items alone, and has no methods of the user's."""
+    return type(value) is tuple or (
+        isinstance(value, tuple) and not hasattr(value, "__dict__") and not is_own_class(type(value))
+    )
 
 
 def _typed(value: Any) -> Hashable:
     """A value that equals those of its type alone; NaN equals itself."""
-    if type(value) is tuple:
-        return tuple(map(_typed, value))
+    if isinstance(value, tuple):
+        return (type(value), *map(_typed, value))
     return (type(value), "nan" if value != value else value)

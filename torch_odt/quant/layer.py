@@ -10,7 +10,6 @@ whole, since s_W does not factor out of its sums. Rounding is stochastic, so tha
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -81,8 +80,7 @@ class LayerTensors(NamedTuple):
     input_step: Tensor
 
 
-@dataclass(frozen=True)
-class Windows:
+class Windows(NamedTuple):
     """As in `torch.nn.Conv2d`; a linear layer is a convolution of images of one pixel."""
 
     stride: tuple[int, int] = (1, 1)
