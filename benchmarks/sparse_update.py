@@ -6,9 +6,9 @@
 
 A process per configuration: plain PyTorch training everything and the same selection as the scheme, each with its
 optimizer's update after the backward pass; torch_odt with the update there, inside the schedule, and so with frozen
-weights in 8 bits, each of these two from the file of a plan that another process has made, too; and the same selection
-in int8 with QAS (whole layers in place of shares of their channels), as a loop that updates in the backward pass and
-as a planned step. BatchNorm has its running statistics everywhere, and is a part of frozen convolutions in torch_odt's.
+weights in 8 bits; and the same selection in int8 with QAS (whole layers in place of shares of their channels), as a
+loop that updates in the backward pass and as a planned step. BatchNorm has its running statistics everywhere, and is a
+part of frozen convolutions in torch_odt's.
 
 | bytes | what is in them |
 |---|---|
@@ -32,7 +32,6 @@ import os
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -50,16 +49,13 @@ FULL, PLAIN_SPARSE = "plain full", "plain sparse"
 IN_SCHEDULE, IN_8_BITS = "sparse, update in schedule", "sparse, update in schedule, 8 bits"
 INT8_LOOP, INT8_STEP = "int8 with QAS, sparse, loop", "int8 with QAS, sparse, update in schedule"
 IN_INT8 = (INT8_LOOP, INT8_STEP)
-FROM_FILE = ", from a plan's file"  # behind a configuration's name
-FROM_FILES = (IN_SCHEDULE + FROM_FILE, IN_8_BITS + FROM_FILE)
-CONFIGURATIONS = (FULL, PLAIN_SPARSE, "sparse", IN_SCHEDULE, IN_8_BITS, *FROM_FILES, *IN_INT8)
+CONFIGURATIONS = (FULL, PLAIN_SPARSE, "sparse", IN_SCHEDULE, IN_8_BITS, *IN_INT8)
 MODELS = ("mobilenet_v2", "proxyless", "mcunet")
 CLASSES, IMAGE_SIZE = 10, 128
 WARM_UP_STEPS, MEMORY_STEPS = 2, 3
-LEARNING_RATE = 1e-3
 ROOMY = odt.Budget("256MiB", of="training")
 # What is promised: bytes of a full update over those of a sparse one, and seconds.
-TIMES_LESS = {"sparse": 8.0, IN_SCHEDULE: 12.0, IN_8_BITS: 12.0} | dict.fromkeys(FROM_FILES, 12.0)
+TIMES_LESS = {"sparse": 8.0, IN_SCHEDULE: 12.0, IN_8_BITS: 12.0}
 INT8_TIMES_LESS = 20.0  # weights included
 TIMES_FASTER = 3.0
 # As published for networks of this kind: the last 22 biases, six pointwise convolutions, most of them whole.
@@ -75,7 +71,7 @@ def main() -> None:
     if options.scheme is not None and len(options.models) != 1:
         raise SystemExit("--scheme is of one network: name it by --models")
     load = os.getloadavg()[0]
-    found = {model: {name: _measured(model, name, options) for name in CONFIGURATIONS} for model in options.models}
+    found = {model: {name: _in_process(model, name, options) for name in CONFIGURATIONS} for model in options.models}
     for model, rows in found.items():
         _print_table(model, rows)
     missed = [text for model, rows in found.items() for text in _missed(model, rows)]
@@ -105,25 +101,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--scheme", type=Path, help="a scheme's file, in place of the published scheme's kind")
     parser.add_argument("--out", type=Path, help="folder for sparse_update.json, or sparse_update_SCHEME.json")
     parser.add_argument("--worker", nargs=2, metavar=("MODEL", "CONFIGURATION"), help=argparse.SUPPRESS)
-    parser.add_argument("--plan", type=Path, help=argparse.SUPPRESS)
     return parser
 
 
-def _measured(model: str, configuration: str, options: argparse.Namespace) -> dict[str, Any]:
-    if not configuration.endswith(FROM_FILE):
-        return _in_process(model, configuration, options)
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder, "plan.json")
-        _in_process(model, configuration.removesuffix(FROM_FILE), options, file)
-        return _in_process(model, configuration, options, file)
-
-
-def _in_process(
-    model: str, configuration: str, options: argparse.Namespace, plan: Path | None = None
-) -> dict[str, Any]:
-    """One configuration in another process; that of a plan's file, or what writes the file."""
+def _in_process(model: str, configuration: str, options: argparse.Namespace) -> dict[str, Any]:
     passed = [f"--{name}={getattr(options, name)}" for name in ("turns", "steps", "threads", "momentum")]
-    passed += [f"--{name}={path}" for name, path in (("scheme", options.scheme), ("plan", plan)) if path is not None]
+    passed += [] if options.scheme is None else [f"--scheme={options.scheme}"]
     command = [sys.executable, __file__, *passed, "--worker", model, configuration]
     finished = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
     found: dict[str, Any] = json.loads(finished.stdout.splitlines()[-1])
@@ -131,7 +114,7 @@ def _in_process(
 
 
 def _run(options: argparse.Namespace) -> dict[str, Any]:
-    """One configuration in this process, or its plan's file."""
+    """One configuration in this process."""
     name, configuration = options.worker
     torch.set_num_threads(options.threads)
     odt.memory.install()
@@ -142,16 +125,10 @@ def _run(options: argparse.Namespace) -> dict[str, Any]:
     batch = (images.contiguous(memory_format=torch.channels_last), torch.randint(CLASSES, (1,)))
     del images
     parameters = _select(model, configuration, batch[0], options.scheme)
-    if options.plan is not None and not configuration.endswith(FROM_FILE):
-        optimizer = torch.optim.SGD(parameters, lr=LEARNING_RATE, momentum=options.momentum)
-        odt.plan(model, nn.CrossEntropyLoss(), batch, budget=ROOMY, optimizer=optimizer).save(options.plan)
-        return {}
     settle()
     level, counted_level = anonymous(), odt.memory.stats().allocated_bytes
     ready: list[int] = []
-    step = _make_step(
-        model, parameters, configuration, options.momentum, options.plan, lambda: ready.append(anonymous())
-    )
+    step = _make_step(model, parameters, configuration, options.momentum, lambda: ready.append(anonymous()))
     for _ in range(WARM_UP_STEPS):
         step(*batch)
     settle()
@@ -253,7 +230,7 @@ def _select(model: nn.Module, configuration: str, images: Tensor, scheme: Path |
                 module.train = lambda mode=True, module=module: module  # type: ignore[method-assign,assignment]
                 module.training = False
         return list(model.parameters())
-    bits = 8 if configuration.startswith(IN_8_BITS) else 32
+    bits = 8 if configuration == IN_8_BITS else 32
     # A plain loop would keep the input of each convolution whose bias trains.
     norm: Literal["frozen", "folded"] = "frozen" if configuration == PLAIN_SPARSE else "folded"
     return odt.adapt.sparse_update_(model, scheme_of(model, scheme), norm=norm, weight_bits=bits).parameters()
@@ -278,21 +255,16 @@ def _make_step(
     parameters: list[nn.Parameter],
     configuration: str,
     momentum: float,
-    plan: Path | None = None,
     note_ready: Callable[[], None] | None = None,
 ) -> Callable[[Tensor, Tensor], Any]:
     """A step; `note_ready` is called when its first operator is about to run, where it is planned."""
-    optimizer = torch.optim.SGD(parameters, lr=LEARNING_RATE, momentum=momentum)
+    optimizer = torch.optim.SGD(parameters, lr=1e-3, momentum=momentum)
     loss_fn = nn.CrossEntropyLoss()
     if configuration in IN_INT8:
         odt.quant.train_int8_(model, optimizer, in_backward=configuration == INT8_LOOP)
     if configuration.startswith("sparse") or configuration == INT8_STEP:
         later = () if "schedule" in configuration else ("update_in_backward",)
-        planned = (
-            odt.TrainStep(model, loss_fn, optimizer, budget=ROOMY, disable_rewrites=later)
-            if plan is None
-            else odt.TrainStep(model, loss_fn, optimizer, plan=plan)
-        )
+        planned = odt.TrainStep(model, loss_fn, optimizer, budget=ROOMY, disable_rewrites=later)
         return planned if note_ready is None else _noted(planned, note_ready)
 
     def step(x: Tensor, y: Tensor) -> Tensor:

@@ -73,10 +73,25 @@ class Own(NamedTuple):
 
 
 class Open(Windows):
-    """Whose objects have a dict."""
+    """Of a package, but with a dict."""
+
+    __module__ = Windows.__module__
 
 
-@pytest.mark.parametrize("held", [[1], {"a": 1}, ([1],), len, object(), nn.Parameter, Own(1), Open(), Windows([1])])
+class Angry(tuple):
+    """Its code is not to be run."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise KeyError(name)
+
+
+@pytest.mark.parametrize(
+    "held",
+    [
+        *([1], {"a": 1}, ([1],), len, object(), nn.Parameter, Own(1), Open(), Windows([1])),
+        pytest.param(Angry(), id="angry"),
+    ],
+)
 def test_what_may_change_in_place_is_not_remembered(held: Any) -> None:
     module = nn.Identity()
     module.held = held

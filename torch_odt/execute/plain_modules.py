@@ -58,9 +58,10 @@ def _is_plain(value: Any) -> bool:
 
 def _is_tuple(value: Any) -> bool:
     """Whether it is one that holds its items alone, and has no methods of the user's."""
-    return type(value) is tuple or (
-        isinstance(value, tuple) and not hasattr(value, "__dict__") and not is_own_class(type(value))
-    )
+    kind = type(value)
+    if kind is tuple or not issubclass(kind, tuple) or is_own_class(kind):
+        return kind is tuple
+    return kind.__dictoffset__ == 0 and hasattr(kind, "_fields")
 
 
 def _typed(value: Any) -> Hashable:

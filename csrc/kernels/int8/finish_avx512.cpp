@@ -2,6 +2,7 @@
 
 #if defined(__x86_64__) && defined(__GNUC__)
 
+#include "bytes_avx512.h"
 #include "draws_avx512.h"
 #include "intrinsics_x86.h"
 #include "shift_avx512.h"
@@ -13,6 +14,9 @@
 namespace torch_odt::kernels::int8 {
 
 namespace {
+
+constexpr int64_t kLanes = 16;
+constexpr int64_t kWhole = kByteColumns; // columns whose bytes are one vector, and whose draws are one vector's
 
 // What all rows share, in registers.
 struct Constants {
@@ -421,7 +425,7 @@ float finish_avx512(const Finish& how, const Block<int32_t>& block) {
       break;
   }
   const bool is_simple = how.zero_point == 0 && how.mask == nullptr && !how.per_channel;
-  return is_simple ? rows_by_shift(how, block) : to_int8<Rounding::pseudo_stochastic>(how, block);
+  return is_simple ? rows_by_shift_avx512(how, block) : to_int8<Rounding::pseudo_stochastic>(how, block);
 }
 
 } // namespace torch_odt::kernels::int8

@@ -80,7 +80,8 @@ struct Scan {
 
     // kVectors side by side, which do not wait for each other; or, where not kAll, some lanes of one.
     template <int kVectors, bool kAll>
-    TORCH_ODT_INLINE static void columns(const Elements<kBytes>& from, const ScannedRows& chunk, int64_t column, int64_t lanes) {
+    TORCH_ODT_INLINE static void
+    columns(const Elements<kBytes>& from, const ScannedRows& chunk, int64_t column, int64_t lanes) {
       Ints largest[kVectors] = {};
       Floats sums[kVectors] = {};
       for (int64_t row = chunk.begin; row < chunk.end; ++row) {

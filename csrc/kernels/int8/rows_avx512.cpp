@@ -2,6 +2,7 @@
 
 #if defined(__x86_64__) && defined(__GNUC__)
 
+#include "bytes_avx512.h"
 #include "draws_avx512.h"
 #include "intrinsics_x86.h"
 
@@ -91,34 +92,35 @@ TORCH_ODT_TARGET void round_weights(RowsPart& part) {
   }
 }
 
-// Gradients of 64 columns that share their draws; kAll: there are as many.
-template <bool kAll>
+// The sixteens of 64 columns, kParts of them, or fewer columns where not kAll.
+template <int kParts, bool kAll>
 struct Whole {
-  __m512 values[4];
+  __m512 values[kParts];
   __mmask64 inside;
 
-  TORCH_ODT_TARGET_INLINE __m512 load(const float* from, __mmask64 some, int part) {
-    const auto lanes = static_cast<__mmask16>(some >> (part * kLanes));
+  TORCH_ODT_TARGET_INLINE __m512 load(const float* from, __mmask64 kept, int part) {
+    const auto lanes = static_cast<__mmask16>(kept >> (part * kLanes));
     return _mm512_maskz_loadu_ps(lanes, from + part * kLanes);
   }
 
   template <bool kMasked>
   TORCH_ODT_TARGET_INLINE Whole
-  read(const Rows& rows, int64_t mask_bytes, int64_t value, int64_t index, int64_t left) {
+  read(const Rows& rows, int64_t mask_bytes, int64_t value, int64_t index, int64_t columns) {
     Whole result;
-    result.inside = kAll ? ~__mmask64{0} : (__mmask64{1} << left) - 1;
-    const __mmask64 some = kMasked ? result.inside & kept_at(rows.mask, mask_bytes, index) : result.inside;
+    result.inside = kAll ? ~__mmask64{0} : (__mmask64{1} << columns) - 1;
+    const __mmask64 kept = kMasked ? result.inside & kept_at(rows.mask, mask_bytes, index) : result.inside;
 #pragma GCC unroll 4
-    for (int i = 0; i < 4; ++i) {
-      result.values[i] = load(rows.values + value, some, i);
+    for (int i = 0; i < kParts; ++i) {
+      result.values[i] = load(rows.values + value, kept, i);
     }
     return result;
   }
 
-  TORCH_ODT_TARGET_INLINE void store(const Whole& whole, __m512i bits, const RoundedRows& to, int64_t column, int64_t index) {
-    __m512i steps[4];
+  TORCH_ODT_TARGET_INLINE void
+  store(const Whole& whole, __m512i bits, const RoundedRows& to, int64_t column, int64_t index) {
+    __m512i steps[4] = {_mm512_setzero_si512(), _mm512_setzero_si512(), _mm512_setzero_si512(), _mm512_setzero_si512()};
 #pragma GCC unroll 4
-    for (int i = 0; i < 4; ++i) {
+    for (int i = 0; i < kParts; ++i) {
       const __m512 factors = load(to.factors + column, whole.inside, i);
       const __m512 scaled = _mm512_mul_ps(_mm512_mul_ps(whole.values[i], factors), _mm512_set1_ps(kByteSteps));
       // What int32 does not hold becomes its lowest number.
@@ -130,17 +132,37 @@ struct Whole {
     const __m512i least = _mm512_set1_epi16(-127);
     const __m512i first = _mm512_adds_epi16(_mm512_packs_epi32(steps[0], steps[1]), lower);
     const __m512i second = _mm512_adds_epi16(_mm512_packs_epi32(steps[2], steps[3]), upper);
-    const __m512i bytes = _mm512_packs_epi16(
+    const __m512i bytes = bytes_of(
         _mm512_max_epi16(_mm512_srai_epi16(first, 8), least), _mm512_max_epi16(_mm512_srai_epi16(second, 8), least));
-    const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
-    const __m512i in_order = _mm512_permutexvar_epi32(order, bytes);
     if constexpr (kAll) {
-      _mm512_storeu_si512(to.output + index, in_order);
+      _mm512_storeu_si512(to.output + index, bytes);
     } else {
-      _mm512_mask_storeu_epi8(to.output + index, whole.inside, in_order);
+      _mm512_mask_storeu_epi8(to.output + index, whole.inside, bytes);
     }
   }
 };
+
+// Calls `body` for each 64 columns, as template arguments how many sixteens they are and whether these are whole.
+template <typename Body>
+TORCH_ODT_TARGET_INLINE void each_whole(int64_t columns, const Body& body) {
+  int64_t column = 0;
+  for (; column + kByteColumns <= columns; column += kByteColumns) {
+    body.template operator()<4, true>(column, kByteColumns);
+  }
+  const int64_t left = columns - column;
+  switch ((left + kLanes - 1) / kLanes) {
+    case 0:
+      return;
+    case 1:
+      return body.template operator()<1, false>(column, left);
+    case 2:
+      return body.template operator()<2, false>(column, left);
+    case 3:
+      return body.template operator()<3, false>(column, left);
+    default:
+      return body.template operator()<4, false>(column, left);
+  }
+}
 
 template <bool kMasked, bool kTwo>
 TORCH_ODT_TARGET void round_gradients(const RowsPart& of) {
@@ -154,53 +176,49 @@ TORCH_ODT_TARGET void round_gradients(const RowsPart& of) {
     const int64_t begins = row * rows.columns;
     const int64_t first_value = rows.first_value(row);
     const uint32_t key = keys.at(begins);
-    const auto some = [&]<bool kAll>(int64_t column) __attribute__((always_inline, target(TORCH_ODT_SETS))) {
-      const __m512i bits = hashes(steps, static_cast<uint32_t>(begins + byte_hash_of(column)) * kGolden + key);
-      const auto whole = Whole<kAll>::template read<kMasked>(
-          rows, mask_bytes, first_value + column, begins + column, rows.columns - column);
-      Whole<kAll>::store(whole, bits, part.first, column, begins + column);
-      if constexpr (kTwo) {
-        Whole<kAll>::store(whole, bits, part.second, column, begins + column);
-      }
-    };
-    int64_t column = 0;
-    for (; column + kByteColumns <= rows.columns; column += kByteColumns) {
-      some.template operator()<true>(column);
-    }
-    if (column < rows.columns) {
-      some.template operator()<false>(column);
-    }
+    each_whole(
+        rows.columns,
+        [&]<int kParts, bool kAll>(int64_t column, int64_t columns)
+            __attribute__((always_inline, target(TORCH_ODT_SETS))) {
+              const __m512i bits = hashes(steps, static_cast<uint32_t>(begins + byte_hash_of(column)) * kGolden + key);
+              using Columns = Whole<kParts, kAll>;
+              const auto whole =
+                  Columns::template read<kMasked>(rows, mask_bytes, first_value + column, begins + column, columns);
+              Columns::store(whole, bits, part.first, column, begins + column);
+              if constexpr (kTwo) {
+                Columns::store(whole, bits, part.second, column, begins + column);
+              }
+            });
   }
 }
 
-// The sums and largest magnitudes of 64 columns, or of `lanes` where not kAll.
-template <bool kMasked, bool kAll>
-TORCH_ODT_TARGET_INLINE void scan_whole(const ScannedRows& of, int64_t mask_bytes, int64_t column, int64_t lanes) {
-  const __mmask64 inside = kAll ? ~__mmask64{0} : (__mmask64{1} << lanes) - 1;
-  __m512i largest[4];
-  __m512 sums[4];
+// The sums and largest magnitudes of some columns.
+template <bool kMasked, int kParts, bool kAll>
+TORCH_ODT_TARGET_INLINE void scan_whole(const ScannedRows& of, int64_t mask_bytes, int64_t column, int64_t columns) {
+  __m512i largest[kParts];
+  __m512 sums[kParts];
 #pragma GCC unroll 4
-  for (int i = 0; i < 4; ++i) {
+  for (int i = 0; i < kParts; ++i) {
     largest[i] = _mm512_setzero_si512();
     sums[i] = _mm512_setzero_ps();
   }
+  __mmask64 inside = 0;
   for (int64_t row = of.begin; row < of.end; ++row) {
-    const float* const from = of.rows.values + of.rows.first_value(row) + column;
-    const int64_t index = row * of.rows.columns + column;
-    const __mmask64 some = kMasked ? inside & kept_at(of.rows.mask, mask_bytes, index) : inside;
+    const auto whole = Whole<kParts, kAll>::template read<kMasked>(
+        of.rows, mask_bytes, of.rows.first_value(row) + column, row * of.rows.columns + column, columns);
+    inside = whole.inside;
 #pragma GCC unroll 4
-    for (int i = 0; i < 4; ++i) {
-      const __m512 values = _mm512_maskz_loadu_ps(static_cast<__mmask16>(some >> (i * kLanes)), from + i * kLanes);
+    for (int i = 0; i < kParts; ++i) {
       // As bits, magnitudes are ordered as their numbers are, and NaN is above all of them.
-      largest[i] = _mm512_max_epi32(largest[i], _mm512_castps_si512(_mm512_abs_ps(values)));
-      sums[i] = _mm512_add_ps(sums[i], values);
+      largest[i] = _mm512_max_epi32(largest[i], _mm512_castps_si512(_mm512_abs_ps(whole.values[i])));
+      sums[i] = _mm512_add_ps(sums[i], whole.values[i]);
     }
   }
 #pragma GCC unroll 4
-  for (int i = 0; i < 4; ++i) {
-    const auto lane = static_cast<__mmask16>(inside >> (i * kLanes));
-    _mm512_mask_storeu_ps(of.largest + column + i * kLanes, lane, _mm512_castsi512_ps(largest[i]));
-    _mm512_mask_storeu_ps(of.sums + column + i * kLanes, lane, sums[i]);
+  for (int i = 0; i < kParts; ++i) {
+    const auto lanes = static_cast<__mmask16>(inside >> (i * kLanes));
+    _mm512_mask_storeu_ps(of.largest + column + i * kLanes, lanes, _mm512_castsi512_ps(largest[i]));
+    _mm512_mask_storeu_ps(of.sums + column + i * kLanes, lanes, sums[i]);
   }
 }
 
@@ -208,13 +226,12 @@ template <bool kMasked>
 TORCH_ODT_TARGET void scan_some(const ScannedRows& from) {
   const ScannedRows of = from;
   const int64_t mask_bytes = (of.rows.count * of.rows.columns + 7) / 8;
-  int64_t column = 0;
-  for (; column + kByteColumns <= of.rows.columns; column += kByteColumns) {
-    scan_whole<kMasked, true>(of, mask_bytes, column, kByteColumns);
-  }
-  if (column < of.rows.columns) {
-    scan_whole<kMasked, false>(of, mask_bytes, column, of.rows.columns - column);
-  }
+  each_whole(
+      of.rows.columns,
+      [&]<int kParts, bool kAll>(int64_t column, int64_t columns)
+          __attribute__((always_inline, target(TORCH_ODT_SETS))) {
+            scan_whole<kMasked, kParts, kAll>(of, mask_bytes, column, columns);
+          });
 }
 
 template <bool kMasked>
