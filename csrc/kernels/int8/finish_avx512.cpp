@@ -5,6 +5,7 @@
 #include "bytes_avx512.h"
 #include "draws_avx512.h"
 #include "intrinsics_x86.h"
+#include "rows_by_shift_avx512.h"
 #include "shift_avx512.h"
 
 #define TORCH_ODT_SETS "avx512f,avx512bw,avx512vl,avx512dq"
@@ -24,12 +25,7 @@ struct Constants {
   __m512i high;
   __m512i zero_point;
   __m512i draw_steps;
-  // Of pseudo-stochastic rounding: how many bits are lost, half of them and the rest; all that are lost, and the lower half.
-  __m128i shift;
-  __m128i half;
-  __m128i rest;
-  __m512i lost;
-  __m512i lower;
+  Shift shift; // of pseudo-stochastic rounding
 };
 
 // The nearest whole numbers; what int32 does not hold keeps its sign, and is clamped later on. kHeld: int32 holds all.
@@ -48,29 +44,13 @@ TORCH_ODT_TARGET_INLINE __m512i draws_of(__m512i bits, int64_t column) {
   return _mm512_and_si512(_mm512_srlv_epi32(pairs, shifts), _mm512_set1_epi32(0xff));
 }
 
-// NITI's rounding, as in lanes.h.
-TORCH_ODT_TARGET_INLINE __m512i shifted(__m512i sum, const Constants& all) {
-  const __m512i magnitude = _mm512_abs_epi32(sum);
-  const __m512i lost = _mm512_and_si512(magnitude, all.lost);
-  const __m512i upper = _mm512_srl_epi32(lost, all.half);
-  const __m512i random = _mm512_sll_epi32(_mm512_and_si512(lost, all.lower), all.rest);
-  const __mmask16 up = _mm512_cmpgt_epu32_mask(upper, random);
-  const __m512i whole = _mm512_srl_epi32(magnitude, all.shift);
-  const __m512i raised = _mm512_mask_add_epi32(whole, up, whole, _mm512_set1_epi32(1));
-  return _mm512_mask_sub_epi32(raised, _mm512_movepi32_mask(sum), _mm512_setzero_si512(), raised);
-}
-
 TORCH_ODT_TARGET_INLINE Constants constants_of(const Finish& how) {
   return {
       _mm512_set1_epi32(how.low),
       _mm512_set1_epi32(how.high),
       _mm512_set1_epi32(how.zero_point),
       golden_steps(),
-      _mm_cvtsi64_si128(how.shift),
-      _mm_cvtsi64_si128(how.shift / 2),
-      _mm_cvtsi64_si128(how.shift - 2 * (how.shift / 2)),
-      _mm512_set1_epi32((1 << how.shift) - 1),
-      _mm512_set1_epi32((1 << how.shift / 2) - 1)};
+      Shift::by(how.shift)};
 }
 
 // What changes from one place to the next.
@@ -110,7 +90,7 @@ TORCH_ODT_TARGET_INLINE void lanes_to_int8(
   largest = _mm512_range_ps(largest, values.scaled, 0xb);
   __m512i nearby;
   if constexpr (kRounding == Rounding::pseudo_stochastic) {
-    nearby = shifted(values.sums, all);
+    nearby = Shift::rounded(all.shift, values.sums, _mm512_abs_epi32(values.sums));
   } else if constexpr (kRounding == Rounding::stochastic) {
     const __m512i steps = nearest(_mm512_mul_ps(values.scaled, _mm512_set1_ps(kByteSteps)));
     nearby = _mm512_srai_epi32(_mm512_add_epi32(steps, draws), 8);

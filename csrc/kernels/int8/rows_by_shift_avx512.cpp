@@ -1,9 +1,10 @@
-#include "shift_avx512.h"
+#include "rows_by_shift_avx512.h"
 
 #if defined(__x86_64__) && defined(__GNUC__)
 
 #include "bytes_avx512.h"
 #include "intrinsics_x86.h"
+#include "shift_avx512.h"
 
 #define TORCH_ODT_SETS "avx512f,avx512bw,avx512vl,avx512dq"
 #define TORCH_ODT_TARGET [[gnu::target(TORCH_ODT_SETS)]]
@@ -15,37 +16,6 @@ namespace {
 
 constexpr int64_t kLanes = 16;
 constexpr int64_t kWhole = 64; // columns whose bytes are one vector
-
-// NITI's rounding (lanes.h) of the bits that a shift loses: up where their upper half, as a number, is above the lower
-// one, which is where all ones less the lower one carry out of the upper one. Counts of bits are vectors, since shifts
-// by those are one instruction, and shifts by a register two.
-struct Shift {
-  __m512i lower_bits;
-  __m512i upper_bits;
-  __m512i ones; // as many as `upper_bits`
-  __m512i lower; // the lower half's place, doubled where it has a bit less than the upper one
-
-  TORCH_ODT_TARGET static Shift by(int64_t shift) {
-    const auto lower_bits = static_cast<int>(shift / 2);
-    const auto upper_bits = static_cast<int>(shift) - lower_bits;
-    return {
-        _mm512_set1_epi32(lower_bits),
-        _mm512_set1_epi32(upper_bits),
-        _mm512_set1_epi32((1 << upper_bits) - 1),
-        _mm512_set1_epi32(((1 << lower_bits) - 1) << (upper_bits - lower_bits))};
-  }
-
-  // kOdd: of an odd number of bits.
-  template <bool kOdd>
-  TORCH_ODT_TARGET_INLINE __m512i rounded(const Shift& shift, __m512i sum, __m512i magnitude) {
-    const __m512i random = kOdd ? _mm512_add_epi32(magnitude, magnitude) : magnitude;
-    // (random & lower) ^ ones, which is ones - (random & lower): there are no bits elsewhere.
-    const __m512i carries = _mm512_ternarylogic_epi32(random, shift.lower, shift.ones, 0x6a);
-    const __m512i raised = _mm512_add_epi32(_mm512_srlv_epi32(magnitude, shift.lower_bits), carries);
-    const __m512i whole = _mm512_srlv_epi32(raised, shift.upper_bits);
-    return _mm512_mask_sub_epi32(whole, _mm512_movepi32_mask(sum), _mm512_setzero_si512(), whole);
-  }
-};
 
 // What all rows of a block share.
 struct Shared {
@@ -63,7 +33,7 @@ struct Place {
 };
 
 // The columns of `inside`, which are all 64 where kAll. kTerms: there may be something to add to sums.
-template <bool kAll, bool kTerms, bool kOdd>
+template <bool kAll, bool kTerms>
 TORCH_ODT_TARGET_INLINE void whole_by_shift(const Shared& all, const Place& at, uint64_t inside, __m512i& largest) {
   __m512i words[kWhole / kLanes];
 #pragma GCC unroll 4
@@ -79,7 +49,7 @@ TORCH_ODT_TARGET_INLINE void whole_by_shift(const Shared& all, const Place& at, 
     }
     const __m512i magnitude = _mm512_abs_epi32(sum);
     largest = _mm512_max_epu32(largest, magnitude);
-    words[part] = Shift::rounded<kOdd>(all.shift, sum, magnitude);
+    words[part] = Shift::rounded(all.shift, sum, magnitude);
   }
   const __m512i bytes = bytes_of(_mm512_packs_epi32(words[0], words[1]), _mm512_packs_epi32(words[2], words[3]));
   const __m512i between = _mm512_min_epi8(_mm512_max_epi8(bytes, all.low), all.high);
@@ -90,7 +60,7 @@ TORCH_ODT_TARGET_INLINE void whole_by_shift(const Shared& all, const Place& at, 
   }
 }
 
-template <bool kTerms, bool kOdd>
+template <bool kTerms>
 TORCH_ODT_TARGET float rows_by_shift(const Finish& how, const Block<int32_t>& of) {
   // A copy, so that no store makes it be read again.
   const Block<int32_t> block = of;
@@ -108,11 +78,11 @@ TORCH_ODT_TARGET float rows_by_shift(const Finish& how, const Block<int32_t>& of
         _mm512_set1_epi32(block.row_terms == nullptr ? 0 : block.row_terms[row]),
         output + block.places[row]};
     for (int64_t left = block.columns; left >= kWhole; left -= kWhole) {
-      whole_by_shift<true, kTerms, kOdd>(all, at, ~uint64_t{0}, largest);
+      whole_by_shift<true, kTerms>(all, at, ~uint64_t{0}, largest);
       at = {at.sums + kWhole, at.terms == nullptr ? nullptr : at.terms + kWhole, at.row_term, at.output + kWhole};
     }
     if (tail != 0) {
-      whole_by_shift<false, kTerms, kOdd>(all, at, (uint64_t{1} << tail) - 1, largest);
+      whole_by_shift<false, kTerms>(all, at, (uint64_t{1} << tail) - 1, largest);
     }
   }
   // Multipliers are a power of two, so that the largest value is that of the largest sum. Magnitudes are 2^31 at most,
@@ -124,10 +94,7 @@ TORCH_ODT_TARGET float rows_by_shift(const Finish& how, const Block<int32_t>& of
 
 float rows_by_shift_avx512(const Finish& how, const Block<int32_t>& block) {
   const bool has_terms = block.column_terms != nullptr || block.row_terms != nullptr;
-  if (how.shift % 2 == 0) {
-    return has_terms ? rows_by_shift<true, false>(how, block) : rows_by_shift<false, false>(how, block);
-  }
-  return has_terms ? rows_by_shift<true, true>(how, block) : rows_by_shift<false, true>(how, block);
+  return has_terms ? rows_by_shift<true>(how, block) : rows_by_shift<false>(how, block);
 }
 
 } // namespace torch_odt::kernels::int8
