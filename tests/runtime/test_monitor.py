@@ -16,7 +16,7 @@ import pytest
 from control_group import ControlGroup
 
 from torch_odt.memory import available, process_bytes
-from torch_odt.runtime.monitor import INTERVAL_SECONDS, Monitor, Pressure, Reading, read_system
+from torch_odt.runtime.monitor import Monitor, Pressure, Reading, read_system
 
 MIB = 1 << 20
 
@@ -229,32 +229,6 @@ def test_a_monitor_that_has_stopped_reads_again_after_start() -> None:
     assert monitor.latest.process_bytes == 2 and monitor._thread.is_alive()
     monitor.stop()
     assert monitor.latest.process_bytes == 2
-
-
-def thread_seconds_of_a_reading(interval_seconds: float, count: int) -> float:
-    """What the monitor's thread takes of the processor from one reading to the next, the waking up included."""
-    seconds: list[float] = []
-    enough = threading.Event()
-
-    def note(_: Reading) -> None:
-        if threading.current_thread() is not threading.main_thread():
-            seconds.append(time.thread_time())
-            if len(seconds) > count:
-                enough.set()
-
-    with Monitor(interval_seconds, on_reading=note):
-        assert enough.wait(60)
-    return (seconds[count] - seconds[0]) / count
-
-
-def test_reading_costs_little() -> None:
-    assert thread_seconds_of_a_reading(0.02, 30) < 0.005 * INTERVAL_SECONDS
-
-
-@pytest.mark.slow
-def test_reading_at_the_usual_interval_costs_little() -> None:
-    """Between two readings caches forget; at one a second it takes less than 0.5 % of a core."""
-    assert thread_seconds_of_a_reading(INTERVAL_SECONDS, 10) < 0.005 * INTERVAL_SECONDS
 
 
 def test_no_time_between_readings_is_refused() -> None:
