@@ -102,6 +102,15 @@ def test_a_graph_is_not_changed_by_what_is_made_of_it() -> None:
     assert graph.fingerprint == before
 
 
+def test_a_graph_and_what_is_made_of_it_hold_what_they_share_once() -> None:
+    traced = trace_step(convolutions(), F.cross_entropy, make_compute(F.cross_entropy), (images(), {}))
+    graph = rewrite(traced.graph, drop=("result",))
+    updated = with_updates(graph, {"5.weight": SGD, "0.weight": SGD})
+    pairs = [*zip(updated.ops, graph.ops, strict=False), *zip(updated.values, graph.values, strict=False)]
+    assert all((new is old) == (new == old) for new, old in pairs)
+    assert sum(new is old for new, old in pairs) > len(pairs) / 2
+
+
 def test_gradients_are_not_held_at_once() -> None:
     model, batch = nn.Sequential(*(nn.Linear(64, 64) for _ in range(12))), (torch.randn(2, 64), torch.tensor([1, 2]))
     graphs = [graph_of(model, *batch, rules=rules) for rules in ({"none": SGD}, None)]

@@ -187,7 +187,7 @@ def test_a_recomputed_value_is_a_block_of_its_own() -> None:
     instructions = [Run(0), Free(a), Run(1), Free(b), Run(0), Free(a)]
     layout = pack(step.graph(), step.costs(), Schedule(instructions, 6))
     assert layout.address_peak_bytes == 4096
-    assert layout.table[0] == layout.table[4] == [(0, 4096)]
+    assert layout.table[0] == layout.table[4] == ((0, 4096),)
 
 
 def test_an_unused_result_ends_with_its_op() -> None:
@@ -204,7 +204,7 @@ def test_a_block_that_nobody_owns_is_never_reused() -> None:
     x = step.given(8)
     (a,) = step.op([x], [64], events=[(0, 4096), (1, 64)], ordinals=[1])
     layout = pack(step.graph(), step.costs(), Schedule([Run(0), Free(a)], 2))
-    assert layout.table[0] == [(OUTSIDE, 4096), (0, 64)]
+    assert layout.table[0] == ((OUTSIDE, 4096), (0, 64))
 
 
 def test_a_result_that_allocates_nothing_keeps_what_it_may_share() -> None:

@@ -14,7 +14,7 @@ from torch_odt.capture.graph import TrainingGraph
 from torch_odt.errors import ScheduleError
 from torch_odt.planning.keep_all import keep_all
 from torch_odt.planning.schedule import Deliver, Free, Instruction, Run, Schedule
-from torch_odt.planning.simulate import simulate
+from torch_odt.planning.simulate import Moment, simulate
 
 
 def two_layers() -> tuple[TrainingGraph, Costs]:
@@ -48,6 +48,11 @@ def test_counts_each_instruction() -> None:
     assert [m.outside_bytes for m in result.timeline] == [0, 50, 50, 50, 70, 70, 70, 70]
     assert [m.peak_bytes for m in result.timeline][:2] == [100, 180]
     assert result.peak_bytes == 180
+    last = Moment(arena_bytes=0, outside_bytes=70, peak_bytes=170, arena_peak_bytes=100)
+    assert list(result.timeline)[-1] == result.timeline[-1] == result.timeline[7] == last
+    assert result.timeline[-3:-1] == list(result.timeline)[5:7]
+    with pytest.raises(IndexError):
+        result.timeline[8]
     assert result.arena_peak_bytes == 130
     assert result.outside_peak_bytes == 70
     assert result.boundary_bytes == 150

@@ -8,12 +8,13 @@ it anywhere, and so that it can be made in one process and executed in another.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from operator import is_
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
+T = TypeVar("T")
 ValueKind = Literal["parameter", "buffer", "gradient", "state", "input", "tangent", "constant", "computed"]
 _NAMED = ("parameter", "buffer", "gradient", "state")
 OutputKind = Literal["loss", "result", "gradient", "mutation"]
@@ -211,6 +212,18 @@ class TrainingGraph:
         name = f"{like.name}_{index}"
         self.values.append(replace(like, index=index, name=name, kind="computed", base=base, target=None))
         return self.values[-1]
+
+    def sharing(self, other: TrainingGraph) -> TrainingGraph:
+        """The same graph with another one's ops and values where they are equal: both together hold those once.
+
+        Neither may be changed any more.
+        """
+
+        def shared(own: Sequence[T], others: Sequence[T]) -> list[T]:
+            same = (old if old == new else new for new, old in zip(own, others, strict=False))
+            return [*same, *own[len(others) :]]
+
+        return replace(self, ops=shared(self.ops, other.ops), values=shared(self.values, other.values))
 
     def recompute_op(self, value: int) -> Op | None:
         """The op that brings back an evicted value; None when it must not be computed twice."""

@@ -69,6 +69,8 @@ def _value_from_data(index: int, row: list[Any], shared: dict[Any, Any]) -> Valu
     name, shape, stride, dtype, nbytes, kind, base, producer, target = row
     alike = (tuple(shape), tuple(stride), dtype, kind)
     shape, stride, dtype, kind = (shared.setdefault((place, each), each) for place, each in enumerate(alike))
+    # Whatever goes by the names of tensors holds them once.
+    target = sys.intern(target) if isinstance(target, str) else target
     return Value(index, name, shape, stride, dtype, nbytes, kind, base, producer, target)
 
 

@@ -7,6 +7,7 @@ model, which takes longer than many an operator where modules are small; a walk 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from sys import intern
 
 from torch import Tensor, nn
 
@@ -34,7 +35,7 @@ class Walk:
     def named_parameters(self) -> dict[str, nn.Parameter]:
         """As `root.named_parameters(remove_duplicate=False)`: shared ones under each of their names."""
         return {
-            f"{prefix}{name}": parameter
+            intern(f"{prefix}{name}"): parameter
             for prefix, module in self._found
             for name, parameter in module._parameters.items()
             if parameter is not None
@@ -43,7 +44,7 @@ class Walk:
     def named_buffers(self) -> dict[str, Tensor]:
         """As `root.named_buffers(remove_duplicate=False)`: shared ones under each of their names."""
         return {
-            f"{prefix}{name}": buffer
+            intern(f"{prefix}{name}"): buffer
             for prefix, module in self._found
             for name, buffer in module._buffers.items()
             if buffer is not None

@@ -113,7 +113,7 @@ def with_updates(graph: TrainingGraph, rules: Mapping[str, UpdateRule], *, may_f
     """A numbered graph whose parameters are updated inside of it, as `update_in_backward` says; not changed itself."""
     updated, disabled = reopen(graph)
     _apply(updated, update_in_backward.__name__, lambda graph: update_in_backward(graph, rules, may_fuse=may_fuse))
-    return number_anew(updated, disabled)
+    return number_anew(updated, disabled).sharing(graph)
 
 
 def for_whole_batch(graph: TrainingGraph, disabled: Collection[str] = ()) -> TrainingGraph:
@@ -126,7 +126,7 @@ def for_whole_batch(graph: TrainingGraph, disabled: Collection[str] = ()) -> Tra
     )
     for name, pass_ in _enabled(disabled, "whole batch"):
         _apply(result, name, pass_)
-    return result
+    return result.sharing(graph)
 
 
 def _enabled(disabled: Collection[str], stage: Stage) -> Iterator[tuple[str, Pass]]:

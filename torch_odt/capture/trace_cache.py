@@ -8,10 +8,11 @@ traced anew in every process: `describe.py` and `describe_code.py` say what.
 
 from __future__ import annotations
 
+import json
 import os
 import warnings
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
@@ -47,13 +48,18 @@ def remembered_trace(cache: Cache, model: nn.Module, loss_fn: Any, compute: Comp
     found = restore(cache.load_trace(key), description)
     if found is not None:
         return found
-    recorded = _trace_apart(lambda: trace_recorded(model, loss_fn, compute, batch))
+    process = os.getpid()
+    recorded = _trace_apart(lambda: _packed(trace_recorded(model, loss_fn, compute, batch), process))
     # What runs in this process may leave its marks on what has to be described as it was before.
-    is_untouched = recorded.process != os.getpid()
+    is_untouched = recorded.process != process
     entry = make_entry(recorded, describe(model, loss_fn, batch)) if is_untouched else None
     if entry is not None:
         cache.save_trace(key, entry)
-    return recorded.step
+    try:
+        return _unpacked(recorded.step)
+    except NotImplementedError:
+        # The trace has imported the module that registers the outputs' class, in the child.
+        return _trace_apart(lambda: trace_step(model, loss_fn, compute, batch))
 
 
 def _trace_apart(trace: Callable[[], T]) -> T:
@@ -68,11 +74,13 @@ class RecordedTrace:
     """A new trace.
 
     Attributes:
+        step: the trace, or the text of its data: it takes one piece of memory, where an object's thousands would lie
+            between the text's that is to be kept, and pin what that has taken.
         executed: the user's code that has run for it (see `code_name`); None when it must not be remembered.
         process: where it was made.
     """
 
-    step: TracedStep
+    step: TracedStep | str
     executed: frozenset[str] | None
     process: int
 
@@ -84,6 +92,25 @@ def trace_recorded(model: nn.Module, loss_fn: Any, compute: Compute, batch: Batc
     if _shares_storage(step.graph.constants.values(), state):
         executed = None
     return RecordedTrace(step, executed, os.getpid())
+
+
+def _packed(recorded: RecordedTrace, receiver: int) -> RecordedTrace:
+    """As a text where it goes to another process and is to be kept there."""
+    if recorded.executed is None or recorded.process == receiver:
+        return recorded
+    try:
+        return replace(recorded, step=_text(recorded.step))
+    except Exception:
+        # As in `make_entry`, which will say so.
+        return recorded
+
+
+def _text(step: TracedStep | str) -> str:
+    return step if isinstance(step, str) else json.dumps(step_to_data(step), separators=(",", ":"))
+
+
+def _unpacked(step: TracedStep | str) -> TracedStep:
+    return step_from_data(json.loads(step)) if isinstance(step, str) else step
 
 
 def _shares_storage(constants: Iterable[torch.Tensor], state: Iterable[torch.Tensor]) -> bool:
@@ -111,7 +138,7 @@ def make_entry(recorded: RecordedTrace, description: Describer | None) -> dict[s
         return None
     try:
         digest = describe_executed(description, recorded.executed)
-        return {"executed": sorted(recorded.executed), "digest": digest, "step": step_to_data(recorded.step)}
+        return {"executed": sorted(recorded.executed), "digest": digest, "step": _text(recorded.step)}
     except Exception:
         # As in `describe`.
         return None
@@ -123,7 +150,7 @@ def restore(entry: Any, description: Describer) -> TracedStep | None:
         return None
     try:
         executed, digest = frozenset(map(str, entry["executed"])), str(entry["digest"])
-        return step_from_data(entry["step"]) if _is_unchanged(description, executed, digest) else None
+        return _unpacked(str(entry["step"])) if _is_unchanged(description, executed, digest) else None
     except NotImplementedError:
         # The outputs' class is registered by a module that this process has not imported yet.
         return None

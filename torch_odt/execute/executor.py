@@ -8,7 +8,7 @@ which goes from one instruction to the next; there are arenas only there.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -69,27 +69,33 @@ class Executor:
         self._arena_table = arena_table
         self._operators = operators
         self._pager = pager
-        self._calls = calls = {} if calls is None else calls
-        self._pages = pages = PageCode(graph, schedule, pager)
+        self._calls = {} if calls is None else calls
+        self._pages = PageCode(graph, schedule, pager)
+        self._code: list[tuple[Callable[[Table], None] | None, int, Output | None]] = list(self._compile())
         self._instructions: Any = None
-        self._code: list[tuple[Callable[[Table], None] | None, int, Output | None]] = []
-        for position, instruction in enumerate(schedule.instructions):
+        if _extensions.memory_module is not None:
+            # It holds what there is to call, and all else as numbers.
+            self._instructions = _extensions.memory_module.Instructions(self._code)
+            self._code = []
+
+    def _compile(self) -> Iterator[tuple[Callable[[Table], None] | None, int, Output | None]]:
+        """For each instruction what it calls, the value that it frees or delivers, and what it delivers it as."""
+        graph, pages, calls = self.graph, self._pages, self._calls
+        for position, instruction in enumerate(self.schedule.instructions):
             match instruction:
                 case Run(op):
                     if op not in calls:
-                        function = (operators or {}).get(op) or function_of(graph.ops[op])
+                        function = (self._operators or {}).get(op) or function_of(graph.ops[op])
                         calls[op] = compile_op(graph, graph.ops[op], function)
-                    self._code.append((pages.waiting(position, calls[op]), -1, None))
+                    yield pages.waiting(position, calls[op]), -1, None
                 case Free(value):
-                    self._code.append((pages.freeing(value), value, None))
+                    yield pages.freeing(value), value, None
                 case Deliver(output):
-                    self._code.append((None, graph.outputs[output].value, graph.outputs[output]))
+                    yield None, graph.outputs[output].value, graph.outputs[output]
                 case PageOut(value):
-                    self._code.append((pages.paging_out(value), -1, None))
+                    yield pages.paging_out(value), -1, None
                 case PageIn(value):
-                    self._code.append((pages.paging_in(position, value), -1, None))
-        if _extensions.memory_module is not None:
-            self._instructions = _extensions.memory_module.Instructions(self._code)
+                    yield pages.paging_in(position, value), -1, None
 
     def new_table(self) -> Table:
         """An empty table with the graph's constants in it."""
@@ -102,7 +108,7 @@ class Executor:
         self._run(table, receiver, 0, self.schedule.boundary)
 
     def run_backward(self, table: Table, receiver: Receiver) -> None:
-        self._run(table, receiver, self.schedule.boundary, len(self._code))
+        self._run(table, receiver, self.schedule.boundary, len(self.schedule.instructions))
 
     def run(self, table: Table, receiver: Receiver) -> None:
         """Run the whole step. `table` holds the graph's inputs and, at the end, nothing else."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from sys import intern
 from types import FunctionType
 from typing import Any
 
@@ -90,14 +91,16 @@ class Requirements:
         """
         leaves, _ = pytree.tree_flatten_with_path((args, kwargs))
         roots = list(_roots(model, loss_fn))
-        parameters = {p + n: t for p, m in roots for n, t in m.named_parameters(remove_duplicate=False)}
-        settings = {p + n: own for p, m in roots for n, module in m.named_modules() if (own := _settings(module))}
+        parameters = {intern(p + n): t for p, m in roots for n, t in m.named_parameters(remove_duplicate=False)}
+        buffers = {intern(p + n): t for p, m in roots for n, t in m.named_buffers(remove_duplicate=False)}
+        modules = {p + n: module for p, m in roots for n, module in m.named_modules()}
+        settings = {name: own for name, module in modules.items() if (own := _settings(module))}
         return cls(
             batch={_place(path): _leaf_form(leaf) for path, leaf in leaves},
-            parameters={name: TensorForm.of(parameter) for name, parameter in parameters.items()},
-            buffers={p + n: TensorForm.of(t) for p, m in roots for n, t in m.named_buffers(remove_duplicate=False)},
+            parameters=_forms(parameters),
+            buffers=_forms(buffers),
             tied=_tied(parameters),
-            modes={p + name: module.training for p, m in roots for name, module in m.named_modules()},
+            modes={name: module.training for name, module in modules.items()},
             settings=_shared(settings),
             autocast=_autocast_type(),
         )
@@ -246,6 +249,13 @@ def _settings(module: nn.Module) -> dict[str, str]:
         if name not in MODULE_OWN and name not in _WITHOUT_EFFECT and _is_made_of(value, kinds)
     }
     return {"class": base.__name__} | found
+
+
+def _forms(tensors: Mapping[str, torch.Tensor]) -> dict[str, TensorForm]:
+    """Those of tensors, with one object for those that are equal: networks repeat their layers."""
+    first: dict[TensorForm, TensorForm] = {}
+    forms = ((name, TensorForm.of(tensor)) for name, tensor in tensors.items())
+    return {name: first.setdefault(form, form) for name, form in forms}
 
 
 def _shared(settings: dict[str, dict[str, str]]) -> dict[str, dict[str, str]]:

@@ -422,7 +422,7 @@ class TrainStep:
         self._current = prepare_now(
             self._controller, self._request, self._current, find, self._forget_plans, lowered=lowered
         )
-        return self._current, tensors if self._current is before else StepTensors(self.model, self.loss_fn)
+        return self._current, tensors if self._current is before else self._look()[0]
 
     def _forget_plans(self) -> None:
         """Give back what plans take beside the arena, but not what has been captured for them."""

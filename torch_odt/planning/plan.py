@@ -334,7 +334,7 @@ def layout_from_data(data: Mapping[str, Any]) -> Layout:
         address_peak_bytes=int(data["address_peak_bytes"]),
         outside_peak_bytes=int(data["outside_peak_bytes"]),
         live_peak_bytes=int(data["live_peak_bytes"]),
-        table=[[(int(offset), int(nbytes)) for offset, nbytes in row] for row in data["table"]],
+        table=[tuple((int(offset), int(nbytes)) for offset, nbytes in row) for row in data["table"]],
     )
 
 

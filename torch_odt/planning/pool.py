@@ -66,7 +66,7 @@ class Layout:
     address_peak_bytes: int
     outside_peak_bytes: int
     live_peak_bytes: int
-    table: list[list[tuple[int, int]]]
+    table: list[tuple[tuple[int, int], ...]]
 
     @property
     def total_bytes(self) -> int:
@@ -308,9 +308,11 @@ def _place(blocks: packing.Blocks, effort: int) -> tuple[packing.Ints, int]:
     return offsets, large_bytes + small_bytes
 
 
-def _table(blocks: Sequence[Block], offsets: packing.Ints, instructions: int) -> list[list[tuple[int, int]]]:
-    table: list[list[tuple[int, int]]] = [[] for _ in range(instructions)]
+def _table(blocks: Sequence[Block], offsets: packing.Ints, instructions: int) -> list[tuple[tuple[int, int], ...]]:
+    rows: dict[int, list[tuple[int, int]]] = {}
     places = iter(offsets.tolist())
     for block in blocks:
-        table[block.instruction].append((OUTSIDE if block.outside else next(places), block.nbytes))
-    return table
+        place = (OUTSIDE if block.outside else next(places), block.nbytes)
+        rows.setdefault(block.instruction, []).append(place)
+    # Most instructions allocate nothing, and all of those have the one empty tuple.
+    return [tuple(rows.get(instruction, ())) for instruction in range(instructions)]

@@ -6,8 +6,11 @@ each op's recorded allocations are replayed on top of what is live.
 
 from __future__ import annotations
 
+from array import array
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from itertools import chain
+from typing import NamedTuple, overload
 
 from torch_odt.capture.costs import Costs, OpCost, TransferCosts
 from torch_odt.capture.estimates import estimate
@@ -39,6 +42,26 @@ class Moment(NamedTuple):
         return self.arena_bytes + self.outside_bytes
 
 
+class Moments(Sequence[Moment]):
+    """Moments in a fifth of the memory of a list of them: plans are held for as long as they are followed."""
+
+    def __init__(self, moments: Iterable[Moment]) -> None:
+        self._numbers = array("q", chain.from_iterable(moments))
+
+    def __len__(self) -> int:
+        return len(self._numbers) // len(Moment._fields)
+
+    @overload
+    def __getitem__(self, index: int) -> Moment: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Moment]: ...
+    def __getitem__(self, index: int | slice) -> Moment | list[Moment]:
+        if isinstance(index, slice):
+            return [self[each] for each in range(*index.indices(len(self)))]
+        begin = range(len(self))[index] * len(Moment._fields)
+        return Moment(*self._numbers[begin : begin + len(Moment._fields)])
+
+
 @dataclass(frozen=True)
 class Simulation:
     """What a schedule costs.
@@ -63,7 +86,7 @@ class Simulation:
     seconds: float
     recompute_seconds: float
     boundary_bytes: int
-    timeline: list[Moment]
+    timeline: Moments
     recomputed_ops: tuple[int, ...]
     written_bytes: int = 0
     read_bytes: int = 0
@@ -347,7 +370,7 @@ class _Simulator:
             seconds=clock.seconds,
             recompute_seconds=sum(self._cost_of[op][0].seconds for op in self.recomputed),
             boundary_bytes=boundary_bytes,
-            timeline=timeline,
+            timeline=Moments(timeline),
             recomputed_ops=tuple(self.recomputed),
             written_bytes=written,
             read_bytes=read,
