@@ -7,6 +7,7 @@ then, where Python takes longer to call a small operator than the operator takes
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import cache
 from typing import Any
 
 import torch
@@ -66,6 +67,12 @@ def native_call(op: Op, function: Callable[..., Any], shape_only: Mapping[int, t
         return None
 
 
+@cache
+def _anything() -> torch.Tensor:
+    """What stands where a table's tensor will: one for all calls, which hold it for as long as they are."""
+    return torch.empty(0)
+
+
 class _ForPython(Exception):
     """An argument has values where a compiled call has no place for them."""
 
@@ -80,7 +87,6 @@ class _Placed:
 
     def __init__(self, shape_only: Mapping[int, torch.Tensor]) -> None:
         self._shape_only = shape_only
-        self._anything = torch.empty(0)
         self.places: list[tuple[str, int, int]] = []
         self.numbers: list[tuple[str, torch.Tensor]] = []
 
@@ -100,4 +106,4 @@ class _Placed:
         if value.value in self._shape_only:
             return self._shape_only[value.value]
         self.places.append((name, element, value.value))
-        return self._anything
+        return _anything()

@@ -141,12 +141,12 @@ class OptimizerUpdates:
         self._optimizer = optimizer
         self._members: dict[str, _Member] = {}
         self._fresh: dict[str, torch.Tensor] = {}
-        self._names: dict[int, list[str]] = {}
+        self._names: dict[int, tuple[str, ...]] = {}
         self._numbers: dict[tuple[int, str, float], Number] = {}
         self._changed: dict[str, list[torch.Tensor]] = {}
         self._group_rules: list[UpdateRule | None] = []
         for name, parameter in parameters.items():
-            self._names.setdefault(id(parameter), []).append(name)
+            self._names[id(parameter)] = (*self._names.get(id(parameter), ()), name)
         self.waits_for = needs_all or _reason_to_wait(optimizer)
         self.kept: Counter[str] = Counter()
         self._found_of: _FoundOf | None = None

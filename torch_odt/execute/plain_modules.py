@@ -39,17 +39,19 @@ class Values:
 def plain_values(modules: Iterable[nn.Module]) -> dict[int, Values]:
     """The values of those modules that hold plain ones alone, by the modules' identities."""
     # Layers are alike, and what is equal is kept once.
-    shared: dict[Hashable, Hashable] = {}
-    found = {id(module): _look_at(vars(module), shared) for module in modules}
-    return {identity: values for identity, values in found.items() if values is not None}
+    shared: dict[Hashable, Any] = {}
+    found = ((id(module), _look_at(vars(module), shared)) for module in modules)
+    return {identity: values for identity, values in found if values is not None}
 
 
-def _look_at(attributes: Mapping[str, Any], shared: dict[Hashable, Hashable]) -> Values | None:
+def _look_at(attributes: Mapping[str, Any], shared: dict[Hashable, Any]) -> Values | None:
     own = [(name, value) for name, value in attributes.items() if name not in _STRUCTURE]
     if not all(_is_plain(value) for _, value in own):
         return None
     pairs = [(name, _typed(value)) for name, value in own]
-    return Values(tuple(shared.setdefault(pair, pair) for pair in pairs))
+    values = Values(tuple(shared.setdefault(pair, pair) for pair in pairs))
+    found: Values = shared.setdefault(values, values)
+    return found
 
 
 def _is_plain(value: Any) -> bool:
