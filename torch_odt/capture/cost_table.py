@@ -154,15 +154,38 @@ def _layout_from_list(entry: Any) -> ResultLayout | None:
     return ResultLayout(tuple(map(int, shape)), tuple(map(int, stride)), str(dtype))
 
 
-def costs_from_entries(entries: Mapping[str, Any]) -> tuple[dict[str, OpCost], int]:
-    """Read many entries; damaged ones are left out and counted."""
-    found: dict[str, OpCost] = {}
-    for name, entry in entries.items():
+def cost_to_text(cost: OpCost) -> str:
+    """A cost for a cache."""
+    return json.dumps(cost_to_list(cost), separators=(",", ":"))
+
+
+class RememberedCosts:
+    """Costs that a cache holds as texts, by signature.
+
+    Most are of other graphs: each is read when it is asked for. All of them at once would take megabytes, which the
+    process would keep.
+
+    Attributes:
+        damaged: how many could not be read.
+    """
+
+    def __init__(self, texts: Mapping[str, Any]) -> None:
+        self._texts = texts
+        self._read: dict[str, OpCost | None] = {}
+        self.damaged = 0
+
+    def get(self, name: str) -> OpCost | None:
+        """The cost of this signature; None where there is none that can be read."""
+        if name not in self._read and name in self._texts:
+            self._read[name] = self._from(self._texts[name])
+        return self._read.get(name)
+
+    def _from(self, text: Any) -> OpCost | None:
         try:
-            found[name] = cost_from_list(entry)
+            return cost_from_list(json.loads(text))
         except (ValueError, TypeError, IndexError, KeyError):
-            continue
-    return found, len(entries) - len(found)
+            self.damaged += 1
+            return None
 
 
 def _numbers(numbers: tuple[int, ...]) -> str:

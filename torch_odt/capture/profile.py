@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import resource
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from statistics import median
@@ -22,9 +22,9 @@ from torch.utils._pytree import tree_leaves
 from torch_odt import _extensions, memory
 from torch_odt.capture.cost_table import (
     FORMAT,
+    RememberedCosts,
     apply_costs,
-    cost_to_list,
-    costs_from_entries,
+    cost_to_text,
     costs_from_json,
     costs_to_json,
     signature,
@@ -101,10 +101,10 @@ def profile(
             estimated, and counts as one that needs more than that.
     """
     machine, key = machine_name(), profile_key()
-    known, damaged = costs_from_entries(cache.load_profile(key)) if cache is not None else ({}, 0)
+    known = RememberedCosts({} if cache is None else cache.load_profile(key))
     remembered = _remembered(graph, known)
     if remembered is not None:
-        return Costs(remembered, machine, _notes_of(damaged))
+        return Costs(remembered, machine, _notes_of(known.damaged))
     limit = None if limit_bytes is None else limit_bytes()
     with _quiet_state(), _tracking() as recorder:
         bench = _Bench(graph, recorder, arena or _arena_for(graph, recorder), repeats, min_seconds, limit)
@@ -115,17 +115,17 @@ def profile(
             ops[op.index] = bench.cost(op, known)
         fresh, notes, too_large = bench.fresh, bench.notes, bench.too_large
         del bench
-    notes += _notes_of(damaged)
+    notes += _notes_of(known.damaged)
     if too_large:
         notes.append(
             f"{too_large} operators were estimated: measuring one of them would have taken more than there is room for"
         )
     if cache is not None and fresh:
-        cache.save_profile(key, {name: cost_to_list(cost) for name, cost in fresh.items()})
+        cache.save_profile(key, {name: cost_to_text(cost) for name, cost in fresh.items()})
     return Costs(ops, machine, list(dict.fromkeys(notes)), too_large)
 
 
-def _remembered(graph: TrainingGraph, known: Mapping[str, OpCost]) -> dict[int, OpCost] | None:
+def _remembered(graph: TrainingGraph, known: RememberedCosts) -> dict[int, OpCost] | None:
     """The costs of all ops if every one has been measured before."""
     layouts, found = RealLayouts(graph), {}
     for op in graph.ops:
@@ -185,7 +185,7 @@ class _Bench:
         self._failed: dict[str, str] = {}
         self._other_data = torch.zeros((cache_bytes() if limit_bytes is None else 0) // 4)
 
-    def cost(self, op: Op, known: Mapping[str, OpCost]) -> OpCost:
+    def cost(self, op: Op, known: RememberedCosts) -> OpCost:
         """The cost of the next op of the graph; measured if neither `known` nor met before."""
         if op.is_view:
             cost = view_cost(op)
