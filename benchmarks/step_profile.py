@@ -191,6 +191,7 @@ def _recomputation_marked(train_step: Any) -> Iterator[None]:
     if train_step is None:
         yield
         return
+    from torch_odt._extensions import memory_module
     from torch_odt.capture.update_in_backward import UPDATE
     from torch_odt.planning.schedule import Run
     from torch_odt.planning.timeline import recomputing_runs
@@ -204,18 +205,20 @@ def _recomputation_marked(train_step: Any) -> Iterator[None]:
 
     parts = train_step._current.program.parts.values()
     executors = list({id(executor): executor for part in parts for executor in (part.first, part.later)}.values())
-    codes = [executor._code for executor in executors]
+    instructions = [executor._instructions for executor in executors]
     for executor in executors:
         marks = dict.fromkeys(recomputing_runs(executor.graph, executor.schedule), RECOMPUTATION)
         for position, instruction in enumerate(executor.schedule.instructions):
             if isinstance(instruction, Run) and executor.graph.ops[instruction.op].target == UPDATE:
                 marks[position] = "Optimizer.step in the backward pass"
-        executor._code = [
-            (marked(call, marks[position]) if position in marks else call, value, output)
-            for position, (call, value, output) in enumerate(executor._code)
-        ]
+        executor._instructions = memory_module.Instructions(
+            [
+                (marked(call, marks[position]) if position in marks else call, value, output)
+                for position, (call, value, output) in enumerate(executor._compile())
+            ]
+        )
     try:
         yield
     finally:
-        for executor, code in zip(executors, codes, strict=True):
-            executor._code = code
+        for executor, own in zip(executors, instructions, strict=True):
+            executor._instructions = own

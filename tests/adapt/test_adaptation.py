@@ -364,3 +364,12 @@ def test_a_weight_of_two_layers_that_trains_is_told() -> None:
     model = nn.Sequential(nn.Embedding(7, 4), nn.Linear(4, 4), nn.Linear(4, 7))
     model[2].weight = model[0].weight
     assert odt.adapt.bias_only_(model).notes == ("0.weight is 2.weight, too, and trains in all of these",)
+
+
+def test_what_a_later_method_has_merged_stays() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
+    first, second = (odt.adapt.bias_only_(model, classes=classes) for classes in (5, 7))
+    second.merge()
+    with pytest.raises(ValueError, match="if that was merged, it stays, and this can only be merged, too"):
+        first.unload()
+    assert first.merge()[2].out_features == 7

@@ -95,6 +95,8 @@ def test_a_budget_that_no_block_fits_names_the_smallest() -> None:
         odt.adapt.blockwise(_network(), F.cross_entropy, batch, budget=odt.Budget(10, of="training"), cache=False)
     budget = odt.Budget(refusal.value.smallest_feasible_bytes, of="training")
     assert odt.adapt.blockwise(_network(), F.cross_entropy, batch, budget=budget, cache=False).stages
+    with pytest.raises(odt.InfeasibleBudget, match="that the process held before"):
+        odt.adapt.blockwise(_network(), F.cross_entropy, batch, budget="1MiB", cache=False)
 
 
 def test_norms_without_running_statistics_count_the_whole_batch(tmp_path: Path) -> None:

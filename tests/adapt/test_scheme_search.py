@@ -140,3 +140,10 @@ def test_sizes_of_the_search_that_are_none_are_refused() -> None:
     for options in ({"population": 1}, {"generations": -1}):
         with pytest.raises(ValueError, match="at least 2 schemes"):
             search_scheme(_contributions(1), Prices(1), budget=60, **options)
+
+
+def test_a_layer_that_the_model_does_not_have_is_named() -> None:
+    batch = (torch.randn(4, 3, 24, 24), torch.randint(4, (4,)))
+    memory = SchemeMemory(_network(), nn.functional.cross_entropy, batch, classes=6)
+    with pytest.raises(ValueError, match=r"'no\.such' is no linear layer or convolution"):
+        memory.counted(Scheme(0, {"no.such": 1.0}))

@@ -15,14 +15,17 @@ from torch_odt.capture import operators
 from torch_odt.capture import profile as profile_module
 from torch_odt.capture.cost_table import (
     CostTable,
+    RememberedCosts,
     apply_costs,
     cost_from_list,
     cost_to_list,
+    cost_to_text,
     costs_from_json,
     costs_to_json,
     signature,
     table_of,
 )
+from torch_odt.capture.costs import OpCost
 from torch_odt.capture.graph import Op, Ref
 from torch_odt.capture.layouts import RealLayouts
 from torch_odt.capture.machine import machine_name, settings_name
@@ -179,6 +182,14 @@ def test_same_calls_are_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(profile_module._Bench, "_measure", count)
     fast(graph)
     assert len(measured) < 0.7 * sum(not op.is_view for op in graph.ops)
+
+
+def test_measurements_of_other_graphs_are_not_read() -> None:
+    cost = OpCost(0.5, ((0, 64),), (0,))
+    costs = RememberedCosts({"mine": cost_to_text(cost), "damaged": "[", "another": "["})
+    assert costs.get("mine") is costs.get("mine") and costs.get("mine") == cost
+    assert costs.get("unknown") is None and costs.damaged == 0
+    assert costs.get("damaged") is None and costs.get("damaged") is None and costs.damaged == 1
 
 
 @pytest.mark.parametrize("damaged", ["[1.0,[0],[null],[]]", "[1.0,", None])

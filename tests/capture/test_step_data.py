@@ -22,6 +22,12 @@ def test_a_structure_survives_as_data() -> None:
     assert (found.result_spec, found.result_leaves) == (spec, step.result_leaves)
 
 
+def test_a_structure_that_json_would_change_is_refused() -> None:
+    _, spec = pytree.tree_flatten({("a", 1): 2})
+    with pytest.raises(TypeError, match="such as a tuple among a dict's keys"):
+        results_to_data(TracedStep(GRAPH, spec, [(0, None)]))
+
+
 def spec_with(key: str) -> str:
     """A dictionary's structure whose first key is an object of one entry named `key`, as JSON spells it."""
     context = f'[{{"{key}": true, "fqn": "no_such_module:Name", "name": "A"}}]'

@@ -150,7 +150,8 @@ class Adaptation:
             if isinstance(undo, _Return) and undo.new not in present and not self._is_replaced_later(undo.new):
                 raise ValueError(
                     f"a {type(undo.new).__name__} that {self.method} has put into the model is not in it any more: "
-                    "take back what was changed afterwards first, by its unload() or merge()"
+                    "take back what was changed afterwards first, by its unload() or merge(); if that was merged, it "
+                    "stays, and this can only be merged, too"
                 )
             for now, before in change.held() if change.held else ():
                 if now is not before and now not in own:
@@ -200,8 +201,8 @@ class Adaptation:
         """
         if self._is_unloaded:
             raise ValueError(
-                f"{self.method} was taken back by unload(): what it had added and learnt is gone. Call merge() instead "
-                "of unload() to use a trained model"
+                f"{self.method} was taken back by unload(): what it had added is gone, with what that has learnt. Call "
+                "merge() instead of unload() to use a trained model"
             )
         self._require_own([change for change in self._changes if not change.is_added])
         while self._changes:

@@ -236,6 +236,8 @@ def blockwise(
             hints = ("smaller batches", "an optimizer with less state")
             smallest_bytes = resolved.in_terms_of(error.smallest_bytes)
             detail = f"{type(model).__name__} is cut into {len(guess)} blocks already, and one of them takes this"
+            if resolved.of == "process":
+                detail += f", with the {format_bytes(resolved.level_bytes)} that the process held before"
             raise InfeasibleBudget(budget, smallest_bytes, hints, detail) from None
     return Blockwise(model, tuple(units.stage(first, end, limit_bytes) for first, end in found))
 

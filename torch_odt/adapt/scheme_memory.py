@@ -132,6 +132,8 @@ class SchemeMemory:
 
     def _walk(self, scheme: Scheme) -> list[tuple[str, int]]:
         """What is held at most in the forward pass, and in the backward pass of each layer, by its name."""
+        if any(f"{name}.weight" not in self._sizes for name in scheme.weights):
+            scheme.check(self._model, head=self._head)
         biases = self._last_biases(scheme)
         gradients = {name: round(self._sizes[f"{name}.weight"] * ratio) for name, ratio in scheme.weights.items()}
         start = self._place_of(self._first(scheme))

@@ -53,6 +53,8 @@ def results_to_data(step: TracedStep) -> dict[str, Any]:
     spec = pytree.treespec_dumps(step.result_spec)
     if _NAMES_CODE.search(spec):
         raise TypeError("the outputs' structure holds an enumeration")
+    if pytree.treespec_loads(spec) != step.result_spec:
+        raise TypeError("the outputs' structure holds what JSON does not, such as a tuple among a dict's keys")
     return {"spec": spec, "leaves": [[position, _encode_leaf(leaf)] for position, leaf in step.result_leaves]}
 
 

@@ -74,8 +74,9 @@ class RecordedTrace:
     """A new trace.
 
     Attributes:
-        step: the trace, or the text of its data: it takes one piece of memory, where an object's thousands would lie
-            between the text's that is to be kept, and pin what that has taken.
+        step: the trace; or its data as a text, where it comes from another process and is to be kept. A text is freed
+            as a whole once it is written, while a trace's thousands of objects would lie among those that writing takes
+            for a moment, so that the process kept the memory of both.
         executed: the user's code that has run for it (see `code_name`); None when it must not be remembered.
         process: where it was made.
     """

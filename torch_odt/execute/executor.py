@@ -74,7 +74,7 @@ class Executor:
         self._code: list[tuple[Callable[[Table], None] | None, int, Output | None]] = list(self._compile())
         self._instructions: Any = None
         if _extensions.memory_module is not None:
-            # It holds what there is to call, and all else as numbers.
+            # They hold all that the list does, without a tuple for each.
             self._instructions = _extensions.memory_module.Instructions(self._code)
             self._code = []
 

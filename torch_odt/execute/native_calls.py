@@ -70,7 +70,8 @@ def native_call(op: Op, function: Callable[..., Any], shape_only: Mapping[int, t
 @cache
 def _anything() -> torch.Tensor:
     """What stands where a table's tensor will: one for all calls, which hold it for as long as they are."""
-    return torch.empty(0)
+    with torch.inference_mode(False):
+        return torch.empty(0)
 
 
 class _ForPython(Exception):

@@ -146,6 +146,7 @@ class OptimizerUpdates:
         self._changed: dict[str, list[torch.Tensor]] = {}
         self._group_rules: list[UpdateRule | None] = []
         for name, parameter in parameters.items():
+            # Nearly all have one name, and a tuple of one takes half as much as a list.
             self._names[id(parameter)] = (*self._names.get(id(parameter), ()), name)
         self.waits_for = needs_all or _reason_to_wait(optimizer)
         self.kept: Counter[str] = Counter()

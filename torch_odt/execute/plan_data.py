@@ -55,13 +55,16 @@ class PlannedProgram:
         """For JSON.
 
         Raises:
-            PlanError: the graph cannot be carried.
+            PlanError: the graph cannot be carried, or the outputs' structure cannot be written.
         """
         try:
             parts = [_part_to_data(size, part, carry_graph) for size, part in self.candidate.parts.items()]
-            results = None if self.results is None else results_to_data(self.results)
         except (TypeError, NotImplementedError) as error:
             raise PlanError(f"the graph cannot be written: {error}; save the plan with carry_graph=False") from error
+        try:
+            results = None if self.results is None else results_to_data(self.results)
+        except (TypeError, NotImplementedError) as error:
+            raise PlanError(f"the model's outputs cannot be written: {error}; save a plan without outputs") from error
         first = self.candidate.parts[self.candidate.sizes[0]]
         return {
             "door": DOOR,

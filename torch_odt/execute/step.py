@@ -383,8 +383,9 @@ class TrainStep:
         from torch_odt.execute.transaction import Transaction
 
         parameters = named_parameters(self.model, self.loss_fn).values()
-        undo = partial(setattr, self, "_group", replace(self._group))
-        return Transaction(parameters, self.optimizer, self._request, undo)
+        return Transaction(
+            parameters, self.optimizer, self._request, partial(setattr, self, "_group", replace(self._group))
+        )
 
     def _commit(self, transaction: Transaction) -> None:
         """The optimizer's step; there are no gradients afterwards, which the next call would have to keep."""
@@ -419,10 +420,9 @@ class TrainStep:
         find = partial(
             self._prepared.find, args, kwargs, self.optimizer, tensors, want_results=want_results, needs_all=needs_all
         )
-        self._current = prepare_now(
-            self._controller, self._request, self._current, find, self._forget_plans, lowered=lowered
-        )
-        return self._current, tensors if self._current is before else self._look()[0]
+        self._current = prepare_now(self._controller, self._request, before, find, self._forget_plans, lowered=lowered)
+        current = tensors if self._current is before else StepTensors.current(self.model, self.loss_fn, tensors)
+        return self._current, current
 
     def _forget_plans(self) -> None:
         """Give back what plans take beside the arena, but not what has been captured for them."""

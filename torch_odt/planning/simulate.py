@@ -7,7 +7,7 @@ each op's recorded allocations are replayed on top of what is live.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import NamedTuple, overload
@@ -42,14 +42,28 @@ class Moment(NamedTuple):
         return self.arena_bytes + self.outside_bytes
 
 
-class Moments(Sequence[Moment]):
-    """Moments in a fifth of the memory of a list of them: plans are held for as long as they are followed."""
+_FIELDS = len(Moment._fields)
 
-    def __init__(self, moments: Iterable[Moment]) -> None:
-        self._numbers = array("q", chain.from_iterable(moments))
+
+@dataclass(frozen=True)
+class Moments(Sequence[Moment]):
+    """Moments in a fifth of the memory of a list of them: plans are held for as long as they are followed.
+
+    Attributes:
+        numbers: those of all moments, one moment after the other.
+    """
+
+    numbers: array[int]
+
+    @classmethod
+    def of(cls, moments: Iterable[Moment]) -> Moments:
+        return cls(array("q", chain.from_iterable(moments)))
 
     def __len__(self) -> int:
-        return len(self._numbers) // len(Moment._fields)
+        return len(self.numbers) // _FIELDS
+
+    def __iter__(self) -> Iterator[Moment]:
+        return iter(self[:])
 
     @overload
     def __getitem__(self, index: int) -> Moment: ...
@@ -57,9 +71,10 @@ class Moments(Sequence[Moment]):
     def __getitem__(self, index: slice) -> list[Moment]: ...
     def __getitem__(self, index: int | slice) -> Moment | list[Moment]:
         if isinstance(index, slice):
-            return [self[each] for each in range(*index.indices(len(self)))]
-        begin = range(len(self))[index] * len(Moment._fields)
-        return Moment(*self._numbers[begin : begin + len(Moment._fields)])
+            columns = (self.numbers[column::_FIELDS][index] for column in range(_FIELDS))
+            return list(map(Moment, *columns))
+        begin = range(len(self))[index] * _FIELDS
+        return Moment(*self.numbers[begin : begin + _FIELDS])
 
 
 @dataclass(frozen=True)
@@ -370,7 +385,7 @@ class _Simulator:
             seconds=clock.seconds,
             recompute_seconds=sum(self._cost_of[op][0].seconds for op in self.recomputed),
             boundary_bytes=boundary_bytes,
-            timeline=Moments(timeline),
+            timeline=Moments.of(timeline),
             recomputed_ops=tuple(self.recomputed),
             written_bytes=written,
             read_bytes=read,
