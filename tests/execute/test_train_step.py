@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -193,6 +194,24 @@ class Branches(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.net(x) if x.sum().item() < 1e9 else self.net(-x)
+
+
+class Remembers(Branches):
+    """It holds what it has seen last."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen = x.detach() + 1
+        return super().forward(x)
+
+
+@pytest.mark.filterwarnings("ignore:not captured")
+def test_what_a_model_without_a_graph_replaces_is_freed_in_the_same_call() -> None:
+    model = Remembers()
+    model.seen = torch.zeros(3)
+    before = weakref.ref(model.seen)
+    step = make_step(model)
+    step(*make_batches(1)[0])
+    assert not step.plan.captured and before() is None
 
 
 @pytest.mark.filterwarnings("ignore:not captured")

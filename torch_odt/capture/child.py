@@ -118,7 +118,11 @@ def _unpack(payload: bytes, ending: str) -> Any:
     if succeeded:
         return content
     if isinstance(content, Exception):
-        raise content
+        try:
+            raise content
+        finally:
+            # Its traceback holds this frame, and with it the batch and all else that the frames above hold.
+            del content
     raise ChildFailed(content)
 
 
