@@ -383,9 +383,8 @@ class TrainStep:
         from torch_odt.execute.transaction import Transaction
 
         parameters = named_parameters(self.model, self.loss_fn).values()
-        return Transaction(
-            parameters, self.optimizer, self._request, partial(setattr, self, "_group", replace(self._group))
-        )
+        undo = partial(setattr, self, "_group", replace(self._group))
+        return Transaction(parameters, self.optimizer, self._request, undo)
 
     def _commit(self, transaction: Transaction) -> None:
         """The optimizer's step; there are no gradients afterwards, which the next call would have to keep."""
