@@ -484,7 +484,7 @@ def test_outputs_whose_class_only_the_trace_has_imported(tmp_path: Path, monkeyp
     def unknown(data: Any) -> Any:
         raise NotImplementedError
 
-    monkeypatch.setattr("torch_odt.capture.trace_cache.step_from_data", unknown)
+    monkeypatch.setattr("torch_odt.capture.trace_cache.step_from_text", unknown)
     step = Step()
     traced = remembered_trace(Cache(tmp_path), step.model, step.loss_fn, make_compute(step.loss_fn), (step.batch, {}))
     assert traced.graph == step.trace().graph

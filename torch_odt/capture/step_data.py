@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -42,6 +43,20 @@ def step_from_data(data: Mapping[str, Any]) -> TracedStep:
     if graph.fingerprint != data["fingerprint"]:
         raise ValueError("the graph's fingerprint is another one")
     return with_results(graph, data["results"])
+
+
+def step_to_text(step: TracedStep) -> str:
+    """The same as one line of JSON, which takes one piece of memory.
+
+    Raises:
+        TypeError, NotImplementedError: it holds something that has no such form.
+    """
+    return json.dumps(step_to_data(step), separators=(",", ":"))
+
+
+def step_from_text(text: str) -> TracedStep:
+    """The step of `step_to_text`; raises as `step_from_data` does."""
+    return step_from_data(json.loads(text))
 
 
 def results_to_data(step: TracedStep) -> dict[str, Any]:

@@ -8,7 +8,6 @@ traced anew in every process: `describe.py` and `describe_code.py` say what.
 
 from __future__ import annotations
 
-import json
 import os
 import warnings
 from collections.abc import Callable, Iterable
@@ -24,7 +23,7 @@ from torch_odt.capture.describe import Describer
 from torch_odt.capture.describe_code import describe_executed
 from torch_odt.capture.describe_step import describe_step, step_modules
 from torch_odt.capture.recorder import run_recorded
-from torch_odt.capture.step_data import step_from_data, step_to_data
+from torch_odt.capture.step_data import step_from_text, step_to_text
 from torch_odt.capture.trace import Batch, Compute, TracedStep, trace_step
 from torch_odt.errors import OdtWarning
 
@@ -56,7 +55,7 @@ def remembered_trace(cache: Cache, model: nn.Module, loss_fn: Any, compute: Comp
     if entry is not None:
         cache.save_trace(key, entry)
     try:
-        return _unpacked(recorded.step)
+        return recorded.step if isinstance(recorded.step, TracedStep) else step_from_text(recorded.step)
     except NotImplementedError:
         # The trace has imported the module that registers the outputs' class, in the child.
         return _trace_apart(lambda: trace_step(model, loss_fn, compute, batch))
@@ -97,21 +96,13 @@ def trace_recorded(model: nn.Module, loss_fn: Any, compute: Compute, batch: Batc
 
 def _packed(recorded: RecordedTrace, receiver: int) -> RecordedTrace:
     """As a text where it goes to another process and is to be kept there."""
-    if recorded.executed is None or recorded.process == receiver:
+    if recorded.executed is None or isinstance(recorded.step, str) or recorded.process == receiver:
         return recorded
     try:
-        return replace(recorded, step=_text(recorded.step))
-    except Exception:
-        # As in `make_entry`, which will say so.
-        return recorded
-
-
-def _text(step: TracedStep | str) -> str:
-    return step if isinstance(step, str) else json.dumps(step_to_data(step), separators=(",", ":"))
-
-
-def _unpacked(step: TracedStep | str) -> TracedStep:
-    return step_from_data(json.loads(step)) if isinstance(step, str) else step
+        return replace(recorded, step=step_to_text(recorded.step))
+    except (TypeError, NotImplementedError):
+        # It has no such form, and is not kept.
+        return replace(recorded, executed=None)
 
 
 def _shares_storage(constants: Iterable[torch.Tensor], state: Iterable[torch.Tensor]) -> bool:
@@ -139,7 +130,8 @@ def make_entry(recorded: RecordedTrace, description: Describer | None) -> dict[s
         return None
     try:
         digest = describe_executed(description, recorded.executed)
-        return {"executed": sorted(recorded.executed), "digest": digest, "step": _text(recorded.step)}
+        text = recorded.step if isinstance(recorded.step, str) else step_to_text(recorded.step)
+        return {"executed": sorted(recorded.executed), "digest": digest, "step": text}
     except Exception:
         # As in `describe`.
         return None
@@ -151,7 +143,7 @@ def restore(entry: Any, description: Describer) -> TracedStep | None:
         return None
     try:
         executed, digest = frozenset(map(str, entry["executed"])), str(entry["digest"])
-        return _unpacked(str(entry["step"])) if _is_unchanged(description, executed, digest) else None
+        return step_from_text(str(entry["step"])) if _is_unchanged(description, executed, digest) else None
     except NotImplementedError:
         # The outputs' class is registered by a module that this process has not imported yet.
         return None
