@@ -13,6 +13,7 @@ from torch import nn
 
 from torch_odt.adapt import Adaptation, FineTuning, Scheme, measure_contributions, search_scheme, sparse_update_
 from torch_odt.adapt.contributions import accuracy
+from torch_odt.errors import OdtWarning
 
 
 class Counting:
@@ -134,6 +135,24 @@ def test_a_loss_that_is_not_finite_ends_it() -> None:
     batches = [(x, torch.randint(2, (4,)))]
     with pytest.raises(FloatingPointError, match="a loss of epoch 0 is not finite: look for NaN in train"):
         FineTuning(batches, batches, epochs=2)(model, sparse_update_(model, Scheme(1)))
+
+
+def test_a_part_that_diverges_counts_as_nothing_and_the_others_are_measured(tmp_path: Path) -> None:
+    def train(model: nn.Module, adaptation: Adaptation) -> float:
+        if "2.trained_weight" in adaptation.trained:
+            raise FloatingPointError("a loss is not finite")
+        return 0.5
+
+    with pytest.warns(OdtWarning, match="2.*counts as 0 %, because its training diverged: a loss is not finite"):
+        found = measure_contributions(_model(), train, ratios=[1 / 2], cache=tmp_path / "found.json")
+    assert found.weight_gains == {("0", 0.5): 0.0, ("2", 0.5): -0.5}
+    assert measure_contributions(_model(), train, ratios=[1 / 2], cache=tmp_path / "found.json") == found
+
+    def diverges(model: nn.Module, adaptation: Adaptation) -> float:
+        raise FloatingPointError("NaN in train")
+
+    with pytest.raises(FloatingPointError, match="NaN in train"):
+        measure_contributions(_model(), diverges)
 
 
 def test_fine_tuning_learns_what_can_be_learnt() -> None:

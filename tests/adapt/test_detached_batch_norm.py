@@ -15,6 +15,7 @@ from torch.nn.functional import cross_entropy
 
 import torch_odt as odt
 from torch_odt.adapt import DetachedBatchNorm, FrozenBatchNorm
+from torch_odt.adapt.fold_frozen_norms import FoldedBatchNorm
 from torch_odt.capture.separation import NotSeparable
 
 SIZE = 32
@@ -140,7 +141,7 @@ def test_a_later_verb_makes_of_it_what_is_asked_and_gives_it_back() -> None:
     model.eval()
     expected = model(x)
     folded = odt.adapt.bias_only_(model, norm="folded")
-    assert "1 frozen BatchNorms are a part" in str(folded) and type(model[1]) is nn.Identity
+    assert "1 frozen BatchNorms are a part" in str(folded) and type(model[1]) is FoldedBatchNorm
     torch.testing.assert_close(model(x), expected, rtol=1e-4, atol=1e-4)
     folded.unload()
     assert type(model[1]) is DetachedBatchNorm

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import torch_odt as odt
 from torch_odt.adapt import Scheme, add_lite_residuals_, bias_only_, sparse_update_, tinytl_
 from torch_odt.adapt.adaptation import Adaptation, Adapting
-from torch_odt.adapt.fold_frozen_norms import fold_frozen_norms
+from torch_odt.adapt.fold_frozen_norms import FoldedBatchNorm, fold_frozen_norms
 from torch_odt.adapt.frozen_batch_norm import FrozenBatchNorm, freeze_batch_norms
 from torch_odt.adapt.step_bytes import step_bytes, step_graph
 
@@ -204,7 +204,7 @@ def test_padding_of_other_kinds_and_1_and_3_dimensions_are_folded() -> None:
         model.append(nn.Linear(model.eval()(x).shape[1], 2))
         before = model.eval()(x)
         bias_only_(model, norm="folded")
-        assert type(model[1]) is nn.Identity and type(model[0]) is type(conv)
+        assert type(model[1]) is FoldedBatchNorm and type(model[0]) is type(conv)
         torch.testing.assert_close(model.eval()(x), before)
 
 
@@ -236,6 +236,36 @@ def test_a_state_dict_of_the_other_form_is_refused() -> None:
     bias_only_(folded, norm="folded")
     with pytest.raises(RuntimeError, match="Missing key"):
         folded.load_state_dict(model.state_dict())
+
+
+@pytest.mark.parametrize("affine", [True, False])
+@pytest.mark.parametrize("bias", [True, False])
+def test_a_state_dict_has_the_norm_for_another_process(affine: bool, bias: bool) -> None:
+    def make(seed: int) -> tuple[nn.Module, Adaptation]:
+        torch.manual_seed(seed)
+        model = nn.Sequential(
+            nn.Conv2d(3, 4, 3, bias=bias), nn.BatchNorm2d(4, affine=affine), nn.Flatten(), nn.Linear(64, 2)
+        )
+        with_statistics(model) if affine else model.double()[1].running_mean.uniform_(-1, 1)  # type: ignore[index]
+        if bias:
+            nn.init.normal_(model[0].bias)
+            model[0].bias.requires_grad_(False)
+        adaptation = sparse_update_(model, Scheme(0), norm="folded")
+        return model, adaptation
+
+    (trained, adaptation), (loaded, other) = make(0), make(1)
+    assert type(trained[1]) is FoldedBatchNorm  # type: ignore[index]
+    loaded.load_state_dict(copy.deepcopy(trained.state_dict()))
+    x = torch.randn(5, 3, 6, 6).double()
+    adapted = trained.eval()(x)
+    adaptation.merge()
+    other.merge()
+    for mode in (False, True):
+        torch.testing.assert_close(loaded.train(mode)(x), trained.train(mode)(x), rtol=1e-9, atol=1e-9)
+        if not mode:
+            torch.testing.assert_close(trained(x), adapted, rtol=1e-9, atol=1e-9)
+    for name, tensor in trained.state_dict().items():
+        torch.testing.assert_close(loaded.state_dict()[name], tensor, rtol=1e-9, atol=1e-9)
 
 
 def test_norms_that_share_a_bias_that_trains_stay_tied() -> None:

@@ -20,6 +20,24 @@ def test_a_network_that_returns_more_than_its_scores_becomes_an_ordinary_module(
     torch.testing.assert_close(head.to_module()(x), head.scores(x))
 
 
+def test_a_layer_of_two_names_is_replaced_under_both() -> None:
+    class TwoNames(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList([nn.Linear(4, 8), nn.Linear(8, 3)])
+            self.fc = self.layers[1]
+
+        def forward(self, x: Tensor) -> Tensor:
+            result: Tensor = self.fc(self.layers[0](x))
+            return result
+
+    model, x = TwoNames(), torch.randn(4, 4)
+    head = online_head(model, x[:1])
+    head.learn(x, ["a", "b", "a", "b"])
+    torch.testing.assert_close(head.to_module()(x), head.scores(x))
+    assert model.fc.out_features == 3
+
+
 class Both(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -133,6 +133,24 @@ def test_a_saved_one_goes_on_bit_for_bit(tmp_path: Path) -> None:
         watcher(bottleneck=3).load_state_dict(online.state_dict())
 
 
+def test_settings_that_may_be_changed_are_saved() -> None:
+    online = watcher(warm_up=50, deviations=5.0, learn_anomalies=False, clip_grad_norm=None)
+    online.drift.threshold = 7.0
+    online.learn(normal(60))
+    other = watcher()
+    other.load_state_dict(online.state_dict())
+    assert other.threshold == online.threshold < math.inf
+    assert (other.warm_up, other.learn_anomalies, other.clip_grad_norm) == (50, False, None)
+    assert other.drift.threshold == 7.0
+
+
+def test_works_in_inference_mode() -> None:
+    x = normal(20)
+    expected = watcher(reconstruct="input").learn(x)
+    with torch.inference_mode():
+        assert watcher(reconstruct="input").learn(x.clone()) == expected
+
+
 def test_the_first_scores_do_not_raise_the_threshold() -> None:
     online = watcher(lr=0.1, warm_up=100)
     steps = online.learn(normal(100))

@@ -162,6 +162,7 @@ def test_learns_where_gradients_are_off(mode: type[torch.no_grad]) -> None:
     with mode():
         other.learn(x.clone(), labels)
         assert other.predict(x.clone()) == head.predict(x)
+        online_head(model, x.clone()[:1])
     assert_same_state(head, other)
 
 

@@ -32,6 +32,19 @@ def test_blocks_are_what_a_function_says() -> None:
         odt.adapt.tinytl_(make(), blocks=lambda *_: True, input_size=SIZE)
 
 
+@pytest.mark.parametrize(("name", "branch"), [("mnasnet0_5", "layers"), ("regnet_y_400mf", "f")])
+def test_blocks_of_torchvision_are_known(name: str, branch: str) -> None:
+    model = getattr(pytest.importorskip("torchvision").models, name)(num_classes=3).eval()
+    x = torch.randn(1, 3, SIZE, SIZE)
+    before = model(x)
+    adaptation = odt.adapt.tinytl_(model, input_size=SIZE)
+    beside = [name for name, module in model.named_modules() if isinstance(module, LiteBranch)]
+    assert len(beside) > 10 and all(name.endswith(f".{branch}") for name in beside)
+    torch.testing.assert_close(model.eval()(x), before, rtol=1e-4, atol=1e-4)
+    model.train()(torch.randn(2, 3, SIZE, SIZE)).sum().backward()
+    assert all(parameter.grad is not None for parameter in adaptation.parameters())
+
+
 def test_the_width_is_that_of_the_blocks_input() -> None:
     class Halves(nn.Module):
         """A block that never gives all of its input to one layer."""

@@ -13,7 +13,7 @@ from torchvision.models import swin_t
 
 import torch_odt as odt
 from torch_odt.adapt import Scheme
-from torch_odt.adapt.scheme import updatable_layers
+from torch_odt.adapt.scheme import body_biases, updatable_layers
 
 
 def _model(width: int = 8) -> nn.Sequential:
@@ -115,6 +115,15 @@ def test_layers_that_are_read_and_not_called_are_no_slices_and_stay_in_32_bits()
     with torch.no_grad():
         assert model.eval()(torch.randn(2, 5, 4)).isfinite().all()
         assert swin.eval()(torch.randn(1, 3, 64, 64)).isfinite().all()
+
+
+def test_biases_of_auxiliary_classifiers_are_not_counted() -> None:
+    class WithHelper(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body, self.aux1, self.fc = nn.Linear(4, 4), nn.Linear(4, 2), nn.Linear(4, 2)
+
+    assert body_biases(WithHelper()) == ["body.bias"]
 
 
 def test_a_weight_of_two_layers_is_no_slice() -> None:

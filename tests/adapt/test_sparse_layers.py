@@ -83,6 +83,15 @@ def _assert_gradients_of_slice(layer: nn.Module, sparse: SparseConv | SparseLine
     assert torch.equal(layer.weight, whole.weight)
 
 
+@pytest.mark.parametrize(("layer", "shape"), [(nn.Linear(4, 3), (2, 4)), (nn.Conv2d(4, 3, 3), (2, 4, 5, 5))])
+def test_a_second_derivative_is_refused(layer: Any, shape: tuple[int, ...]) -> None:
+    kind = SparseLinear if isinstance(layer, nn.Linear) else SparseConv
+    sparse, x = kind(layer, kept_channels(layer, 0.5)), torch.randn(shape, requires_grad=True)
+    (gradient,) = torch.autograd.grad(sparse(x).square().sum(), [sparse.trained_weight], create_graph=True)
+    with pytest.raises(RuntimeError, match="twice"):
+        gradient.square().sum().backward()
+
+
 @pytest.mark.parametrize("layer", [nn.Linear(8, 6), nn.Conv2d(8, 6, 3, padding=1), nn.Conv2d(8, 8, 3, groups=8)])
 def test_under_autocast_it_computes_as_the_layer_does(layer: Any) -> None:
     layer, kept = copy.deepcopy(layer), torch.tensor([1, 4])

@@ -90,6 +90,16 @@ def test_what_a_client_has_not_trained_it_need_not_send() -> None:
     assert all(bool((value == 9).all()) for value in unchanged.values())
 
 
+def test_indices_that_differ_are_not_averaged() -> None:
+    def trained(kept: list[int]) -> State:
+        return {"w": torch.ones(2, 2), "kept": torch.tensor(kept), "count": torch.tensor(kept[0])}
+
+    merged = merge_sub_models(trained([0, 4]), [ClientUpdate(trained([0, 4])), ClientUpdate(trained([0, 4]))])
+    assert merged["kept"].tolist() == [0, 4]
+    with pytest.raises(ValueError, match=r"kept holds whole numbers that differ between models.*merge\(\) or unload"):
+        merge_sub_models(trained([0, 4]), [ClientUpdate(trained([0, 4])), ClientUpdate(trained([4, 5]))])
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 def test_dtypes_stay_and_sums_are_not_made_in_few_bits(dtype: torch.dtype) -> None:
     states = [{"w": torch.full((2,), value, dtype=dtype)} for value in (1.0, 1.0, 1.5)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from collections.abc import Callable
 from functools import partial
 
@@ -205,8 +206,18 @@ def test_norms_become_group_norms_and_weights_are_standardized() -> None:
     assert norms == 52 + 2 * len(lites(model))
     assert f"{norms} layers normalize" in str(adaptation)
     adaptation.unload()
-    assert torch.equal(model.features[0][0].weight, weight)
+    torch.testing.assert_close(model.features[0][0].weight.detach(), weight, rtol=1e-5, atol=1e-6)
     assert isinstance(model.features[0][1], nn.BatchNorm2d)
+
+
+def test_standardized_weights_in_8_bits_are_held_nowhere_in_32() -> None:
+    model = MOBILENET_V2.model()
+    whole = {id(parameter): parameter.nbytes for parameter in model.parameters()}
+    adaptation = odt.adapt.tinytl_(
+        model, mode="bias", norm="group", weight_standardization=True, weight_bits=8, input_size=SIZE
+    )
+    undo = pickle.dumps([change.undo for change in adaptation._changes])
+    assert len(undo) < sum(whole.values()) / 2
 
 
 def test_a_convolution_of_one_weight_a_channel_is_not_standardized() -> None:

@@ -54,7 +54,7 @@ def test_what_is_missed_is_named() -> None:
     def reached(value: float) -> tinytl_transfer.Accuracies:
         return tinytl_transfer.Accuracies({}, 0.01, [value])
 
-    rows = {str(way): reached(0.8) for way in tinytl_transfer.TRAINED}
+    rows = {str(way): reached(0.8) for way in tinytl_transfer.COMPARED}
     rows["plain full"] = reached(0.84)
     assert tinytl_transfer._missed_accuracies(rows) == [
         "the task does not count: full fine-tuning reaches 84.0%, the classifier alone 80.0%",

@@ -274,10 +274,10 @@ class Adapting:
             raise ValueError(f"the model ({type(self.model).__name__}) itself cannot be replaced: put it into another")
         old = self.model.get_submodule(name)
         _require_registered(self.model, name, old)
-        if old._forward_hooks or old._forward_pre_hooks:
+        if _has_hooks(old) and not _has_hooks(module):
             self.notes.append(f"{name} has hooks, which do not run while another module is in its place")
         module.train(old.training)
-        _swap(self.model, old, module)
+        swap_module(self.model, old, module)
         self._changes.append(_Change(_Return(self.model, old, module), is_added))
 
     def train_only(self, names: Iterable[str]) -> None:
@@ -379,7 +379,7 @@ class _Return:
         if placement is not None and placement != self._placement:
             old.to(*placement)
         old.training = new.training
-        _swap(self._model, new, old)
+        swap_module(self._model, new, old)
 
     def _find_placement(self) -> tuple[torch.device, torch.dtype] | None:
         tensors = (*self.new.parameters(), *self.new.buffers(), *self._model.parameters())
@@ -390,7 +390,7 @@ def _common(old: Mapping[str, Tensor | None], new: Mapping[str, Tensor | None]) 
     return [name for name, tensor in old.items() if tensor is not None and new.get(name) is tensor]
 
 
-def _swap(model: nn.Module, old: nn.Module, new: nn.Module) -> None:
+def swap_module(model: nn.Module, old: nn.Module, new: nn.Module) -> None:
     """Put one module in the place of another under each of its names."""
     for parent in list(model.modules()):
         for name, child in list(parent._modules.items()):
@@ -403,6 +403,10 @@ def _set(owner: nn.Module, local: str, requires_grad: bool) -> None:
     parameter = owner._parameters[local]
     if parameter is not None:
         parameter.requires_grad_(requires_grad)
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    return bool(module._forward_hooks or module._forward_pre_hooks)
 
 
 def _require_registered(model: nn.Module, name: str, module: nn.Module) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import json
 import os
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,6 +25,7 @@ from torch_odt.adapt.head import find_head
 from torch_odt.adapt.scheme import RATIOS, Scheme, body_biases, updatable_layers, why_whole
 from torch_odt.adapt.sparse_update import sparse_update_
 from torch_odt.adapt.weights_digest import weights_digest
+from torch_odt.errors import OdtWarning
 
 TrainAndEvaluate = Callable[[nn.Module, Adaptation], float]
 _NO_BATCHES = "yields no batches: give what can be gone through again and again, as a list or a DataLoader can"
@@ -153,6 +155,8 @@ def measure_contributions(
     Raises:
         ValueError: the cache is of another start, or a part is none of the model's.
         TypeError: `train_and_evaluate` returns no number.
+        FloatingPointError: it raises one for the classifier alone or with biases. A layer's weights that diverge count
+            as an accuracy of 0, by a warning.
 
     Example:
         >>> batches = [(torch.randn(8, 4), torch.randint(2, (8,)))]
@@ -169,12 +173,22 @@ def measure_contributions(
     names = updatable_layers(model, head=head) if layers is None else list(layers)
     results = _Results(cache, _fingerprint(model, classes, head, seed))
 
+    def train(scheme: Scheme) -> float:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            trained = copy.deepcopy(model)
+            return train_and_evaluate(trained, sparse_update_(trained, scheme, classes=classes, head=head))
+
     def accuracy_of(scheme: Scheme) -> float:
+        return results.get(scheme.key(), lambda: train(scheme))
+
+    def accuracy_of_part(scheme: Scheme) -> float:
         def run() -> float:
-            with torch.random.fork_rng(devices=[]):
-                torch.manual_seed(seed)
-                trained = copy.deepcopy(model)
-                return train_and_evaluate(trained, sparse_update_(trained, scheme, classes=classes, head=head))
+            try:
+                return train(scheme)
+            except FloatingPointError as error:
+                warnings.warn(f"{scheme.key()} counts as 0 %, because its training diverged: {error}", OdtWarning, 3)
+                return 0.0
 
         return results.get(scheme.key(), run)
 
@@ -189,7 +203,7 @@ def measure_contributions(
     bias_gains = {count: accuracy_of(Scheme(count)) - alone for count in counts}
     with_biases = accuracy_of(Scheme(reference))
     weight_gains = {
-        (name, ratio): accuracy_of(Scheme(reference, {name: ratio})) - with_biases
+        (name, ratio): accuracy_of_part(Scheme(reference, {name: ratio})) - with_biases
         for name in names
         for ratio in ratios_of[name]
     }

@@ -54,11 +54,12 @@ class FadingMean:
         self._weight = self.fading * self._weight + 1
 
     def state_dict(self) -> dict[str, Any]:
-        """What was counted, for `load_state_dict`."""
-        return {"values": self.values, "sum": self._sum, "weight": self._weight}
+        """The setting and what was counted, for `load_state_dict`."""
+        return {"fading": self.fading, "values": self.values, "sum": self._sum, "weight": self._weight}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over a state."""
+        self.fading = state["fading"]
         self.values, self._sum, self._weight = state["values"], state["sum"], state["weight"]
 
 
@@ -119,11 +120,13 @@ class PageHinkley:
         return True
 
     def state_dict(self) -> dict[str, Any]:
-        """What was counted, for `load_state_dict`."""
+        """Settings and what was counted, for `load_state_dict`."""
+        settings = {"delta": self.delta, "threshold": self.threshold, "least_values": self.least_values}
         counts = {"values": self._values, "mean": self._mean, "sum": self._sum, "smallest": self._smallest}
-        return {"signals": self.signals, **counts}
+        return settings | {"signals": self.signals, **counts}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over a state."""
+        self.delta, self.threshold, self.least_values = state["delta"], state["threshold"], state["least_values"]
         self.signals, self._values = state["signals"], state["values"]
         self._mean, self._sum, self._smallest = state["mean"], state["sum"], state["smallest"]

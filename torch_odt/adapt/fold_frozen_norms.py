@@ -104,14 +104,18 @@ def _fold(adapting: Adapting, conv: tuple[str, Any], norm: tuple[str, FrozenBatc
     folded.weight = nn.Parameter(layer.weight * _column(frozen.frozen_scale, layer.weight), requires_grad=False)
     folded.bias = nn.Parameter(bias, requires_grad=trains)
     adapting.replace(name, folded)
-    adapting.replace(norm_name, _without_norm(frozen))
+    is_activating = isinstance(frozen, FrozenBatchNormAct)
+    kept = (FoldedBatchNormAct if is_activating else FoldedBatchNorm)(frozen, layer.bias)  # type: ignore[arg-type]
+    adapting.replace(norm_name, kept)
 
-    adapting.also_undo(partial(_give_back, layer, frozen, folded, trains))
+    adapting.also_undo(partial(_give_back, layer, frozen, folded, kept, trains))
     layer.weight.data = layer.weight.data.new_empty(0)
 
 
 @torch.no_grad()
-def _give_back(layer: Any, frozen: FrozenBatchNorm, folded: Any, trains: bool) -> None:
+def _give_back(layer: Any, frozen: FrozenBatchNorm, folded: Any, kept: FoldedBatchNorm, trains: bool) -> None:
+    # Another state may have been loaded.
+    kept.give_back(frozen, layer.bias)
     # The model may have been moved since, the norm with it or not.
     scale, shift = (each.to(folded.weight) for each in (frozen.frozen_scale, _shift(layer, frozen)))
     layer.weight.data = folded.weight.data / _column(scale, folded.weight)
@@ -146,7 +150,42 @@ def _like(conv: Any) -> Any:
     )
 
 
-def _without_norm(norm: FrozenBatchNorm) -> nn.Module:
-    if isinstance(norm, FrozenBatchNormAct):
-        return nn.Sequential(norm.drop, norm.act)  # type: ignore[arg-type]
-    return nn.Identity()
+_OF_NORM = ("weight", "running_mean", "running_var", "num_batches_tracked")
+
+
+class FoldedBatchNorm(nn.Module):
+    """What stands where a frozen BatchNorm was that is a part of the convolution in front of it: returns its input.
+
+    It keeps the norm's weight and statistics, and the convolution's own bias, so that a state_dict has what it takes to
+    give both back in another process; the norm's bias is a part of the convolution's.
+    """
+
+    def __init__(self, norm: FrozenBatchNorm, bias_in_front: Tensor | None) -> None:
+        super().__init__()
+        for name in _OF_NORM:
+            tensor = getattr(norm, name)
+            self.register_buffer(name, None if tensor is None else tensor.detach())
+        self.register_buffer("bias_in_front", None if bias_in_front is None else bias_in_front.detach())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+    def give_back(self, norm: FrozenBatchNorm, bias_in_front: Tensor | None) -> None:
+        """Write what is kept into the norm and the convolution's own bias."""
+        pairs = [(getattr(norm, name), getattr(self, name)) for name in _OF_NORM]
+        for old, kept in (*pairs, (bias_in_front, self.bias_in_front)):
+            if old is not None:
+                old.copy_(kept)
+        norm.refresh()
+
+
+class FoldedBatchNormAct(FoldedBatchNorm):
+    """The same of timm's, which drops and activates."""
+
+    def __init__(self, norm: FrozenBatchNormAct, bias_in_front: Tensor | None) -> None:
+        super().__init__(norm, bias_in_front)
+        self.drop, self.act = norm.drop, norm.act
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.act(self.drop(x))  # type: ignore[operator]
+        return result

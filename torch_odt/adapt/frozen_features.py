@@ -11,6 +11,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
+from torch_odt.adapt.adaptation import swap_module
 from torch_odt.adapt.chain import trace
 from torch_odt.adapt.layers import evaluating
 
@@ -87,7 +88,7 @@ class FrozenFeatures:
                     return _UpToLayer(model, self.layer, end, is_replaced=self.is_replaced).eval()
                 raise
         layer = model.get_submodule(self.layer)
-        model.set_submodule(self.layer, end if self.is_replaced else nn.Sequential(layer, end))
+        swap_module(model, layer, end if self.is_replaced else nn.Sequential(layer, end))
         return model.eval()
 
     def _of_one(self, sample: Tensor) -> Tensor:
@@ -117,7 +118,8 @@ class FrozenFeatures:
 
         handle = self.model.get_submodule(self.layer).register_forward_hook(note)
         try:
-            with evaluating(self.model), torch.no_grad():
+            # What is made in inference mode does not tell whether it was changed in place.
+            with evaluating(self.model), torch.inference_mode(False), torch.no_grad():
                 result = self.model(sample)
         finally:
             handle.remove()
@@ -212,4 +214,4 @@ class _Reached(BaseException):
 
 
 def _version(value: Any) -> int:
-    return value._version if isinstance(value, Tensor) else 0
+    return value._version if isinstance(value, Tensor) and not value.is_inference() else 0

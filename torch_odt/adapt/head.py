@@ -39,7 +39,7 @@ def find_head(model: nn.Module, head: str | None = None) -> str:
         return head
     names = _heads_of_timm(model) or _registered(model)
     # An auxiliary classifier helps in training alone.
-    names = [name for name in names if not _is_auxiliary(name)] or names
+    names = [name for name in names if not is_auxiliary(name)] or names
     if names:
         return names[-1]
     kinds = sorted({type(module).__name__ for module in model.modules()})
@@ -55,7 +55,7 @@ def _registered(model: nn.Module) -> list[str]:
     return [name for name, module in layers if isinstance(module, nn.Linear)] or [name for name, _ in layers]
 
 
-def _is_auxiliary(name: str) -> bool:
+def is_auxiliary(name: str) -> bool:
     return any(part.lower().startswith("aux") for part in name.split("."))
 
 
@@ -123,7 +123,10 @@ def replace_head(adapting: Adapting, classes: int, *, head: str | None = None) -
     if name != (last := find_head(adapting.model)):
         adapting.notes.append(f"the classifier is {name}, as head= says, though {last} is registered as the last layer")
     adapting.replace(name, new.to(old.weight.device, old.weight.dtype), is_added=True)
-    adapting.notes.append(f"{name} is a new classifier of {classes} classes")
+    kept = sum(parameter.nbytes for parameter in old.parameters())
+    adapting.notes.append(
+        f"{name} is a new classifier of {classes} classes; the old one's {kept:,} bytes are kept for unload()"
+    )
     _tell(adapting, classes)
     return name
 

@@ -23,10 +23,12 @@ from torch_odt.adapt.lite_residual import LiteBranch, LiteShape
 BRANCHES = {
     "torchvision.models.mobilenetv2.InvertedResidual": "conv",
     "torchvision.models.mobilenetv3.InvertedResidual": "block",
+    "torchvision.models.mnasnet._InvertedResidual": "layers",
     "torchvision.models.efficientnet.MBConv": "block",
     "torchvision.models.efficientnet.FusedMBConv": "block",
     "torchvision.models.resnet.BasicBlock": "downsample",
     "torchvision.models.resnet.Bottleneck": "downsample",
+    "torchvision.models.regnet.ResBottleneckBlock": "f",
     "timm.models.resnet.BasicBlock": "downsample",
     "timm.models.resnet.Bottleneck": "downsample",
     "timm.models._efficientnet_blocks.InvertedResidual": "",

@@ -14,7 +14,7 @@ from torch import nn
 
 from torch_odt.adapt.adaptation import adapted_by
 from torch_odt.adapt.bias_only import bias_names
-from torch_odt.adapt.head import find_head
+from torch_odt.adapt.head import find_head, is_auxiliary
 from torch_odt.adapt.layers import int8_hint
 from torch_odt.adapt.sparse_layers import CONVOLUTIONS, SPARSE_TYPES, padding_of
 from torch_odt.adapt.whole_weights import reader_of
@@ -189,6 +189,11 @@ def why_whole(model: nn.Module, name: str) -> str | None:
 
 
 def body_biases(model: nn.Module, *, head: str | None = None) -> list[str]:
-    """Names of the biases that a scheme counts, in the order in which the model registers them."""
+    """Names of the biases that a scheme counts, in the order in which the model registers them.
+
+    Those of auxiliary classifiers are left out: they stand behind the body's, run elsewhere, and not at all once it is
+    trained.
+    """
     classifier = find_head(model, head)
-    return [name for name in bias_names(model) if name.rpartition(".")[0] != classifier]
+    names = [name for name in bias_names(model) if name.rpartition(".")[0] != classifier]
+    return [name for name in names if not is_auxiliary(name)]

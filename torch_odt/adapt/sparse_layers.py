@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 SPARSE_TYPES = (nn.Linear, *CONVOLUTIONS)
@@ -196,6 +197,7 @@ class _SparseLinear(torch.autograd.Function):
         return nn.functional.linear(x, weight.index_copy(1, kept, trained), bias)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         kept_input, weight, trained, kept = ctx.saved_tensors
         rows = gradients[0].flatten(0, -2) if gradients[0].dim() != 1 else gradients[0].unsqueeze(0)
@@ -224,6 +226,7 @@ class _SparseConv(torch.autograd.Function):
         return torch.convolution(x, whole, bias, stride, padding, dilation, False, [0] * len(stride), groups)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         x, kept_input, weight, trained, kept = ctx.saved_tensors
         stride, padding, dilation, groups, kept_groups, dim = ctx.geometry

@@ -31,6 +31,8 @@ class _StoredWeight(StoresWeight):
     def __init__(self, layer: nn.Linear | nn.Conv2d, code: WeightCode = "affine") -> None:
         super().__init__()
         weight = layer.weight.detach()
+        if not bool(weight.isfinite().all()):
+            raise ValueError("the weight has elements that are NaN or infinite, for which 8 bits have no code")
         self.stored_shape = tuple(weight.shape)
         self.code = code
         if code == "codebook":

@@ -23,6 +23,9 @@ from torch_odt.adapt.linear import linear_of
 from torch_odt.adapt.running_statistics import RunningStatistics
 from torch_odt.adapt.stream_layer import OnlineLayer, check_state, place_of_layer
 
+# Which are a part of its state.
+_SETTINGS = ("deviations", "warm_up", "learn_anomalies", "clip_grad_norm")
+
 Reconstructed = Literal["features", "input"]
 
 
@@ -235,8 +238,9 @@ class OnlineAutoencoder(OnlineLayer):
         return self.features.with_end(folded)
 
     def state_dict(self) -> dict[str, Any]:
-        """Weights, statistics and counts; the tensors are its own."""
-        return self._state() | {"scores": self.scores.state_dict()}
+        """Weights, statistics, counts and settings; the tensors are its own."""
+        settings = {name: getattr(self, name) for name in _SETTINGS}
+        return self._state() | {"scores": self.scores.state_dict(), "settings": settings}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over the state of an auto-encoder on the same features, as a copy.
@@ -244,13 +248,15 @@ class OnlineAutoencoder(OnlineLayer):
         Raises:
             ValueError: it has another number of features, outputs or numbers in between, or is no state of one.
         """
-        check_state(state, "online auto-encoder", {"layer", "scores"})
+        check_state(state, "online auto-encoder", {"layer", "scores", "settings"})
         shapes = {name: tuple(parameter.shape) for name, parameter in self.layer.named_parameters()}
         found = {name: tuple(tensor.shape) for name, tensor in state["layer"].items()}
         if found != shapes:
             raise ValueError(f"the state is of an auto-encoder with weights of {found}; here there are {shapes}")
         self._load(state)
         self.scores.load_state_dict(state["scores"])
+        for name in _SETTINGS:
+            setattr(self, name, state["settings"][name])
 
     def __str__(self) -> str:
         outputs = f"{_linear(self.layer, -1).out_features} outputs"
@@ -281,7 +287,7 @@ class OnlineAutoencoder(OnlineLayer):
             return F.mse_loss(self.layer(standardised), self._target(standardised, sample))
 
     def _target(self, standardised: Tensor, sample: Tensor) -> Tensor:
-        return standardised if self.reconstruct == "features" else sample.reshape(1, -1).to(standardised)
+        return standardised if self.reconstruct == "features" else sample.reshape(1, -1).to(standardised, copy=True)
 
 
 def _layers(features: FrozenFeatures, bottleneck: int | None, target: int) -> nn.Sequential:

@@ -95,13 +95,24 @@ def _merged(name: str, value: Any, updates: list[ClientUpdate], head: str | None
             mask[list(map(operator.index, update.classes))] = True
             held[~mask] = 0
         # A row that is not held may be anything, also not finite.
-        part = update.state_dict[name].detach().to("cpu", total.dtype).where(held > 0, 0)
+        own = update.state_dict[name].detach().cpu()
+        if _names_places(value) and not torch.equal(own, value.detach().cpu()[block]):
+            raise ValueError(
+                f"{name} holds whole numbers that differ between models, such as the channels of a sparse update or "
+                "weights in 8 bits, and their mean is none: merge() or unload() each model's adaptation first"
+            )
+        part = own.to(total.dtype).where(held > 0, 0)
         total[block] += held * part
         weight[block] += held
     mean = total / weight
     if not value.is_floating_point() and not value.is_complex():
         mean = mean.round()
     return torch.where((weight > 0).to(value.device), mean.to(value.device, value.dtype), value.detach())
+
+
+def _names_places(value: Tensor) -> bool:
+    """Whether a tensor holds indices or codes; a single number is a count, as BatchNorm has."""
+    return value.dim() > 0 and not value.is_floating_point() and not value.is_complex()
 
 
 def _layers(shapes: Mapping[str, Any]) -> str:

@@ -51,6 +51,8 @@ class StandardizedConv2d(nn.Conv2d):
 def standardize_convolutions(adapting: Adapting, *, but: type[nn.Module] | None = None) -> None:
     """Standardise every 2-D convolution without a bias: once where its weight is frozen, else in every step.
 
+    Taken back, a frozen weight is within rounding what it was.
+
     Those whose output channels have one weight each have no deviation: they stay as they are, and a note names them. So
     do those of classes of their own that train: what else these compute is not known.
 
@@ -84,12 +86,14 @@ def _standardizing(conv: nn.Conv2d) -> StandardizedConv2d:
 
 
 def _fold(adapting: Adapting, conv: _ConvNd) -> None:
-    weight, old = conv.weight, conv.weight.data
-    # The weight may have been moved to another device or type until then.
-    adapting.also_undo(partial(_give_back, weight, old), is_added=True)
+    # Of the weight itself nothing is kept: it would take what 8 bits save.
+    weight, dims = conv.weight, list(range(1, conv.weight.dim()))
     with torch.no_grad():
-        weight.data = standardized(old).contiguous(memory_format=torch.preserve_format)
+        mean, deviation = weight.mean(dims, keepdim=True), weight.std(dims, keepdim=True) + EPS
+        adapting.also_undo(partial(_give_back, weight, mean, deviation), is_added=True)
+        weight.data = standardized(weight.data).contiguous(memory_format=torch.preserve_format)
 
 
-def _give_back(weight: Tensor, old: Tensor) -> None:
-    weight.data = old.to(weight)
+def _give_back(weight: Tensor, mean: Tensor, deviation: Tensor) -> None:
+    # The weight may have been moved to another device or type meanwhile.
+    weight.data = weight.data * deviation.to(weight) + mean.to(weight)
