@@ -63,12 +63,15 @@ class InfeasibleBudget(RuntimeError):
     def __init__(
         self, budget: object, smallest_feasible_bytes: int, hints: tuple[str, ...] = (), detail: str = ""
     ) -> None:
+        # The package of memory takes its errors from here.
+        from torch_odt.memory._units import format_bytes
+
         self.budget = budget
         self.smallest_feasible_bytes = smallest_feasible_bytes
         self.hints = tuple(hints)
         self._detail = detail
-        refused = f"of {budget / 2**20:.1f} MiB" if isinstance(budget, int) else str(budget)
-        smallest = f"{smallest_feasible_bytes / 2**20:.1f} MiB ({smallest_feasible_bytes} bytes)"
+        refused = f"of {format_bytes(budget)}" if isinstance(budget, int) else str(budget)
+        smallest = f"{format_bytes(smallest_feasible_bytes)} ({smallest_feasible_bytes} bytes)"
         text = f"the budget {refused} is too small; the smallest feasible one is {smallest}"
         if detail:
             text += f": {detail}"

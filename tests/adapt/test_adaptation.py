@@ -17,6 +17,7 @@ from torch_odt.adapt import Adaptation, Scheme
 from torch_odt.adapt.frozen_batch_norm import FrozenBatchNorm
 from torch_odt.adapt.lite_residual import LiteResidual
 from torch_odt.adapt.stored_weights import StoredConv2d
+from torch_odt.errors import OdtWarning
 
 SIZE = 16
 
@@ -67,6 +68,7 @@ def _train(adaptation: Adaptation) -> None:
 
 
 _sparse = partial(odt.adapt.sparse_update_, scheme=Scheme(2, {"0": 1 / 3, "2.branch.0": 1 / 4}), classes=5)
+ROOMY = odt.Budget("4GiB", of="training")
 _tinytl = partial(odt.adapt.tinytl_, classes=5, input_size=SIZE)
 METHODS: dict[str, Callable[[nn.Module], Adaptation]] = {
     "sparse_update": _sparse,
@@ -100,6 +102,34 @@ def test_a_merged_model_computes_what_was_trained(method: str) -> None:
     # What was kept is the model's now.
     adaptation.unload()
     torch.testing.assert_close(model(x), trained, rtol=1e-4, atol=1e-5)
+
+
+def test_a_compiled_model_is_refused() -> None:
+    with pytest.raises(TypeError, match="adapt the model itself"):
+        odt.adapt.bias_only_(torch.compile(_network()))  # type: ignore[arg-type]
+
+
+def test_a_step_tells_that_a_merged_model_trains_more_than_its_optimizer() -> None:
+    model, x = _network(), _images()
+    adaptation = odt.adapt.bias_only_(model, classes=5)
+    optimizer = torch.optim.SGD(adaptation.parameters(), lr=0.1)
+    step = odt.TrainStep(model.train(), nn.CrossEntropyLoss(), optimizer, budget=ROOMY, cache=False)
+    y = torch.arange(6) % 5
+    step(x, y)
+    adaptation.merge()
+    with pytest.warns(OdtWarning, match="the optimizer lacks .* make it anew"):
+        step(x, y)
+    step(x, y)
+
+
+def test_a_wrapped_model_tells_of_an_optimizer_that_was_made_before() -> None:
+    model = _network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    adaptation = odt.adapt.bias_only_(model, classes=5)
+    with pytest.warns(OdtWarning, match="holds 2 parameters that the model does not have, and lacks 2"):
+        odt.wrap(model, budget=ROOMY, optimizer=optimizer, cache=False)
+    adaptation.merge()
+    assert all(each.requires_grad for each in model.parameters())
 
 
 def test_what_was_taken_back_cannot_be_merged() -> None:

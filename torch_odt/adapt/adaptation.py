@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -116,6 +117,8 @@ class Adaptation:
         wanted = set(self.trained)
         found = {name: parameter for name, parameter in self.model.named_parameters() if name in wanted}
         if missing := wanted - found.keys():
+            if not self._changes:
+                raise ValueError(f"{self.method} was merged, and all of the model may train: take model.parameters()")
             raise ValueError(
                 f"{min(missing)} of {self.method} has another name by now, or is gone: take the parameters() of what "
                 "adapted the model last"
@@ -184,7 +187,8 @@ class Adaptation:
         Choose it to deploy or to save the model, or to train it further in another way. Trained slices are written into
         the weights of ordinary layers, frozen BatchNorms become BatchNorms again, weights in 8 bits are stored in full,
         and all may train that could before. What was added and has learnt stays: a new classifier, lite residual
-        modules, GroupNorm in BatchNorm's place, standardised weights. It cannot be taken back by `unload` then.
+        modules, GroupNorm in BatchNorm's place, standardised weights. It cannot be taken back by `unload` then. To
+        train on, make a new optimizer and a new step: what trains is more now, and BatchNorm follows the batch.
 
         Raises:
             ValueError: it was taken back by `unload` before: what was added is gone with what it has learnt. Or
@@ -249,6 +253,8 @@ class Adapting:
     def __init__(self, model: nn.Module) -> None:
         if not isinstance(model, nn.Module):
             raise TypeError(f"the model is a {type(model).__name__}: give an nn.Module")
+        if "torch._dynamo" in sys.modules and isinstance(model, torch._dynamo.OptimizedModule):
+            raise TypeError("the model is what torch.compile returned: adapt the model itself, and compile that")
         self.model = model
         self.notes: list[str] = []
         self._before = footprint(model)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch_odt.adapt.adaptation import swap_module
 from torch_odt.adapt.chain import trace
 from torch_odt.adapt.layers import evaluating
+from torch_odt.adapt.weights_digest import weights_digest
 
 _DTYPES = (torch.float32, torch.float64)
 
@@ -52,6 +53,11 @@ class FrozenFeatures:
         self.count = seen[0].numel()
         self.dtype, self.device = seen.dtype, seen.device
         self._is_flat = seen.dim() == 2
+
+    def digest(self) -> int:
+        """The same for the same weights of the network; those of a layer that is replaced make no difference."""
+        # A number of less than 64 bits is what every way to save and to compare states takes.
+        return int(weights_digest(self.model, but=self.layer if self.is_replaced else None)[:15], 16)
 
     @contextmanager
     def running(self) -> Iterator[Callable[[Tensor], Tensor]]:

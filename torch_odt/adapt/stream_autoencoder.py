@@ -48,6 +48,7 @@ class AnomalyStep:
     is_learnt: bool
 
 
+@torch.inference_mode(False)
 def online_autoencoder(
     model: nn.Module,
     sample: Tensor,

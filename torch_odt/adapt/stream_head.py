@@ -43,6 +43,7 @@ class OnlineStep:
     is_drift: bool
 
 
+@torch.inference_mode(False)
 def online_head(
     model: nn.Module,
     sample: Tensor,

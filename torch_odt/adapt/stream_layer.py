@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch_odt.adapt.arguments import require_numbers
 from torch_odt.adapt.drift import PageHinkley
 from torch_odt.adapt.frozen_features import FrozenFeatures, check_samples
 from torch_odt.adapt.running_statistics import RunningStatistics
+from torch_odt.errors import OdtWarning
 
 
 class OnlineLayer:
@@ -40,6 +42,8 @@ class OnlineLayer:
         self.statistics = RunningStatistics(features.count, forgetting=forgetting, eps=eps, device=features.device)
         self.lr = lr
         self.drift = PageHinkley() if drift is None else drift
+        # The digest of the network that a loaded state is for, until something runs.
+        self._network: int | None = None
 
     @property
     def samples(self) -> int:
@@ -76,9 +80,21 @@ class OnlineLayer:
         check_samples(x)
         if not len(x):
             raise ValueError("the batch is empty: give at least one sample")
+        self._compare_networks()
         # Whoever only infers beside may do so in inference mode, in which nothing learns.
         with torch.inference_mode(False), self.features.running() as features_of:
             return [do(number, features_of(x[number : number + 1])) for number in range(len(x))]
+
+    def _compare_networks(self) -> None:
+        """Warn where a state was loaded, and the network does not have the weights that it was saved with."""
+        network, self._network = self._network, None
+        if network is not None and network != self.features.digest():
+            warnings.warn(
+                "the state that was loaded is of a layer on a network with other weights, to whose features it may "
+                "mean nothing: load that network's weights, too",
+                OdtWarning,
+                stacklevel=4,
+            )
 
     def _step(
         self, features: Tensor, loss_of: Callable[[Tensor], Tensor], *, clip_grad_norm: float | None = None
@@ -120,13 +136,15 @@ class OnlineLayer:
     def _state(self) -> dict[str, Any]:
         layer = {name: parameter.detach() for name, parameter in self.layer.named_parameters()}
         statistics, drift = self.statistics.state_dict(), self.drift.state_dict()
-        return {"layer": layer, "statistics": statistics, "drift": drift, "lr": self.lr}
+        state = {"layer": layer, "statistics": statistics, "drift": drift, "lr": self.lr}
+        return state | {"network": self.features.digest()}
 
     def _load(self, state: Mapping[str, Any]) -> None:
         self.statistics.load_state_dict(state["statistics"])
         self.layer.load_state_dict(state["layer"])
         self.drift.load_state_dict(state["drift"])
         self.lr = state["lr"]
+        self._network = state["network"]
 
     def _summary(self, method: str, outputs: str, more: list[str]) -> str:
         features = self.features
@@ -144,7 +162,7 @@ class OnlineLayer:
 
 def check_state(state: Mapping[str, Any], what: str, needed: set[str]) -> None:
     """Raise `ValueError` where a state is of something else."""
-    missing = sorted((needed | {"statistics", "drift", "lr"}) - set(state))
+    missing = sorted((needed | {"statistics", "drift", "lr", "network"}) - set(state))
     if missing:
         raise ValueError(f"this is no state of an {what}: it lacks {', '.join(missing)}")
 

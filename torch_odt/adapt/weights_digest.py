@@ -8,14 +8,17 @@ import torch
 from torch import Tensor, nn
 
 
-def weights_digest(model: nn.Module, prefix: str = "") -> str:
+def weights_digest(model: nn.Module, prefix: str = "", *, but: str | None = None) -> str:
     """The same for the same names, shapes, types and bits of a model's parameters and buffers, and for no others.
 
     Args:
         prefix: what else is to make a difference.
+        but: the name of a module whose own make none.
     """
     digest = hashlib.sha256(prefix.encode())
     for name, tensor in model.state_dict().items():
+        if but is not None and f"{name}.".startswith(f"{but}."):
+            continue
         if isinstance(tensor, Tensor):
             add_to_digest(digest, name, tensor)
         else:

@@ -359,7 +359,8 @@ def require_own_parameters(optimizer: torch.optim.Optimizer, parameters: Iterabl
     own = set(parameters)
     if not any(parameter in own for group in optimizer.param_groups for parameter in group["params"]):
         raise ValueError(
-            "the optimizer holds no parameter of this model: make it from model.parameters() as they are now"
+            "the optimizer holds no parameter of this model: make it from model.parameters() as they are now, or an "
+            "adaptation's parameters()"
         )
 
 

@@ -19,7 +19,7 @@ from torch_odt.execute.planned import GivenPlan
 from torch_odt.execute.prepared import Prepared
 from torch_odt.execute.request import StepRequest
 from torch_odt.execute.requirements import Unchanged
-from torch_odt.execute.step_checks import left_out, require_updatable
+from torch_odt.execute.step_checks import left_out, note_of_left_out, require_updatable
 from torch_odt.planning.plan import Plan
 from torch_odt.runtime.budget import Allotment, Budget, format_bytes
 
@@ -73,6 +73,8 @@ class PreparedSteps:
         # The step as it was found to be what the given plan is for.
         self._compared: Unchanged | None = None
         self._last_updates: OptimizerUpdates | None = None
+        # What the optimizer did not hold when a step was prepared last.
+        self._left_out: list[str] | None = None
 
     def __len__(self) -> int:
         return len(self._prepared)
@@ -164,8 +166,9 @@ class PreparedSteps:
                 key = replace(refused, lowered=lowered)
                 self._refused[outline] = values
             self._prepared[key] = prepared
-            note = left_out(optimizer, tensors.parameters)
-            prepared.plan.notes = (*prepared.plan.notes, *([note] if note else []))
+            self._left_out = left_out(optimizer, tensors.parameters, self._left_out, stacklevel=7)
+            if self._left_out:
+                prepared.plan.notes = (*prepared.plan.notes, note_of_left_out(self._left_out))
         self._prepared.move_to_end(key)
         self._last = key, prepared
         return self._entered(prepared, tensors, lowered)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, Literal, SupportsFloat
 
 import torch
@@ -74,28 +74,43 @@ def _held_by(optimizer: torch.optim.Optimizer) -> set[int]:
     return {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
 
 
-def left_out(optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter]) -> str:
-    """What to say of parameters that require gradients and are not the optimizer's; empty where there are none.
+def left_out(
+    optimizer: torch.optim.Optimizer,
+    parameters: Mapping[str, nn.Parameter],
+    before: Collection[str] | None = None,
+    *,
+    stacklevel: int,
+) -> list[str]:
+    """The names of parameters that require gradients and are not the optimizer's.
 
-    Where the optimizer holds some that the step does not have, it was made before these took their place: that is told
-    by a warning.
+    A warning tells of them where the optimizer was made too early: it holds some that the model does not have, or more
+    are left out than were `before`, as when an adaptation is merged.
     """
     held = _held_by(optimizer)
     missing = [name for name, parameter in parameters.items() if parameter.requires_grad and id(parameter) not in held]
-    if not missing:
-        return ""
-    names = ", ".join(missing[:_MOST_NAMES]) + (", ..." if len(missing) > _MOST_NAMES else "")
     strangers = held.difference(map(id, parameters.values()))
-    if strangers:
+    new = [] if before is None else [name for name in missing if name not in before]
+    if missing and (strangers or new):
+        which = f"holds {len(strangers)} parameters that the model does not have, and " if strangers else ""
         warnings.warn(
-            f"the optimizer holds {len(strangers)} parameters that the model does not have, and lacks {len(missing)} "
-            f"that require gradients ({names}), which are not updated: make it from model.parameters() as they are now",
+            f"the optimizer {which}lacks {len(missing)} that require gradients ({_shortened(missing)}), which are not "
+            "updated: make it anew from what trains now, model.parameters() or an adaptation's parameters()",
             OdtWarning,
-            stacklevel=7,
+            stacklevel,
         )
+    return missing
+
+
+def note_of_left_out(missing: Sequence[str]) -> str:
+    """For a plan, of those that `left_out` has found."""
     return (
-        f"{len(missing)} parameters that require gradients are not the optimizer's, which does not update them: {names}"
+        f"{len(missing)} parameters that require gradients are not the optimizer's, which does not update them: "
+        f"{_shortened(missing)}"
     )
+
+
+def _shortened(names: Sequence[str]) -> str:
+    return ", ".join(names[:_MOST_NAMES]) + (", ..." if len(names) > _MOST_NAMES else "")
 
 
 def check_batch(model: nn.Module, loss_fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -35,7 +35,7 @@ from torch_odt.execute.graph_calls import GraphRunner, boxed
 from torch_odt.execute.module_costs import ModuleCosts, choose
 from torch_odt.execute.optimizer_updates import require_own_parameters
 from torch_odt.execute.page_file import PageFile, open_page_file
-from torch_odt.execute.step_checks import require_planning_seconds
+from torch_odt.execute.step_checks import left_out, require_planning_seconds
 from torch_odt.execute.wrap_given import GivenSchedule
 from torch_odt.execute.wrap_session import WrapSession
 from torch_odt.planning.plan import Plan
@@ -135,6 +135,7 @@ def wrap(
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise TypeError(f"the optimizer is a {type(optimizer).__name__}")
         require_own_parameters(optimizer, model.parameters())
+        left_out(optimizer, dict(model.named_parameters()), stacklevel=3)
     get_planner(planner)
     require_planning_seconds(planning_seconds)
     disabled = switched_off(disable_rewrites, planner)
