@@ -38,6 +38,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch_odt as odt
 from recipes.common.quick import set_quick
+from torch_odt._whole_file import whole_file
 from torch_odt.adapt import OnlineHead
 from torch_odt.cache import default_folder
 from torch_odt.commands.data import load_data
@@ -266,7 +267,8 @@ def _pretrained(options: argparse.Namespace, samples: Samples) -> nn.Module:
         F.cross_entropy(model(samples.images[batch]), samples.labels[batch]).backward()
         optimizer.step()
         schedule.step()
-    torch.save(model.state_dict(), path)
+    with whole_file(path) as partial:
+        torch.save(model.state_dict(), partial)
     return model
 
 

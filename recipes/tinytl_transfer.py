@@ -186,7 +186,8 @@ def main(arguments: list[str] | None = None) -> int:
         name = f"tinytl_transfer_{options.network}_{Path(options.data).resolve().name}" + "_augmented" * options.augment
         name = "tinytl_memory" if options.memory_only else name
         name += "_detached" * (options.norm == "detached")
-        name += "" if judges or options.memory_only else f"_{'_'.join(options.ways)}"
+        is_whole = len(accuracies) == len(TRAINED)
+        name += "" if is_whole or options.memory_only else f"_{'_'.join(options.ways)}"
         (options.out / f"{name}.json").write_text(json.dumps(report, indent=1) + "\n")
     if not judges and not any(f"{BATCH} of" in title for title in tables):
         print(f"nothing was judged: targets are of all accuracies, and of bytes with --micro-batches {BATCH}")

@@ -90,6 +90,7 @@ class DistillationLoss(nn.Module):
     def __init__(self, *, temperature: float = 4.0, soft_weight: float = 0.9, hint_weight: float = 1.0) -> None:
         super().__init__()
         _check_range(temperature, soft_weight)
+        require_numbers(hint_weight=hint_weight)
         if not 0 <= hint_weight < math.inf:
             raise ValueError(f"hint_weight={hint_weight}: it is a number that is not below 0")
         self.temperature = temperature
@@ -122,7 +123,7 @@ class DistillationLoss(nn.Module):
 
 
 def _check_range(temperature: float, soft_weight: float) -> None:
-    require_numbers(temperature=temperature)
+    require_numbers(temperature=temperature, soft_weight=soft_weight)
     if not 0 < temperature < math.inf:
         raise ValueError(f"temperature={temperature}: it is a number above 0")
     if not 0 <= soft_weight <= 1:

@@ -192,8 +192,9 @@ class MaskedCrossEntropy(nn.Module):
 
     absent: Tensor
 
-    def __init__(self, classes: Sequence[int], *, of: int) -> None:
+    def __init__(self, classes: Sequence[int] | Tensor, *, of: int) -> None:
         super().__init__()
+        classes = classes.tolist() if isinstance(classes, Tensor) else list(classes)
         if not classes or any(not 0 <= each < of for each in classes):
             raise ValueError(f"the classes {list(classes)} are not some of 0 to {of - 1}")
         absent = torch.ones(of, dtype=torch.bool)

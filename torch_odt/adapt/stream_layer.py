@@ -15,6 +15,7 @@ from torch_odt.adapt.drift import PageHinkley
 from torch_odt.adapt.frozen_features import FrozenFeatures, check_samples
 from torch_odt.adapt.running_statistics import RunningStatistics
 from torch_odt.errors import OdtWarning
+from torch_odt.memory._units import format_bytes
 
 
 class OnlineLayer:
@@ -150,9 +151,13 @@ class OnlineLayer:
         features = self.features
         where = f"in place of {features.layer!r}" if features.is_replaced else f"on {features.layer or 'the model'!r}"
         trained = sum(parameter.numel() for parameter in self.layer.parameters())
+        own, all_of_it = (
+            sum(parameter.nbytes for parameter in module.parameters()) for module in (self.layer, features.model)
+        )
         lines = [
             f"{method} {where} of {type(features.model).__name__}",
             f"  trains     {trained:,} parameters, {features.count} features to {outputs}",
+            f"  gradients  {format_bytes(own)} instead of {format_bytes(all_of_it)}, and no activations of the network",
             f"  samples    {self.samples:,}",
             *more,
             f"  drift      {self.drift.signals} signals",
