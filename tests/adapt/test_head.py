@@ -61,3 +61,9 @@ def test_features_without_a_classifier_are_refused_but_where_it_is_named() -> No
         odt.adapt.tinytl_(model, classes=5)
     odt.adapt.sparse_update_(features, odt.adapt.Scheme(1), classes=5, head="18.0")
     assert features[18][0].out_channels == 5
+
+
+def test_which_layer_is_taken_for_the_classifier_is_told() -> None:
+    layers = {"fc": nn.Linear(4, 2), "gate": nn.Linear(4, 4)}
+    assert "gate is taken for the classifier; head= names another" in str(odt.adapt.bias_only_(nn.ModuleDict(layers)))
+    assert "fc is the classifier" in str(odt.adapt.bias_only_(nn.ModuleDict(layers), head="fc"))

@@ -12,7 +12,7 @@ from torch import nn
 from torch_odt.adapt.adaptation import Adaptation, Adapting
 from torch_odt.adapt.fold_frozen_norms import FrozenNorms, check_norm, fold_frozen_norms
 from torch_odt.adapt.frozen_batch_norm import freeze_batch_norms
-from torch_odt.adapt.head import find_head, replace_head
+from torch_odt.adapt.head import classifier_of
 
 NORMALIZES_ITS_INPUT = (nn.GroupNorm, nn.LayerNorm, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
 
@@ -55,7 +55,7 @@ def bias_only_(
     """
     check_norm(norm)
     with Adapting(model) as adapting:
-        name = find_head(model, head) if classes is None else replace_head(adapting, classes, head=head)
+        name = classifier_of(adapting, classes, head=head)
         biases = bias_names(model)
         head_names = [f"{name}.{local}" for local, _ in model.get_submodule(name).named_parameters()]
         if not set(biases) - set(head_names):

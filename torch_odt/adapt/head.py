@@ -95,6 +95,17 @@ def _require_classifier(model: nn.Module, name: str) -> None:
         )
 
 
+def classifier_of(adapting: Adapting, classes: int | None, *, head: str | None = None) -> str:
+    """The name of the classifier, which is a new one where there are to be so many classes; a note says which it is."""
+    if classes is not None:
+        return replace_head(adapting, classes, head=head)
+    name = find_head(adapting.model, head)
+    adapting.notes.append(
+        f"{name} is the classifier" if head else f"{name} is taken for the classifier; head= names another"
+    )
+    return name
+
+
 def replace_head(adapting: Adapting, classes: int, *, head: str | None = None) -> str:
     """Put a new classifier in the place of the last layer, initialised as PyTorch does.
 

@@ -13,7 +13,7 @@ from torch_odt.adapt.adaptation import Adaptation, Adapting
 from torch_odt.adapt.channels import ChannelChoice, check_choice, kept_channels
 from torch_odt.adapt.fold_frozen_norms import FrozenNorms, check_norm, fold_frozen_norms
 from torch_odt.adapt.frozen_batch_norm import freeze_batch_norms
-from torch_odt.adapt.head import find_head, replace_head
+from torch_odt.adapt.head import classifier_of
 from torch_odt.adapt.scheme import Scheme, body_biases
 from torch_odt.adapt.sparse_layers import SparseConv, SparseLinear
 from torch_odt.adapt.stored_weights import store_frozen_weights
@@ -82,7 +82,7 @@ def sparse_update_(
     check_norm(norm)
     check_choice(channels)
     with Adapting(model) as adapting:
-        name = find_head(model, head) if classes is None else replace_head(adapting, classes, head=head)
+        name = classifier_of(adapting, classes, head=head)
         biases = body_biases(model, head=name)
         selected = biases[len(biases) - scheme.biases :]
         for layer_name, ratio in scheme.weights.items():

@@ -24,7 +24,7 @@ from torch_odt.adapt.detached_batch_norm import detached_batch_norm
 from torch_odt.adapt.fold_frozen_norms import fold_frozen_norms
 from torch_odt.adapt.frozen_batch_norm import FrozenBatchNorm, freeze_batch_norms, frozen_batch_norm
 from torch_odt.adapt.group_norm import group_batch_norms
-from torch_odt.adapt.head import find_head, replace_head
+from torch_odt.adapt.head import classifier_of
 from torch_odt.adapt.lite_residual import LiteBranch, LiteResidual
 from torch_odt.adapt.residual_blocks import Block, Blocks
 from torch_odt.adapt.stored_weights import WEIGHT_CODES, WeightCode, store_frozen_weights
@@ -116,7 +116,7 @@ def tinytl_(
         found: list[Block] = []
         if mode.startswith("lite"):
             found = blocks_beside_which(model, input_size, example, blocks, without)
-        head_name = find_head(model, head) if classes is None else replace_head(adapting, classes, head=head)
+        head_name = classifier_of(adapting, classes, head=head)
         of_head = [f"{head_name}.{local}" for local, _ in model.get_submodule(head_name).named_parameters()]
         of_model = [name for name in _selected(model, mode, found) if name not in of_head]
         # The last to be taken back: what other changes put in place has the flags of this one.
