@@ -64,6 +64,12 @@ def test_features_without_a_classifier_are_refused_but_where_it_is_named() -> No
 
 
 def test_which_layer_is_taken_for_the_classifier_is_told() -> None:
-    layers = {"fc": nn.Linear(4, 2), "gate": nn.Linear(4, 4)}
-    assert "gate is taken for the classifier; head= names another" in str(odt.adapt.bias_only_(nn.ModuleDict(layers)))
-    assert "fc is the classifier" in str(odt.adapt.bias_only_(nn.ModuleDict(layers), head="fc"))
+    class Gated(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc, self.gate = nn.Linear(4, 2), nn.Linear(4, 4)
+
+    told = "taken for the classifier"
+    assert f"gate is {told}; head= names another" in str(odt.adapt.bias_only_(Gated()))
+    assert told not in str(odt.adapt.bias_only_(Gated(), head="fc"))
+    assert told not in str(odt.adapt.bias_only_(nn.Sequential(nn.Linear(4, 2))))

@@ -96,13 +96,16 @@ def _require_classifier(model: nn.Module, name: str) -> None:
 
 
 def classifier_of(adapting: Adapting, classes: int | None, *, head: str | None = None) -> str:
-    """The name of the classifier, which is a new one where there are to be so many classes; a note says which it is."""
+    """The name of the classifier, which is a new one where there are to be so many classes.
+
+    A note says which it is, where the order of a class's own layers has told: it may register them in any.
+    """
     if classes is not None:
         return replace_head(adapting, classes, head=head)
     name = find_head(adapting.model, head)
-    adapting.notes.append(
-        f"{name} is the classifier" if head else f"{name} is taken for the classifier; head= names another"
-    )
+    library = type(adapting.model).__module__.partition(".")[0]
+    if head is None and library not in ("torch", "torchvision", "timm", "transformers"):
+        adapting.notes.append(f"{name} is taken for the classifier; head= names another")
     return name
 
 

@@ -55,7 +55,7 @@ def merge_sub_models(
     Raises:
         ValueError: an update does not fit the global model or its sub-model, holds numbers that are not finite, or has
             a weight that is no positive number; or classes are given without the head, or there are none of these
-            numbers.
+            numbers; or whole numbers differ, as the channels of sparse updates may.
 
     Example:
         >>> wide, narrow = (torch.nn.Sequential(torch.nn.Linear(1, n), torch.nn.Linear(n, 1)) for n in (3, 1))
