@@ -72,4 +72,4 @@ def test_which_layer_is_taken_for_the_classifier_is_told() -> None:
     told = "taken for the classifier"
     assert f"gate is {told}; head= names another" in str(odt.adapt.bias_only_(Gated()))
     assert told not in str(odt.adapt.bias_only_(Gated(), head="fc"))
-    assert told not in str(odt.adapt.bias_only_(nn.Sequential(nn.Linear(4, 2))))
+    assert told not in str(odt.adapt.bias_only_(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))))
