@@ -156,27 +156,45 @@ _OF_NORM = ("weight", "running_mean", "running_var", "num_batches_tracked")
 class FoldedBatchNorm(nn.Module):
     """What stands where a frozen BatchNorm was that is a part of the convolution in front of it: returns its input.
 
-    It keeps the norm's weight and statistics, and the convolution's own bias, so that a state_dict has what it takes to
-    give both back in another process; the norm's bias is a part of the convolution's.
+    It has the norm's weight and statistics, and the convolution's own bias, in its state_dict, so that both can be
+    given back in another process; the norm's bias is a part of the convolution's. They are no buffers, of which a step
+    would take note.
     """
 
     def __init__(self, norm: FrozenBatchNorm, bias_in_front: Tensor | None) -> None:
         super().__init__()
-        for name in _OF_NORM:
-            tensor = getattr(norm, name)
-            self.register_buffer(name, None if tensor is None else tensor.detach())
-        self.register_buffer("bias_in_front", None if bias_in_front is None else bias_in_front.detach())
+        found = {name: getattr(norm, name) for name in _OF_NORM} | {"bias_in_front": bias_in_front}
+        self._kept: dict[str, Tensor] = {name: tensor for name, tensor in found.items() if tensor is not None}
 
     def forward(self, x: Tensor) -> Tensor:
         return x
 
+    @torch.no_grad()
     def give_back(self, norm: FrozenBatchNorm, bias_in_front: Tensor | None) -> None:
         """Write what is kept into the norm and the convolution's own bias."""
-        pairs = [(getattr(norm, name), getattr(self, name)) for name in _OF_NORM]
-        for old, kept in (*pairs, (bias_in_front, self.bias_in_front)):
-            if old is not None:
-                old.copy_(kept)
+        for name, kept in self._kept.items():
+            old = bias_in_front if name == "bias_in_front" else getattr(norm, name)
+            assert old is not None
+            old.copy_(kept)
         norm.refresh()
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        for name, kept in self._kept.items():
+            destination[prefix + name] = kept if keep_vars else kept.detach()
+
+    @torch.no_grad()
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], strict: bool,
+        missing_keys: list[str], unexpected_keys: list[str], error_msgs: list[str],
+    ) -> None:  # fmt: skip
+        for name, kept in self._kept.items():
+            found = state_dict.get(prefix + name)
+            if found is None:
+                missing_keys.append(prefix + name)
+            elif found.shape != kept.shape:
+                error_msgs.append(f"size mismatch for {prefix}{name}: {tuple(found.shape)} and {tuple(kept.shape)}")
+            else:
+                kept.copy_(found)
 
 
 class FoldedBatchNormAct(FoldedBatchNorm):
