@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -12,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from torch_odt.adapt.sparse_layers import SparseLayer
+from torch_odt.execute.compiled import is_compiled
 from torch_odt.memory._units import format_bytes
 
 Undo = Callable[[], None]
@@ -253,7 +253,7 @@ class Adapting:
     def __init__(self, model: nn.Module) -> None:
         if not isinstance(model, nn.Module):
             raise TypeError(f"the model is a {type(model).__name__}: give an nn.Module")
-        if "torch._dynamo" in sys.modules and isinstance(model, torch._dynamo.OptimizedModule):
+        if is_compiled(model):
             raise TypeError("the model is what torch.compile returned: adapt the model itself, and compile that")
         self.model = model
         self.notes: list[str] = []
