@@ -70,7 +70,7 @@ from torch_odt.cache import default_folder
 FULL, NORMS = Way("full", "plain"), Way("norm+last", "plain")
 TINYTL = Way("lite+bias", weight_code="affine", pretrained_modules=True)
 NEW_MODULES = replace(TINYTL, pretrained_modules=False)
-BIASES = Way("bias", weight_code="affine")
+BIASES, PLAIN_BIASES = Way("bias", weight_code="affine"), Way("bias", "plain")
 HAS_PEFT = importlib.util.find_spec("peft") is not None
 # Accuracy is measured of these; in plain PyTorch BatchNorm follows the batch where something of it trains.
 TRAINED = (
@@ -78,6 +78,7 @@ TRAINED = (
     NORMS,
     Way("norm+last"),
     Way("last"),
+    PLAIN_BIASES,
     BIASES,
     Way("lite", weight_code="affine", pretrained_modules=True),
     TINYTL,
@@ -91,6 +92,7 @@ JUDGED = (FULL, NORMS, BIASES, TINYTL)
 MEASURED = (
     FULL,
     NORMS,
+    PLAIN_BIASES,
     Way("full"),
     Way("norm+last"),
     Way("last"),

@@ -136,6 +136,12 @@ def test_finds_what_brute_force_finds_by_the_simulator() -> None:
         assert search_scheme(contributions, memory, budget=budget, generations=30).gain == pytest.approx(best)
 
 
+def test_parts_that_gain_nothing_are_told() -> None:
+    nothing = Contributions(0.5, 2, {0: 0.0, 2: -0.1}, {("a", 1.0): 0.0})
+    with pytest.warns(odt.OdtWarning, match="no part of the model gained anything"):
+        assert search_scheme(nothing, Prices(0), budget=60).scheme == Scheme()
+
+
 def test_sizes_of_the_search_that_are_none_are_refused() -> None:
     for options in ({"population": 1}, {"generations": -1}):
         with pytest.raises(ValueError, match="at least 2 schemes"):

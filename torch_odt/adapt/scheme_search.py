@@ -7,6 +7,7 @@ J. Lin et al., "On-Device Training Under 256KB Memory", NeurIPS 2022, section 3.
 from __future__ import annotations
 
 import random
+import warnings
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import SupportsIndex
@@ -14,7 +15,7 @@ from typing import SupportsIndex
 from torch_odt.adapt.contributions import Contributions
 from torch_odt.adapt.scheme import Scheme
 from torch_odt.adapt.scheme_memory import MemoryModel
-from torch_odt.errors import InfeasibleBudget
+from torch_odt.errors import InfeasibleBudget, OdtWarning
 from torch_odt.memory._units import format_bytes, parse_bytes
 
 # Number of last biases; for each layer its ratio, 0 for none.
@@ -55,6 +56,8 @@ def search_scheme(
 ) -> FoundScheme:
     """The scheme of the largest gain whose step fits into a budget.
 
+    Where no part gained anything, the classifier alone is what is found, and a warning says so.
+
     The memory model counts while generations go by and simulates the winner. Where the simulation exceeds the budget,
     the search is made again with so many bytes less; where it leaves room, with so many more. Since counting errs in
     either direction, the best of those that count as a little too large are simulated, too.
@@ -94,6 +97,13 @@ def search_scheme(
     search.best_bytes = least
     search.approach_budget()
     search.look_beyond()
+    if not _largest_gain(contributions):
+        warnings.warn(
+            "no part of the model gained anything by its contributions, so that the classifier alone trains: measure "
+            "them with more samples or epochs, or at another rate",
+            OdtWarning,
+            stacklevel=2,
+        )
     return FoundScheme(search.best, contributions.gain(search.best), search.best_bytes, search.evaluated)
 
 
