@@ -55,7 +55,7 @@ def test_ways_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     small |= {"pretrain-epochs": 1, "epochs": 1, "rates": 0.01, "seeds": 1}
     arguments = [f"--{name}={value}" for name, value in small.items()]
     code = octo_int8.main([*arguments, "--cache", str(tmp_path / "cache"), "--out", str(tmp_path)])
-    report = json.loads((tmp_path / "octo_int8_small_resnet.json").read_text())
+    report = json.loads((tmp_path / "octo_int8_small_resnet_digits.json").read_text())
     assert list(report["rows"]) == list(octo_int8.JUDGED)
     rows = {name: row["bytes"] for name, row in report["rows"].items()}
     assert rows[octo_int8.PLAIN] < rows[octo_int8.FLOAT32]
