@@ -376,6 +376,16 @@ def test_the_order_counts_also_where_nothing_was_replaced() -> None:
         third.unload()
 
 
+def test_what_is_kept_to_be_given_back_is_told_until_it_is_let_go() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 100))
+    adaptation = odt.adapt.bias_only_(model, classes=5)
+    assert adaptation.kept_bytes == 100 * (8 + 1) * 4
+    assert "3.5 KiB for unload(), until merge()" in str(adaptation)
+    adaptation.merge()
+    assert adaptation.kept_bytes == 0
+    assert "unload(), until" not in str(adaptation)
+
+
 def test_a_bias_that_a_later_method_trains_is_kept_where_its_norm_was_folded() -> None:
     model = _network()
     folded = odt.adapt.sparse_update_(model, Scheme(0, {"2.branch.0": 1 / 4}), norm="folded")

@@ -6,11 +6,13 @@ import copy
 
 import pytest
 import torch
+import torchvision
 from adapted_steps import assert_trained_alike, peak_bytes, train_both
 from models import MOBILENET_V2, ModelCase, case_named
 from torch import nn
 
 import torch_odt as odt
+from torch_odt.adapt.step_bytes import step_graph
 
 
 @pytest.mark.parametrize("name", [pytest.param("mobilenet_v2", marks=pytest.mark.slow), "resnet18"])
@@ -28,6 +30,26 @@ def test_takes_a_fraction_of_a_full_update() -> None:
     adapted = copy.deepcopy(full)
     odt.adapt.bias_only_(adapted)
     assert peak_bytes(adapted, batch) < peak_bytes(full, batch) / 3
+
+
+@pytest.mark.parametrize("norm", ["frozen", "folded"])
+def test_of_a_sample_nothing_is_kept_but_bits_and_the_classifiers_input(norm: str) -> None:
+    model = torchvision.models.mobilenet_v2(width_mult=0.35, num_classes=10)
+    adaptation = odt.adapt.bias_only_(model, classes=5, norm=norm)
+    batch = (torch.randn(7, 3, 32, 32), torch.randint(5, (7,)))
+    optimizer = torch.optim.SGD(adaptation.parameters(), lr=0.1)
+    graph = step_graph(model, nn.functional.cross_entropy, batch, optimizer=optimizer)
+    forward, backward = graph.program[: graph.boundary], graph.program[graph.boundary :]
+    kept = {v for op in forward for v in op.writes} & {v for op in backward for v in op.reads}
+    shapes = {graph.values[v].shape for v in kept if graph.values[v].dtype != "uint8"}
+    assert {shape for shape in shapes if 7 in shape} == {(7, 1280), (7, 5)}
+
+
+def test_a_named_planner_trains_adapted_models_alike() -> None:
+    case = case_named("resnet18")
+    model = case.model()
+    odt.adapt.bias_only_(model, classes=5)
+    assert_trained_alike(train_both(model, _batches(case, classes=5), planner="chen"))
 
 
 def test_statistics_stay_in_training_mode() -> None:

@@ -14,6 +14,7 @@ from torch import nn
 
 import torch_odt as odt
 from torch_odt.adapt import Contributions, Scheme, SchemeMemory, search_scheme
+from torch_odt.adapt.step_bytes import step_bytes
 
 LAYERS = ("a", "b", "c", "d")
 RATIOS = (0.25, 1.0)
@@ -98,6 +99,17 @@ def test_counted_bytes_order_schemes_as_the_simulator_does() -> None:
     assert sorted(range(6), key=counted.__getitem__) == sorted(range(6), key=simulated.__getitem__)
     for mine, exact in zip(counted, simulated, strict=True):
         assert mine == pytest.approx(exact, rel=0.25)
+
+
+def test_norms_are_what_the_scheme_is_applied_with() -> None:
+    batch = (torch.randn(4, 3, 24, 24), torch.randint(4, (4,)))
+    memory = SchemeMemory(_network(), nn.functional.cross_entropy, batch, norm="folded")
+    model, scheme = _network(), Scheme(2, {"6": 1 / 4})
+    adaptation = odt.adapt.sparse_update_(model, scheme, norm="folded")
+    optimizer = torch.optim.SGD(adaptation.parameters(), lr=0.1)
+    assert memory.simulated(scheme) == step_bytes(model, nn.functional.cross_entropy, batch, optimizer=optimizer)
+    frozen = SchemeMemory(_network(), nn.functional.cross_entropy, batch)
+    assert memory.simulated(scheme) != frozen.simulated(scheme)
 
 
 def test_a_large_weight_behind_an_early_layer_is_counted_by_what_its_own_gradient_takes() -> None:

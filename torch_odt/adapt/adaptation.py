@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 
 import torch
 from torch import Tensor, nn
@@ -104,6 +105,15 @@ class Adaptation:
     _changes: list[_Change] = field(default_factory=list, repr=False)
     _place: int = field(default=0, repr=False)
     _is_unloaded: bool = field(default=False, repr=False)
+
+    @property
+    def kept_bytes(self) -> int:
+        """Of what was replaced and is no part of the model now; `unload` puts it back, `merge` lets go of it."""
+        undone = [change.undo for change in self._changes]
+        replaced = (tensor for undo in undone if isinstance(undo, _Return) for tensor in _tensors(undo.old))
+        held = {tensor.untyped_storage().data_ptr() for tensor in _tensors(self.model)}
+        kept = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in replaced}
+        return sum(nbytes for pointer, nbytes in kept.items() if pointer not in held)
 
     def parameters(self) -> list[nn.Parameter]:
         """What trains, for the optimizer.
@@ -224,6 +234,7 @@ class Adaptation:
             ("in", f"{len(self.trained)} tensors"),
             ("gradients", f"{format_bytes(after.gradient_bytes)} instead of {format_bytes(before.gradient_bytes)}"),
             ("weights", f"{format_bytes(after.weight_bytes)} instead of {format_bytes(before.weight_bytes)}"),
+            *([("kept", f"{format_bytes(kept)} for unload(), until merge()")] if (kept := self.kept_bytes) else []),
         )
         lines = [f"{self.method} of {type(self.model).__name__}" + ", taken back" * self._is_unloaded]
         lines += [f"  {label:<10} {text}" for label, text in rows]
@@ -390,6 +401,10 @@ class _Return:
     def _find_placement(self) -> tuple[torch.device, torch.dtype] | None:
         tensors = (*self.new.parameters(), *self.new.buffers(), *self._model.parameters())
         return next(((each.device, each.dtype) for each in tensors if each.is_floating_point()), None)
+
+
+def _tensors(module: nn.Module) -> Iterator[Tensor]:
+    return chain(module.parameters(), module.buffers())
 
 
 def _common(old: Mapping[str, Tensor | None], new: Mapping[str, Tensor | None]) -> list[str]:

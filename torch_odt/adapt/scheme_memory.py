@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from torch_odt.adapt.fold_frozen_norms import FrozenNorms
 from torch_odt.adapt.head import find_head
 from torch_odt.adapt.layers import run_layers
 from torch_odt.adapt.scheme import Scheme, body_biases
@@ -60,6 +61,7 @@ class SchemeMemory:
         loss_fn, batch: as for `odt.plan`; the batch is a tuple of the model's inputs and the target.
         classes, head: as for `sparse_update_`.
         optimizer: makes the optimizer of what trains; by default SGD without momentum.
+        norm: as for `sparse_update_`, which the search's result is to be given to with the same.
 
     Raises:
         ValueError: the batch is no such tuple, or the model has no classifier that can be found.
@@ -80,6 +82,7 @@ class SchemeMemory:
         classes: int | None = None,
         head: str | None = None,
         optimizer: MakeOptimizer = lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+        norm: FrozenNorms = "frozen",
     ) -> None:
         if not isinstance(batch, tuple | list) or len(batch) < 2:
             raise ValueError("batch: give the model's inputs and the target, (x, y)")
@@ -88,6 +91,7 @@ class SchemeMemory:
         self._model, self._loss_fn, self._batch = model, loss_fn, batch
         self._classes, self._head = classes, head
         self._make_optimizer = optimizer
+        self._norm = norm
         self._classifier = find_head(model, head)
         self._biases = body_biases(model, head=head)
         self._modules = dict(model.named_modules())
@@ -125,7 +129,7 @@ class SchemeMemory:
         if key not in self._simulated:
             model = copy.deepcopy(self._model)
             with torch.random.fork_rng(devices=[]):
-                adaptation = sparse_update_(model, scheme, classes=self._classes, head=self._head)
+                adaptation = sparse_update_(model, scheme, classes=self._classes, head=self._head, norm=self._norm)
             optimizer = self._make_optimizer(adaptation.parameters())
             self._simulated[key] = step_bytes(model, self._loss_fn, self._batch, optimizer=optimizer)
         return self._simulated[key]

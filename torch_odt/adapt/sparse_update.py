@@ -33,9 +33,10 @@ def sparse_update_(
     """Let a scheme's selection train: the last biases, some input channels of chosen weights, and the classifier.
 
     Choose it for the fewest bytes at a given accuracy, where a scheme can be searched for once (`search_scheme`) and
-    used on many devices. Of a chosen layer's input only the channels whose weights train are kept; back-propagation
-    stops at the earliest layer of which anything trains; gradients and the optimizer's state exist for the slices
-    alone. A BatchNorm keeps its statistics and its weight (`FrozenBatchNorm`).
+    used on many devices. Of a chosen layer's input a captured step keeps only the channels whose weights train (a plain
+    loop keeps the whole input beside them); back-propagation stops at the earliest layer of which anything trains;
+    gradients and the optimizer's state exist for the slices alone. A BatchNorm keeps its statistics and its weight
+    (`FrozenBatchNorm`).
 
     Args:
         model: changed in place.
