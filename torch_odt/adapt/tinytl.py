@@ -129,6 +129,8 @@ def tinytl_(
             fold_frozen_norms(adapting)
         if norm == "detached" and norms:
             adapting.notes.append(f"{norms} BatchNorms follow the batch in training, which cannot be cut then")
+        if norm in ("frozen", "folded") and norms:
+            adapting.notes.append(f"{norms} BatchNorms keep their statistics")
         if norm in ("detached", "group") and not norms:
             adapting.notes.append(f"the model has no BatchNorm for norm={norm!r}")
         if weight_standardization:
