@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -19,6 +20,7 @@ from torch_odt.adapt.adaptation import Adaptation, Adapting
 from torch_odt.adapt.fold_frozen_norms import FoldedBatchNorm, fold_frozen_norms
 from torch_odt.adapt.frozen_batch_norm import FrozenBatchNorm, freeze_batch_norms
 from torch_odt.adapt.step_bytes import step_bytes, step_graph
+from torch_odt.execute.plain_modules import plain_values
 
 MOBILENET_SCHEME = Scheme(20, {"features.13.conv.1.0": 1 / 2, "features.14.conv.0.0": 1})
 VERBS: dict[str, Callable[..., Adaptation]] = {
@@ -266,6 +268,17 @@ def test_a_state_dict_has_the_norm_for_another_process(affine: bool, bias: bool)
             torch.testing.assert_close(trained(x), adapted, rtol=1e-9, atol=1e-9)
     for name, tensor in trained.state_dict().items():
         torch.testing.assert_close(loaded.state_dict()[name], tensor, rtol=1e-9, atol=1e-9)
+
+
+def test_copies_have_the_norm_and_a_step_does_not_look_at_it() -> None:
+    model = with_statistics(MOBILENET_V2.model())
+    bias_only_(model, norm="folded")
+    for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        found, wanted = copied.state_dict(), model.state_dict()
+        assert found.keys() == wanted.keys()
+        assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+    folded = [module for module in model.modules() if isinstance(module, FoldedBatchNorm)]
+    assert plain_values(folded).keys() == {id(module) for module in folded}
 
 
 def test_norms_that_share_a_bias_that_trains_stay_tied() -> None:

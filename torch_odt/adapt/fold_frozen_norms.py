@@ -157,14 +157,24 @@ class FoldedBatchNorm(nn.Module):
     """What stands where a frozen BatchNorm was that is a part of the convolution in front of it: returns its input.
 
     It has the norm's weight and statistics, and the convolution's own bias, in its state_dict, so that both can be
-    given back in another process; the norm's bias is a part of the convolution's. They are no buffers, of which a step
-    would take note.
+    given back in another process; the norm's bias is a part of the convolution's. They are neither buffers nor in
+    `__dict__`: of both a step would take note at each call.
     """
+
+    __slots__ = ("_kept",)
+    _kept: dict[str, Tensor]
 
     def __init__(self, norm: FrozenBatchNorm, bias_in_front: Tensor | None) -> None:
         super().__init__()
         found = {name: getattr(norm, name) for name in _OF_NORM} | {"bias_in_front": bias_in_front}
-        self._kept: dict[str, Tensor] = {name: tensor for name, tensor in found.items() if tensor is not None}
+        self._kept = {name: tensor for name, tensor in found.items() if tensor is not None}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | {"_kept": self._kept}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__({name: value for name, value in state.items() if name != "_kept"})
+        self._kept = state["_kept"]
 
     def forward(self, x: Tensor) -> Tensor:
         return x
