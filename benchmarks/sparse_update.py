@@ -87,6 +87,7 @@ def main() -> None:
         if options.scheme is not None:
             described["scheme"] = str(odt.adapt.Scheme.load(options.scheme))
         name = "sparse_update" if options.scheme is None else f"sparse_update_{options.scheme.stem}"
+        name += f"_momentum_{options.momentum:g}" if options.momentum else ""
         (options.out / f"{name}.json").write_text(json.dumps(described | {"models": found}, indent=1) + "\n")
     sys.exit(bool(missed))
 
