@@ -5,10 +5,10 @@
     python benchmarks/sparse_update.py --models mcunet --scheme FILE    # a scheme that a search has found and saved
 
 A process per configuration: plain PyTorch training everything, and a plain loop over the adapted model (plain PyTorch
-itself has no slices of weights that train), each with its optimizer's update after the backward pass; torch_odt with the update there, inside the schedule, and so with frozen
-weights in 8 bits; and the same selection in int8 with QAS (whole layers in place of shares of their channels), as a
-loop that updates in the backward pass and as a planned step. BatchNorm has its running statistics everywhere, and is a
-part of frozen convolutions in torch_odt's.
+itself has no slices of weights that train), each with its optimizer's update after the backward pass; torch_odt with
+the update there, inside the schedule, and so with frozen weights in 8 bits; and the same selection in int8 with QAS
+(whole layers in place of shares of their channels), as a loop that updates in the backward pass and as a planned step.
+BatchNorm has its running statistics everywhere, and is a part of frozen convolutions in torch_odt's.
 
 | bytes | what is in them |
 |---|---|
