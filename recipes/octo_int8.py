@@ -87,16 +87,17 @@ def main(arguments: list[str] | None = None) -> int:
     missed = _missed(rows)
     if options.out is not None:
         options.out.mkdir(parents=True, exist_ok=True)
+        data = Path(options.data).resolve().name
         plain = {name: value for name, value in vars(options).items() if not isinstance(value, Path)}
         report = {
-            "options": plain | {"data": Path(options.data).resolve().name},
+            "options": plain | {"data": data},
             "torch": torch.__version__,
             "rows": {name: asdict(row) for name, row in rows.items()},
             "missed": missed,
         }
         ranges = "" if options.weight_ranges == "channel" else f"_by_{options.weight_ranges}"
         rounding = "" if options.gradient_rounding == "stochastic" else f"_{options.gradient_rounding}"
-        name = f"octo_int8_{options.network}_{Path(options.data).resolve().name}{ranges}{rounding}.json"
+        name = f"octo_int8_{options.network}_{data}{ranges}{rounding}.json"
         (options.out / name).write_text(json.dumps(report, indent=1) + "\n")
     print("target met" if not missed else f"missed: {'; '.join(missed)}")
     return 1 if missed else 0
