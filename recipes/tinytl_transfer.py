@@ -104,6 +104,7 @@ MEASURED = (
     *([Way("LoRA", "plain"), Way("LoRA")] if HAS_PEFT else []),
 )
 RATES = (1e-3, 3e-3, 1e-2)
+NARROW = 0.35
 TIMES_LESS_THAN_FULL, TIMES_LESS_THAN_NORMS, TIMES_LESS_OF_BIASES = 6.0, 5.0, 8.0
 POINTS_BELOW_FULL, POINTS_ABOVE_LAST = 0.005, 0.05
 BATCH, MEASURED_SIZE = 8, 224
@@ -188,6 +189,7 @@ def main(arguments: list[str] | None = None) -> int:
             "missed": missed,
         }
         name = f"tinytl_transfer_{options.network}_{Path(options.data).resolve().name}" + "_augmented" * options.augment
+        name += f"_width_{options.width:g}" * (options.width != NARROW)
         name = "tinytl_memory" if options.memory_only else name
         name += "_detached" * (options.norm == "detached")
         is_whole = len(accuracies) == len(TRAINED)
@@ -205,7 +207,7 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--data", help="digits, fashion-mnist, cifar10, spoken-digits, or a folder of images")
     parser.add_argument("--data-dir", type=Path, help="where named data sets lie")
     parser.add_argument("--network", choices=NETWORKS, default=NETWORKS[0], help="whose accuracy is measured")
-    parser.add_argument("--width", type=float, default=0.35, help="of that network")
+    parser.add_argument("--width", type=float, default=NARROW, help="of that network")
     parser.add_argument("--image-size", type=int, default=48)
     parser.add_argument("--source-samples", type=int, default=24000, help="at most so many to pretrain on")
     parser.add_argument("--samples", type=int, default=300, help="to adapt to")

@@ -14,6 +14,7 @@ from torch_odt.adapt import FineTuning, Scheme
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("default:no part of the model gained anything")  # as an epoch of 48 samples may well do
 def test_a_scheme_is_found_and_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("sklearn")
     runs = []
