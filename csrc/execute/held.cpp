@@ -4,9 +4,49 @@ namespace torch_odt::execute {
 
 namespace py = pybind11;
 
-bool hold(const py::list& dicts, const py::list& names, const py::list& values) {
+namespace {
+
+bool are_empty(const py::list& dicts) {
+  for (Py_ssize_t i = 0; i < PyList_GET_SIZE(dicts.ptr()); ++i) {
+    PyObject* const dict = PyList_GET_ITEM(dicts.ptr(), i);
+    if (!PyDict_Check(dict)) {
+      throw py::type_error("dicts are wanted");
+    }
+    if (PyDict_GET_SIZE(dict) != 0) {
+      return false;
+    }
+  }
+  return true;
+}
+
+} // namespace
+
+bool are_of(const py::list& objects, const py::list& classes, const py::list& own) {
+  if (classes.size() != objects.size() || own.size() != objects.size()) {
+    throw py::value_error("as many classes and dicts as objects are wanted");
+  }
+  for (Py_ssize_t i = 0; i < PyList_GET_SIZE(objects.ptr()); ++i) {
+    PyObject* const object = PyList_GET_ITEM(objects.ptr(), i);
+    if (reinterpret_cast<PyObject*>(Py_TYPE(object)) != PyList_GET_ITEM(classes.ptr(), i)) {
+      return false;
+    }
+    const auto dict = py::reinterpret_steal<py::object>(PyObject_GenericGetDict(object, nullptr));
+    if (!dict) {
+      throw py::error_already_set();
+    }
+    if (dict.ptr() != PyList_GET_ITEM(own.ptr(), i)) {
+      return false;
+    }
+  }
+  return true;
+}
+
+bool hold(const py::list& dicts, const py::list& names, const py::list& values, const py::list& empty) {
   if (dicts.size() != names.size()) {
     throw py::value_error("as many tuples of names as dicts are wanted");
+  }
+  if (!are_empty(empty)) {
+    return false;
   }
   const auto count = static_cast<Py_ssize_t>(values.size());
   Py_ssize_t at = 0;

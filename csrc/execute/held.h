@@ -1,12 +1,16 @@
-// Whether what Python's objects hold is what it was.
+// Whether what Python's objects hold is what it was. A step asks this of everything that a model's modules hold.
 #pragma once
 
 #include <pybind11/pybind11.h>
 
 namespace torch_odt::execute {
 
-// Whether dicts hold these very objects, all of them in one order: a tuple of names for each dict, and the values of all.
-// A step asks this of everything that a model's modules hold.
-bool hold(const pybind11::list& dicts, const pybind11::list& names, const pybind11::list& values);
+// Whether objects are of these very classes and have these very dicts of attributes.
+bool are_of(const pybind11::list& objects, const pybind11::list& classes, const pybind11::list& own);
+
+// Whether dicts hold these very objects, all of them in one order, a tuple of names for each dict and the values of all,
+// and others nothing.
+bool hold(
+    const pybind11::list& dicts, const pybind11::list& names, const pybind11::list& values, const pybind11::list& empty);
 
 } // namespace torch_odt::execute

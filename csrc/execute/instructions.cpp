@@ -180,8 +180,10 @@ void bind_execution(py::module_& module) {
           py::arg("stop"),
           py::arg("arena").none(true));
   module.def("forms", &forms, py::arg("tensors"), py::arg("addresses"));
-  module.def("hold", &hold, py::arg("dicts"), py::arg("names"), py::arg("values"));
+  module.def("are_of", &are_of, py::arg("objects"), py::arg("classes"), py::arg("own"));
+  module.def("hold", &hold, py::arg("dicts"), py::arg("names"), py::arg("values"), py::arg("empty"));
   module.def("detached", &detached, py::arg("tensors"));
+  module.def("note_changed", &note_changed, py::arg("tensors"));
 }
 
 } // namespace torch_odt::execute

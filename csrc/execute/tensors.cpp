@@ -57,4 +57,13 @@ py::list detached(const py::list& tensors) {
   return result;
 }
 
+void note_changed(const py::list& tensors) {
+  for (const py::handle& each : tensors) {
+    const at::Tensor& tensor = tensor_of(each);
+    if (!tensor.is_inference()) {
+      tensor.unsafeGetTensorImpl()->bump_version();
+    }
+  }
+}
+
 } // namespace torch_odt::execute

@@ -12,4 +12,7 @@ pybind11::bytes forms(const pybind11::list& tensors, bool addresses);
 // As `tensor.detach()`, of each.
 pybind11::list detached(const pybind11::list& tensors);
 
+// As `torch.autograd.graph.increment_version`: autograd, and whoever keeps something of a tensor, know of a change.
+void note_changed(const pybind11::list& tensors);
+
 } // namespace torch_odt::execute

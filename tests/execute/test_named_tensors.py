@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torch_odt import _extensions
-from torch_odt.execute.named_tensors import StepTensors, detached, forms_of
+from torch_odt.execute.named_tensors import StepTensors, detached, forms_of, note_changed
 from torch_odt.execute.optimizer_updates import updates_of
 
 BUILT = [
@@ -171,6 +171,14 @@ def test_detached_tensors_are_the_same_memory() -> None:
         with torch.no_grad():
             found[name].add_(1)
         assert parameter._version == found[name]._version
+
+
+def test_changes_are_noted_but_for_tensors_of_inference() -> None:
+    one, other = torch.zeros(2), torch.zeros(2)
+    with torch.inference_mode():
+        frozen = torch.zeros(2)
+    note_changed([one, one, frozen])
+    assert (one._version, other._version) == (2, 0)
 
 
 def change_storage(model: Any, optimizer: torch.optim.Optimizer) -> None:

@@ -65,8 +65,7 @@ def reach_of_step(modules: Iterable[nn.Module], loss_fn: Any, *, plain: Containe
         plain: identities of modules that are known to hold no code.
     """
     found = list(modules)
-    one_of_each_class = {type(module): module for module in found}.values()
-    roots = [function for module in one_of_each_class for function in functions_of(module)]
+    roots = list(_functions_of(dict.fromkeys(map(type, found))))
     for module in found:
         if id(module) in plain:
             continue
@@ -75,12 +74,13 @@ def reach_of_step(modules: Iterable[nn.Module], loss_fn: Any, *, plain: Containe
     return _reach([*roots, *functions_in(loss_fn)])
 
 
-def functions_of(module: nn.Module) -> Iterator[Function]:
-    """The code of a module: all methods of the user's own classes, `forward` of an installed package's."""
-    yield from _own_methods(type(module))
-    forward = type(module).forward
-    if isinstance(forward, Function) and not is_own(forward) and not forward.__module__.startswith("torch."):
-        yield forward
+def _functions_of(kinds: Iterable[type[nn.Module]]) -> Iterator[Function]:
+    """The code of modules: all methods of the user's own classes, `forward` of an installed package's."""
+    kinds = list(kinds)
+    yield from _methods_of_own(dict.fromkeys(cls for kind in kinds for cls in kind.__mro__))
+    for forward in dict.fromkeys(kind.forward for kind in kinds):
+        if isinstance(forward, Function) and not is_own(forward) and not forward.__module__.startswith("torch."):
+            yield forward
 
 
 def functions_in(value: Any) -> Iterator[Function]:
@@ -94,7 +94,7 @@ def functions_in(value: Any) -> Iterator[Function]:
         if hasattr(value, "__wrapped__"):
             yield from functions_in(value.__wrapped__)
     elif isinstance(value, nn.Module):
-        yield from functions_of(value)
+        yield from _functions_of([type(value)])
     else:
         yield from _own_methods(type(value))
 
@@ -113,7 +113,11 @@ def _functions_held(items: dict[Any, Any], depth: int) -> Iterator[Function]:
 
 
 def _own_methods(kind: type) -> Iterator[Function]:
-    for cls in kind.__mro__:
+    return _methods_of_own(kind.__mro__)
+
+
+def _methods_of_own(classes: Iterable[type]) -> Iterator[Function]:
+    for cls in classes:
         if not is_own_class(cls):
             continue
         for value in list(vars(cls).values()):

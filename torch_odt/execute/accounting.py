@@ -231,14 +231,15 @@ def make_room(arena: Any, step_bytes: int, budget_bytes: int, step: int | None =
         step: how many steps of the plan have run; None after one.
     """
     is_settling = step is not None and step < _SETTLING_STEPS
-    if is_settling or _held_with(arena, step_bytes) > budget_bytes:
+    resident_bytes = 0 if arena is None else int(arena.resident_bytes)
+    if is_settling or not _holds_no_more_than(budget_bytes - max(0, step_bytes - resident_bytes)):
         memory.trim()
 
 
-def _held_with(arena: Any, step_bytes: int) -> int:
-    """What the process will hold during a step."""
-    resident_bytes = 0 if arena is None else int(arena.resident_bytes)
-    return memory.process_bytes() + max(0, step_bytes - resident_bytes)
+def _holds_no_more_than(allowed_bytes: int) -> bool:
+    """Whether the process holds no more; asked of the kernel in full only where it ever has."""
+    # Where nobody counts, zero is what the kernel says.
+    return 0 < memory.most_resident_bytes() <= allowed_bytes or memory.process_bytes() <= allowed_bytes
 
 
 def _calls(graph: TrainingGraph) -> set[Any]:

@@ -159,13 +159,18 @@ class _Held:
         self._values = list(chain.from_iterable(map(dict.values, self._dicts)))
 
     def is_unchanged(self) -> bool:
-        if not self._are_dicts or any(self._empty) or list(map(type, self._modules)) != self._classes:
-            return False
-        if not all(map(is_, map(vars, self._modules), self._own)):
+        if not self._are_dicts:
             return False
         module = _extensions.memory_module
         if module is not None:
-            return bool(module.hold(self._dicts, self._names, self._values))
+            return bool(
+                module.are_of(self._modules, self._classes, self._own)
+                and module.hold(self._dicts, self._names, self._values, self._empty)
+            )
+        if any(self._empty) or list(map(type, self._modules)) != self._classes:
+            return False
+        if not all(map(is_, map(vars, self._modules), self._own)):
+            return False
         return (
             list(map(len, self._dicts)) == list(map(len, self._names))
             and all(map(is_, chain.from_iterable(map(dict.values, self._dicts)), self._values))
@@ -216,3 +221,12 @@ def detached(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     if module is not None:
         return dict(zip(tensors, module.detached(list(tensors.values())), strict=True))
     return {name: tensor.detach() for name, tensor in tensors.items()}
+
+
+def note_changed(tensors: list[torch.Tensor]) -> None:
+    """As `torch.autograd.graph.increment_version`, of tensors that compiled code has changed."""
+    module = _extensions.memory_module
+    if module is not None:
+        module.note_changed(tensors)
+    else:
+        torch.autograd.graph.increment_version(tensors)

@@ -22,7 +22,7 @@ from torch_odt.capture.graph import Op, TrainingGraph
 from torch_odt.capture.parameter_updates import update
 from torch_odt.capture.update_in_backward import UpdateRule, counter_dtype, update_in_backward
 from torch_odt.execute.gradients import USED_UP, has_gradient_hooks
-from torch_odt.execute.named_tensors import StepTensors
+from torch_odt.execute.named_tensors import StepTensors, note_changed
 from torch_odt.execute.one_operator import Number, OneOperator, OperatorUse
 from torch_odt.execute.profiler_marks import UPDATE, marked
 
@@ -206,8 +206,7 @@ class OptimizerUpdates:
         """Whether the optimizer still makes the updates that were found."""
         if self.waits_for:
             return True
-        rules = [_rule_of(self._optimizer, group) for group in self._optimizer.param_groups]
-        return rules == self._group_rules and not _reason_to_wait(self._optimizer)
+        return self._rules_are_as_found() and not _reason_to_wait(self._optimizer)
 
     def found_of(self, tensors: StepTensors) -> None:
         """Note what these updates have been found of, for `is_still`."""
@@ -219,7 +218,10 @@ class OptimizerUpdates:
             return False
         if self.waits_for:
             return True
-        return self.is_current and self._found_of == _FoundOf.now(optimizer, tensors)
+        return self._rules_are_as_found() and self._found_of == _FoundOf.now(optimizer, tensors)
+
+    def _rules_are_as_found(self) -> bool:
+        return self._group_rules == [_rule_of(self._optimizer, group) for group in self._optimizer.param_groups]
 
     def rule_of(self, name: str) -> UpdateRule | None:
         """How to update a parameter; None if its gradient is to be delivered."""
@@ -289,7 +291,7 @@ class OptimizerUpdates:
 
     def note_changes(self) -> None:
         """After a step: autograd, and whoever has packed a weight, know of changes that compiled code has made."""
-        torch.autograd.graph.increment_version([tensor for changed in self._changed.values() for tensor in changed])
+        note_changed([tensor for changed in self._changed.values() for tensor in changed])
 
     def update(
         self, name: str, rule: str, parameter: torch.Tensor, gradient: torch.Tensor, *state: torch.Tensor

@@ -27,6 +27,7 @@ from torch_odt.capture.reads import Read, has_contents, is_own_class, reach_of_s
 from torch_odt.execute.named_tensors import StepTensors
 
 _PLAIN = (bool, int, float, str, bytes, type(None))
+_OF_CLASSES = (*_PLAIN, list, dict, tuple, torch.Tensor)
 _DEEPEST = 4
 _LONGEST = 256
 
@@ -68,12 +69,7 @@ def _class_values(modules: Iterable[nn.Module]) -> Iterable[Any]:
     """Plain values that stand in the user's classes."""
     classes = dict.fromkeys(cls for kind in dict.fromkeys(map(type, modules)) for cls in kind.__mro__)
     own = (cls for cls in classes if not cls.__module__.startswith("torch."))
-    return [
-        v
-        for cls in own
-        for k, v in vars(cls).items()
-        if isinstance(v, (*_PLAIN, list, dict, tuple, torch.Tensor)) and k[:2] != "__"
-    ]
+    return [v for cls in own for k, v in vars(cls).items() if k[:2] != "__" and isinstance(v, _OF_CLASSES)]
 
 
 def _leaf_signature(leaf: Any) -> Hashable:
@@ -151,6 +147,11 @@ class _Reader:
         return tuple((str(k), self.value(v, depth + 1)) for k, v in kept)
 
     def _describe(self, value: Any, depth: int) -> Hashable:
+        if isinstance(value, types.FunctionType):
+            cells = [c.cell_contents for c in value.__closure__ or () if has_contents(c)]
+            # None stays None: what is made here would be another object, and so another value, at each call.
+            defaults = (*(value.__defaults__ or ()), value.__kwdefaults__)
+            return (_Same(value.__code__), self._all((*cells, *defaults), depth))
         if isinstance(value, torch.Tensor):
             # Parameters are expected to change: their content belongs to the step.
             is_fixed = isinstance(value, nn.Parameter) or value.is_inference()
@@ -165,11 +166,6 @@ class _Reader:
             return ("partial", self.value(value.func, depth), self._all((*value.args, value.keywords), depth))
         if isinstance(value, types.MethodType):
             return ("method", self.value(value.__func__, depth), self.value(value.__self__, depth + 1))
-        if isinstance(value, types.FunctionType):
-            cells = [c.cell_contents for c in value.__closure__ or () if has_contents(c)]
-            # None stays None: what is made here would be another object, and so another value, at each call.
-            defaults = (*(value.__defaults__ or ()), value.__kwdefaults__)
-            return (_Same(value.__code__), self._all((*cells, *defaults), depth))
         attributes = getattr(value, "__dict__", None)
         if attributes is None or type(value).__module__.partition(".")[0] in ("torch", "torch_odt"):
             return (type(value), _Same(value))

@@ -165,7 +165,7 @@ def nonfinite_text(loss: torch.Tensor) -> str:
 
 def refuse_nonfinite(loss: torch.Tensor) -> None:
     """Raises FloatingPointError when a loss is NaN or infinite."""
-    if not bool(torch.isfinite(loss)):
+    if not math.isfinite(loss.item()):
         raise FloatingPointError(nonfinite_text(loss))
 
 
@@ -182,5 +182,5 @@ def check_finite(loss: torch.Tensor, nonfinite: NonFinite) -> None:
     """Refuse or tell of a loss that is no number, as was asked for; called by a method of a step's `__call__`."""
     if nonfinite == "raise":
         refuse_nonfinite(loss)
-    elif nonfinite == "warn" and not bool(torch.isfinite(loss)):
+    elif nonfinite == "warn" and not math.isfinite(loss.item()):
         warnings.warn(nonfinite_text(loss), NonFiniteLossWarning, stacklevel=4)

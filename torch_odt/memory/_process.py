@@ -52,6 +52,14 @@ def peak_process_bytes(*, root: Path = SYSTEM_ROOT) -> int:
     peak = _status_bytes(root, "VmHWM")
     if peak is not None:
         return peak
+    return most_resident_bytes()
+
+
+def most_resident_bytes() -> int:
+    """The most that was resident since the process began, in bytes: never less than what it holds now.
+
+    When to choose it: to see within a microsecond that a process is far from a limit, before `process_bytes` asks.
+    """
     unit_bytes = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit_bytes
 

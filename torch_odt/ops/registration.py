@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from torch_odt import _extensions
+
+Fake = TypeVar("Fake", bound=Callable[..., Any])
 
 
 def register(name: str, schema: str, in_torch: Callable[..., Any], fake: Callable[..., Any]) -> None:
@@ -23,7 +25,33 @@ def register(name: str, schema: str, in_torch: Callable[..., Any], fake: Callabl
     if not _extensions.has_kernels:
         torch.library.define(f"torch_odt::{name}", schema)
         torch.library.impl(f"torch_odt::{name}", "cpu", in_torch)
-    torch.library.register_fake(f"torch_odt::{name}", _on_one_device(name, fake))
+    fake_of(name)(fake)
+
+
+def in_torch(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Makes `torch.ops.torch_odt.<name>` of a function that changes no argument; the operator takes its place.
+
+    When to choose it: for an operator that has no compiled form. `torch.library.custom_op` leads each call through
+    several layers, which take longer than many an operator.
+    """
+
+    def defined(function: Callable[..., Any]) -> Callable[..., Any]:
+        torch.library.define(f"torch_odt::{name}", torch.library.infer_schema(function, mutates_args=()))
+        torch.library.impl(f"torch_odt::{name}", "cpu", function)
+        operator: Callable[..., Any] = getattr(torch.ops.torch_odt, name).default
+        return operator
+
+    return defined
+
+
+def fake_of(name: str) -> Callable[[Fake], Fake]:
+    """Gives `torch.ops.torch_odt.<name>` its results' shapes, strides and dtypes."""
+
+    def registered(fake: Fake) -> Fake:
+        torch.library.register_fake(f"torch_odt::{name}", _on_one_device(name, fake))
+        return fake
+
+    return registered
 
 
 def _on_one_device(name: str, fake: Callable[..., Any]) -> Callable[..., Any]:

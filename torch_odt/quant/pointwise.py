@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from torch_odt.ops.masked import clamp_with_mask_backward, pack_in_order
-from torch_odt.ops.registration import register, register_gradient
+from torch_odt.ops.registration import fake_of, in_torch, register, register_gradient
 from torch_odt.quant.activation import (
     LEAST,
     Int8Activation,
@@ -178,12 +178,12 @@ register("int8_quantize", "(Tensor input, Tensor grid) -> (Tensor, Tensor, Tenso
 register_gradient("int8_quantize", _keep_mask, _quantize_backward)
 
 
-@torch.library.custom_op("torch_odt::int8_dequantize", mutates_args=())
+@in_torch("int8_dequantize")
 def _dequantize(values: Tensor, slot: Tensor, grid: Tensor) -> Tensor:
     return real(values, grid)
 
 
-@_dequantize.register_fake
+@fake_of("int8_dequantize")
 def _(values: Tensor, slot: Tensor, grid: Tensor) -> Tensor:
     return torch.empty_like(values, dtype=torch.float32)
 
@@ -196,7 +196,7 @@ def _dequantize_backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
     return None, gradient, None
 
 
-_dequantize.register_autograd(_dequantize_backward, setup_context=_keep_nothing)
+register_gradient("int8_dequantize", _keep_nothing, _dequantize_backward)
 
 
 def _add(
@@ -235,7 +235,7 @@ register(
 register_gradient("int8_add", _keep_mask, _add_backward)
 
 
-@torch.library.custom_op("torch_odt::int8_multiply", mutates_args=())
+@in_torch("int8_multiply")
 def _multiply(
     left: Tensor,
     left_slot: Tensor,
@@ -251,12 +251,12 @@ def _multiply(
     return with_mask(*on_grid(product, output_grid, None, None))
 
 
-@_multiply.register_fake
+@fake_of("int8_multiply")
 def _(left: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
     return _fake_with_mask(left)
 
 
-@torch.library.custom_op("torch_odt::int8_multiply_backward", mutates_args=())
+@in_torch("int8_multiply_backward")
 def _multiplied_back(
     gradient: Tensor, mask: Tensor, left: Tensor, left_grid: Tensor, right: Tensor, right_grid: Tensor
 ) -> tuple[Tensor, Tensor]:
@@ -265,7 +265,7 @@ def _multiplied_back(
     return passed * real(right, right_grid), in_memory_order(of_right).clone()
 
 
-@_multiplied_back.register_fake
+@fake_of("int8_multiply_backward")
 def _(
     gradient: Tensor, mask: Tensor, left: Tensor, left_grid: Tensor, right: Tensor, right_grid: Tensor
 ) -> tuple[Tensor, Tensor]:
@@ -284,10 +284,10 @@ def _multiply_backward(ctx: Any, of_values: Any, gradient: Tensor, of_mask: Any)
     return None, of_left, None, None, of_right, None, None
 
 
-_multiply.register_autograd(_multiply_backward, setup_context=_keep_factors)
+register_gradient("int8_multiply", _keep_factors, _multiply_backward)
 
 
-@torch.library.custom_op("torch_odt::int8_clamp", mutates_args=())
+@in_torch("int8_clamp")
 def _clamp(
     values: Tensor, slot: Tensor, grid: Tensor, low: float | None, high: float | None
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -295,7 +295,7 @@ def _clamp(
     return with_mask(values.clamp(least, most), (values >= least) & (values <= most))
 
 
-@_clamp.register_fake
+@fake_of("int8_clamp")
 def _(values: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
     return _fake_with_mask(values)
 
@@ -304,10 +304,10 @@ def _clamp_backward(ctx: Any, of_values: Any, gradient: Tensor, of_mask: Any) ->
     return None, masked(gradient, *ctx.saved_tensors), None, None, None
 
 
-_clamp.register_autograd(_clamp_backward, setup_context=_keep_mask)
+register_gradient("int8_clamp", _keep_mask, _clamp_backward)
 
 
-@torch.library.custom_op("torch_odt::int8_look_up", mutates_args=())
+@in_torch("int8_look_up")
 def _look_up(values: Tensor, slot: Tensor, table: Tensor, slopes: Tensor) -> tuple[Tensor, Tensor]:
     return _entries(table, values), new_slot(values.shape)
 
@@ -316,17 +316,17 @@ def _entries(table: Tensor, values: Tensor) -> Tensor:
     return table[values.int() - LEAST]
 
 
-@_look_up.register_fake
+@fake_of("int8_look_up")
 def _(values: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     return torch.empty_like(values), fake_slot(values, values.shape)
 
 
-@torch.library.custom_op("torch_odt::int8_look_up_backward", mutates_args=())
+@in_torch("int8_look_up_backward")
 def _looked_up_back(gradient: Tensor, values: Tensor, slopes: Tensor) -> Tensor:
     return _entries(slopes, values).mul_(gradient)
 
 
-@_looked_up_back.register_fake
+@fake_of("int8_look_up_backward")
 def _(gradient: Tensor, values: Tensor, slopes: Tensor) -> Tensor:
     return torch.empty_like(values, dtype=torch.float32)
 
@@ -341,15 +341,15 @@ def _look_up_backward(ctx: Any, of_values: Any, gradient: Tensor) -> tuple[Any, 
     return None, _looked_up_back(gradient, *ctx.saved_tensors), None, None
 
 
-_look_up.register_autograd(_look_up_backward, setup_context=_keep_values)
+register_gradient("int8_look_up", _keep_values, _look_up_backward)
 
 
-@torch.library.custom_op("torch_odt::int8_drop", mutates_args=())
+@in_torch("int8_drop")
 def _drop(values: Tensor, slot: Tensor, grid: Tensor, kept: Tensor) -> tuple[Tensor, Tensor]:
     return in_memory_order(torch.where(kept > 0, values, zero_of(grid))), new_slot(values.shape)
 
 
-@_drop.register_fake
+@fake_of("int8_drop")
 def _(values: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     return like_in_order(values, torch.int8), fake_slot(values, values.shape)
 
@@ -363,4 +363,4 @@ def _drop_backward(ctx: Any, of_values: Any, gradient: Tensor) -> tuple[Any, ...
     return None, gradient * ctx.saved_tensors[0], None, None
 
 
-_drop.register_autograd(_drop_backward, setup_context=_keep_kept)
+register_gradient("int8_drop", _keep_kept, _drop_backward)

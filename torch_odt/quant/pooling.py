@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from torch_odt.ops import max_pool2d_with_offsets, max_pool2d_with_offsets_backward
+from torch_odt.ops.registration import fake_of, in_torch, register_gradient
 from torch_odt.quant.activation import Int8Activation, empty_in_order, fake_slot, like_in_order, new_slot, zero_of
 
 
@@ -52,7 +53,7 @@ def adaptive_average_pool(input: Int8Activation, output_size: Sequence[int | Non
     return Int8Activation(values, slot, input.grid)
 
 
-@torch.library.custom_op("torch_odt::int8_max_pool", mutates_args=())
+@in_torch("int8_max_pool")
 def _max_pool(
     values: Tensor,
     slot: Tensor,
@@ -66,13 +67,13 @@ def _max_pool(
     return output, new_slot(output.shape), offsets
 
 
-@_max_pool.register_fake
+@fake_of("int8_max_pool")
 def _(values: Tensor, slot: Tensor, *window: Any) -> tuple[Tensor, Tensor, Tensor]:
     output, _ = torch.ops.aten.max_pool2d_with_indices(values, *window)
     return output, fake_slot(values, output.shape), torch.empty_like(output, dtype=torch.uint8)
 
 
-@torch.library.custom_op("torch_odt::int8_max_pool_backward", mutates_args=())
+@in_torch("int8_max_pool_backward")
 def _max_pool_backward(
     gradient: Tensor,
     offsets: Tensor,
@@ -88,7 +89,7 @@ def _max_pool_backward(
     return max_pool2d_with_offsets_backward(gradient, like, kernel_size, stride, padding, dilation, ceil_mode, offsets)
 
 
-@_max_pool_backward.register_fake
+@fake_of("int8_max_pool_backward")
 def _(gradient: Tensor, offsets: Tensor, input_shape: list[int], *window: Any) -> Tensor:
     return empty_in_order(input_shape, torch.float32, gradient)
 
@@ -105,10 +106,10 @@ def _max_gradient(ctx: Any, of_values: Any, gradient: Tensor, of_offsets: Any) -
     return None, found, *[None] * len(ctx.window)
 
 
-_max_pool.register_autograd(_max_gradient, setup_context=_keep_offsets)
+register_gradient("int8_max_pool", _keep_offsets, _max_gradient)
 
 
-@torch.library.custom_op("torch_odt::int8_average_pool", mutates_args=())
+@in_torch("int8_average_pool")
 def _average_pool(
     values: Tensor,
     slot: Tensor,
@@ -126,7 +127,7 @@ def _average_pool(
     return means.round_().add_(zero).to(torch.int8), new_slot(means.shape)
 
 
-@_average_pool.register_fake
+@fake_of("int8_average_pool")
 def _(
     values: Tensor,
     slot: Tensor,
@@ -142,7 +143,7 @@ def _(
     return like_in_order(output, torch.int8), fake_slot(values, output.shape)
 
 
-@torch.library.custom_op("torch_odt::int8_average_pool_backward", mutates_args=())
+@in_torch("int8_average_pool_backward")
 def _average_pool_backward(
     gradient: Tensor,
     input_shape: list[int],
@@ -159,7 +160,7 @@ def _average_pool_backward(
     return found.contiguous(memory_format=torch.channels_last)
 
 
-@_average_pool_backward.register_fake
+@fake_of("int8_average_pool_backward")
 def _(gradient: Tensor, input_shape: list[int], *window: Any) -> Tensor:
     return empty_in_order(input_shape, torch.float32, gradient)
 
@@ -174,7 +175,7 @@ def _average_gradient(ctx: Any, of_values: Any, gradient: Tensor) -> tuple[Any, 
     return None, found, *[None] * (1 + len(ctx.window))
 
 
-_average_pool.register_autograd(_average_gradient, setup_context=_keep_window)
+register_gradient("int8_average_pool", _keep_window, _average_gradient)
 
 
 def _input_of(gradient: Tensor, shape: Sequence[int]) -> Tensor:
@@ -190,33 +191,34 @@ def _is_global(input_shape: Sequence[int], output_size: Sequence[int]) -> bool:
     return tuple(output_size) == (1, 1) and min(input_shape) > 0
 
 
-@torch.library.custom_op("torch_odt::int8_adaptive_average_pool", mutates_args=())
+@in_torch("int8_adaptive_average_pool")
 def _adaptive(values: Tensor, slot: Tensor, grid: Tensor, output_size: list[int]) -> tuple[Tensor, Tensor]:
     zero = zero_of(grid)
-    steps = values.float().sub_(zero)
     if _is_global(values.shape, output_size):
         # The sums are whole numbers; what pools windows goes through them one after another.
-        means = steps.sum((2, 3), keepdim=True).div_(values[0, 0].numel())
+        pixels = values.shape[2] * values.shape[3]
+        means = values.float().sum((2, 3), keepdim=True).sub_(zero * pixels).div_(pixels)
     else:
+        steps = values.float().sub_(zero)
         means = torch.nn.functional.adaptive_avg_pool2d(steps, (output_size[0], output_size[1]))
     whole = means.round_().add_(zero).to(torch.int8)
     return whole.contiguous(memory_format=torch.channels_last), new_slot(means.shape)
 
 
-@_adaptive.register_fake
+@fake_of("int8_adaptive_average_pool")
 def _(values: Tensor, slot: Tensor, grid: Tensor, output_size: list[int]) -> tuple[Tensor, Tensor]:
     output = empty_in_order((*values.shape[:2], *output_size), torch.int8, values)
     return output, fake_slot(values, output.shape)
 
 
-@torch.library.custom_op("torch_odt::int8_adaptive_average_pool_backward", mutates_args=())
+@in_torch("int8_adaptive_average_pool_backward")
 def _adaptive_backward(gradient: Tensor, input_shape: list[int]) -> Tensor:
     like = _input_of(gradient, input_shape)
     found = torch.ops.aten._adaptive_avg_pool2d_backward(gradient, like)
     return found.contiguous(memory_format=torch.channels_last)
 
 
-@_adaptive_backward.register_fake
+@fake_of("int8_adaptive_average_pool_backward")
 def _(gradient: Tensor, input_shape: list[int]) -> Tensor:
     return empty_in_order(input_shape, torch.float32, gradient)
 
@@ -228,4 +230,4 @@ def _adaptive_gradient(ctx: Any, of_values: Any, gradient: Tensor) -> tuple[Any,
     return None, _adaptive_backward(gradient, ctx.shape), None, None
 
 
-_adaptive.register_autograd(_adaptive_gradient, setup_context=_keep_window)
+register_gradient("int8_adaptive_average_pool", _keep_window, _adaptive_gradient)
