@@ -71,7 +71,11 @@ def training_bytes(make_training: Callable[..., Training], *arguments: Any) -> T
         arguments: what it is called with.
     """
     with multiprocessing.get_context("spawn").Pool(1) as pool:
-        return pool.apply(_measured, (make_training, arguments))
+        measured = pool.apply(_measured, (make_training, arguments))
+        # It ends by itself: one that is stopped leaves what libraries have locked for a warning at the end.
+        pool.close()
+        pool.join()
+    return measured
 
 
 def _measured(make_training: Callable[..., Training], arguments: tuple[Any, ...]) -> TrainingBytes:
