@@ -5,11 +5,11 @@
 
 namespace torch_odt::execute {
 
-// Whether objects are of these very classes and have these very dicts of attributes.
+// Whether objects are of these very classes and have these very `__dict__`s.
 bool are_of(const pybind11::list& objects, const pybind11::list& classes, const pybind11::list& own);
 
 // Whether dicts hold these very objects, all of them in one order, a tuple of names for each dict and the values of all,
-// and others nothing.
+// and whether those of `empty` are still empty.
 bool hold(
     const pybind11::list& dicts, const pybind11::list& names, const pybind11::list& values, const pybind11::list& empty);
 

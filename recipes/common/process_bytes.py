@@ -72,7 +72,7 @@ def training_bytes(make_training: Callable[..., Training], *arguments: Any) -> T
     """
     with multiprocessing.get_context("spawn").Pool(1) as pool:
         measured = pool.apply(_measured, (make_training, arguments))
-        # It ends by itself: one that is stopped leaves what libraries have locked for a warning at the end.
+        # Leaving the block would terminate the worker, whose semaphores multiprocessing warns of then.
         pool.close()
         pool.join()
     return measured

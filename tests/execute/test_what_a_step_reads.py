@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import dataclasses
 import itertools
 import random
 import types
@@ -393,3 +394,22 @@ def test_a_tensor_that_is_no_buffer(changes: bool) -> None:
 
     step = train_both(WithPlainTensor(changes), make_batches(4), between=change)
     assert step.plan.captured is not changes
+
+
+@dataclasses.dataclass
+class Halved:
+    """A callable that compares by value, and so has no hash."""
+
+    by: float = 2.0
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return x / self.by
+
+
+def test_a_forward_may_be_an_object_without_a_hash() -> None:
+    class Halves(nn.Module):
+        forward = Halved()
+
+    model = Net()
+    model.add_module("halves", Halves())
+    train_both(model, make_batches(2))

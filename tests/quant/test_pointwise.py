@@ -162,28 +162,77 @@ def test_the_gradient_behind_a_global_pool_takes_the_memory_of_one_pixel() -> No
     assert torch.equal(gradient, (given / 49).expand(2, 4, 7, 7)) and gradient.stride()[2:] == (0, 0)
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # by the check itself
-def test_operators_are_registered_as_torch_wants_them() -> None:
-    ops = torch.ops.torch_odt
+def operator_calls() -> dict[str, tuple[object, ...]]:
+    """Arguments of each operator, by its name."""
     x, other = activation(2, 4, 6, 6), activation(2, 4, 6, 6, seed=1)
     table, slopes = torch.arange(-128, 128).to(torch.int8), torch.rand(256)
-    kept = torch.ones(2, 4, 6, 6)
-    calls = [
-        (ops.int8_quantize, (torch.randn(2, 4, 6, 6, requires_grad=True), GRID)),
-        (ops.int8_dequantize, tuple(x)),
-        (ops.int8_add, (*x, *other, GRID, 0.0, None)),
-        (ops.int8_multiply, (*x, *other, GRID)),
-        (ops.int8_concatenate, ([x.values, other.values], [x.slot, other.slot], [GRID, GRID], GRID, 1)),
-        (ops.int8_clamp, (*x, 0.0, 1.0)),
-        (ops.int8_look_up, (x.values, x.slot, table, slopes)),
-        (ops.int8_drop, (*x, kept)),
-        (ops.int8_max_pool, (x.values, x.slot, [2, 2], [2, 2], [0, 0], [1, 1], False)),
-        (ops.int8_average_pool, (*x, [2, 2], [2, 2], [0, 0], False, True)),
-        (ops.int8_adaptive_average_pool, (*x, [2, 2])),
-    ]
+    return {
+        "int8_quantize": (torch.randn(2, 4, 6, 6, requires_grad=True), GRID),
+        "int8_dequantize": tuple(x),
+        "int8_add": (*x, *other, GRID, 0.0, None),
+        "int8_multiply": (*x, *other, GRID),
+        "int8_concatenate": ([x.values, other.values], [x.slot, other.slot], [GRID, GRID], GRID, 1),
+        "int8_clamp": (*x, 0.0, 1.0),
+        "int8_look_up": (x.values, x.slot, table, slopes),
+        "int8_drop": (*x, torch.ones(2, 4, 6, 6)),
+        "int8_max_pool": (x.values, x.slot, [2, 2], [2, 2], [0, 0], [1, 1], False),
+        "int8_average_pool": (*x, [2, 2], [2, 2], [0, 0], False, True),
+        "int8_adaptive_average_pool": (*x, [2, 2]),
+    }
+
+
+class Nothing(torch.autograd.Function):
+    """Passes no gradient back, which is not one of zeros."""
+
+    @staticmethod
+    def forward(ctx: object, slot: Tensor) -> Tensor:
+        return slot.clone()
+
+    @staticmethod
+    def backward(ctx: object, gradient: Tensor) -> None:
+        return None
+
+
+@pytest.mark.parametrize("name", sorted(operator_calls()))
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # by the check itself
+def test_operators_are_registered_as_torch_wants_them(name: str) -> None:
     checks = ("test_schema", "test_autograd_registration", "test_faketensor")
-    for operator, arguments in calls:
-        torch.library.opcheck(operator.default, arguments, test_utils=checks)
+    operator = getattr(torch.ops.torch_odt, name).default
+    torch.library.opcheck(operator, operator_calls()[name], test_utils=checks)
+
+
+@pytest.mark.parametrize("name", sorted(set(operator_calls()) - {"int8_quantize", "int8_concatenate"}))
+def test_no_gradient_is_passed_on_as_none(name: str) -> None:
+    arguments = operator_calls()[name]
+    results = getattr(torch.ops.torch_odt, name)(*arguments)
+    of_slot = results if isinstance(results, Tensor) else results[1]
+    total = Nothing.apply(of_slot).sum()
+    total.backward()
+    assert isinstance(arguments[1], Tensor) and arguments[1].grad is None
+
+
+@pytest.mark.parametrize(
+    "name", ["int8_multiply", "int8_look_up", "int8_max_pool", "int8_average_pool", "int8_adaptive_average_pool"]
+)
+def test_second_derivatives_are_refused(name: str) -> None:
+    arguments = operator_calls()[name]
+    results = getattr(torch.ops.torch_odt, name)(*arguments)
+    given = torch.ones_like(results[1]).requires_grad_()
+    with pytest.raises(RuntimeError, match=f"{name}_backward has no gradient"):
+        torch.autograd.grad(results[1], arguments[1], given, create_graph=True)
+
+
+@pytest.mark.parametrize(
+    "name", ["int8_dequantize", "int8_multiply", "int8_average_pool", "int8_adaptive_average_pool"]
+)
+def test_arguments_stay_as_they_are(name: str) -> None:
+    """Also where values are no int8, for which no operator is made."""
+    values, *others = operator_calls()[name]
+    assert isinstance(values, Tensor)
+    floats = values.float()
+    with torch.no_grad():
+        getattr(torch.ops.torch_odt, name)(floats, *others)
+    assert torch.equal(floats, values.float())
 
 
 def test_bad_input_is_named() -> None:

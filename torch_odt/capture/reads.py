@@ -10,7 +10,7 @@ import dis
 import functools
 import sys
 import types
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Collection, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,11 +74,11 @@ def reach_of_step(modules: Iterable[nn.Module], loss_fn: Any, *, plain: Containe
     return _reach([*roots, *functions_in(loss_fn)])
 
 
-def _functions_of(kinds: Iterable[type[nn.Module]]) -> Iterator[Function]:
-    """The code of modules: all methods of the user's own classes, `forward` of an installed package's."""
-    kinds = list(kinds)
+def _functions_of(kinds: Collection[type[nn.Module]]) -> Iterator[Function]:
+    """The code of modules of these classes: all methods of the user's own, `forward` of an installed package's."""
     yield from _methods_of_own(dict.fromkeys(cls for kind in kinds for cls in kind.__mro__))
-    for forward in dict.fromkeys(kind.forward for kind in kinds):
+    for kind in kinds:
+        forward = kind.forward
         if isinstance(forward, Function) and not is_own(forward) and not forward.__module__.startswith("torch."):
             yield forward
 

@@ -27,7 +27,7 @@ from torch_odt.capture.reads import Read, has_contents, is_own_class, reach_of_s
 from torch_odt.execute.named_tensors import StepTensors
 
 _PLAIN = (bool, int, float, str, bytes, type(None))
-_OF_CLASSES = (*_PLAIN, list, dict, tuple, torch.Tensor)
+_CLASS_CONSTANTS = (*_PLAIN, list, dict, tuple, torch.Tensor)
 _DEEPEST = 4
 _LONGEST = 256
 
@@ -69,7 +69,7 @@ def _class_values(modules: Iterable[nn.Module]) -> Iterable[Any]:
     """Plain values that stand in the user's classes."""
     classes = dict.fromkeys(cls for kind in dict.fromkeys(map(type, modules)) for cls in kind.__mro__)
     own = (cls for cls in classes if not cls.__module__.startswith("torch."))
-    return [v for cls in own for k, v in vars(cls).items() if k[:2] != "__" and isinstance(v, _OF_CLASSES)]
+    return [v for cls in own for k, v in vars(cls).items() if k[:2] != "__" and isinstance(v, _CLASS_CONSTANTS)]
 
 
 def _leaf_signature(leaf: Any) -> Hashable:

@@ -56,9 +56,13 @@ def peak_process_bytes(*, root: Path = SYSTEM_ROOT) -> int:
 
 
 def most_resident_bytes() -> int:
-    """The most that was resident since the process began, in bytes: never less than what it holds now.
+    """The most that was resident at any time since the last `reset_process_peak`, in bytes.
 
     When to choose it: to see within a microsecond that a process is far from a limit, before `process_bytes` asks.
+
+    Returns:
+        The resource usage's maximum, which begins with that of the program that started this one, and may lag behind
+        what is held now by the pages that processors have not yet counted.
     """
     unit_bytes = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit_bytes

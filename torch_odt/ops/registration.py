@@ -28,15 +28,17 @@ def register(name: str, schema: str, in_torch: Callable[..., Any], fake: Callabl
     fake_of(name)(fake)
 
 
-def in_torch(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Makes `torch.ops.torch_odt.<name>` of a function that changes no argument; the operator takes its place.
+def operator_in_torch(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Makes `torch.ops.torch_odt.<name>` of a function on CPU tensors; the operator takes the function's place.
 
-    When to choose it: for an operator that has no compiled form. `torch.library.custom_op` leads each call through
-    several layers, which take longer than many an operator.
+    When to choose it: for an operator that has no compiled form and runs in each step. `torch.library.custom_op` leads
+    each call through several layers, which take longer than many an operator; it also looks whether the function keeps
+    what is asked here: no argument is changed, and no result lies in an argument's memory.
     """
 
     def defined(function: Callable[..., Any]) -> Callable[..., Any]:
-        torch.library.define(f"torch_odt::{name}", torch.library.infer_schema(function, mutates_args=()))
+        schema = torch.library.infer_schema(function, mutates_args=())
+        torch.library.define(f"torch_odt::{name}", schema, tags=(torch.Tag.pt2_compliant_tag,))
         torch.library.impl(f"torch_odt::{name}", "cpu", function)
         operator: Callable[..., Any] = getattr(torch.ops.torch_odt, name).default
         return operator
@@ -75,20 +77,15 @@ def register_gradient(name: str, keep: Callable[..., None], gradients: Callable[
 
     When to choose it: for an operator that runs many times a step. That function reads the schema once more for each
     argument of each call, which takes longer than many an operator. Here all arguments are positional, without
-    defaults.
+    defaults, and none that wants a gradient stands in a list.
 
     Args:
         name: the operator's name; it has been registered.
         keep: called with the context, the arguments and the result of a forward pass.
-        gradients: called with the context and the gradients of the results, None for those that have none; returns
-            those of all arguments.
+        gradients: called with the context and the gradients of the results, None for those that have none, but not
+            without any; returns those of all arguments.
     """
-    operator = getattr(torch.ops.torch_odt, name).default
-    below: Any = torch._C._after_autograd_keyset
-
-    def computed(keyset: Any, arguments: tuple[Any, ...]) -> Any:
-        with torch._C._AutoDispatchBelowAutograd():
-            return operator.redispatch(keyset & below, *arguments)
+    computed = _below_autograd(name)
 
     def forward(ctx: Any, *arguments: Any) -> Any:
         ctx.set_materialize_grads(False)
@@ -98,6 +95,8 @@ def register_gradient(name: str, keep: Callable[..., None], gradients: Callable[
         return result
 
     def backward(ctx: Any, *of_results: Any) -> tuple[Any, ...]:
+        if all(each is None for each in of_results):
+            return (None,) * len(ctx.needs_input_grad)
         return *gradients(ctx, *of_results), None
 
     members = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
@@ -109,3 +108,26 @@ def register_gradient(name: str, keep: Callable[..., None], gradients: Callable[
         return computed(keyset, arguments)
 
     _library.impl(name, run, "Autograd", with_keyset=True)
+
+
+def refuse_gradient(name: str) -> None:
+    """Let `torch.ops.torch_odt.<name>` raise RuntimeError where autograd would have to differentiate it."""
+    computed = _below_autograd(name)
+
+    def run(keyset: Any, *arguments: Any) -> Any:
+        if torch.is_grad_enabled() and torch._C._any_requires_grad(*arguments):
+            raise RuntimeError(f"torch_odt::{name} has no gradient: int8 networks have no second derivatives")
+        return computed(keyset, arguments)
+
+    _library.impl(name, run, "Autograd", with_keyset=True)
+
+
+def _below_autograd(name: str) -> Callable[[Any, tuple[Any, ...]], Any]:
+    operator = getattr(torch.ops.torch_odt, name).default
+    below: Any = torch._C._after_autograd_keyset
+
+    def computed(keyset: Any, arguments: tuple[Any, ...]) -> Any:
+        with torch._C._AutoDispatchBelowAutograd():
+            return operator.redispatch(keyset & below, *arguments)
+
+    return computed

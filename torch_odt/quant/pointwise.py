@@ -8,7 +8,13 @@ import torch
 from torch import Tensor
 
 from torch_odt.ops.masked import clamp_with_mask_backward, pack_in_order
-from torch_odt.ops.registration import fake_of, in_torch, register, register_gradient
+from torch_odt.ops.registration import (
+    fake_of,
+    operator_in_torch,
+    refuse_gradient,
+    register,
+    register_gradient,
+)
 from torch_odt.quant.activation import (
     LEAST,
     Int8Activation,
@@ -148,7 +154,7 @@ def masked(gradient: Tensor, mask: Tensor) -> Tensor:
 
 def real(values: Tensor, grid: Tensor) -> Tensor:
     """The real numbers of a grid."""
-    return values.float().sub_(zero_of(grid)).mul_(step_of(grid))
+    return values.to(torch.float32, copy=True).sub_(zero_of(grid)).mul_(step_of(grid))
 
 
 def _quantize(input: Tensor, grid: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -178,7 +184,7 @@ register("int8_quantize", "(Tensor input, Tensor grid) -> (Tensor, Tensor, Tenso
 register_gradient("int8_quantize", _keep_mask, _quantize_backward)
 
 
-@in_torch("int8_dequantize")
+@operator_in_torch("int8_dequantize")
 def _dequantize(values: Tensor, slot: Tensor, grid: Tensor) -> Tensor:
     return real(values, grid)
 
@@ -235,7 +241,7 @@ register(
 register_gradient("int8_add", _keep_mask, _add_backward)
 
 
-@in_torch("int8_multiply")
+@operator_in_torch("int8_multiply")
 def _multiply(
     left: Tensor,
     left_slot: Tensor,
@@ -256,7 +262,7 @@ def _(left: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
     return _fake_with_mask(left)
 
 
-@in_torch("int8_multiply_backward")
+@operator_in_torch("int8_multiply_backward")
 def _multiplied_back(
     gradient: Tensor, mask: Tensor, left: Tensor, left_grid: Tensor, right: Tensor, right_grid: Tensor
 ) -> tuple[Tensor, Tensor]:
@@ -270,6 +276,9 @@ def _(
     gradient: Tensor, mask: Tensor, left: Tensor, left_grid: Tensor, right: Tensor, right_grid: Tensor
 ) -> tuple[Tensor, Tensor]:
     return like_in_order(left, torch.float32), like_in_order(right, torch.float32)
+
+
+refuse_gradient("int8_multiply_backward")
 
 
 def _keep_factors(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -287,7 +296,7 @@ def _multiply_backward(ctx: Any, of_values: Any, gradient: Tensor, of_mask: Any)
 register_gradient("int8_multiply", _keep_factors, _multiply_backward)
 
 
-@in_torch("int8_clamp")
+@operator_in_torch("int8_clamp")
 def _clamp(
     values: Tensor, slot: Tensor, grid: Tensor, low: float | None, high: float | None
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -307,7 +316,7 @@ def _clamp_backward(ctx: Any, of_values: Any, gradient: Tensor, of_mask: Any) ->
 register_gradient("int8_clamp", _keep_mask, _clamp_backward)
 
 
-@in_torch("int8_look_up")
+@operator_in_torch("int8_look_up")
 def _look_up(values: Tensor, slot: Tensor, table: Tensor, slopes: Tensor) -> tuple[Tensor, Tensor]:
     return _entries(table, values), new_slot(values.shape)
 
@@ -321,7 +330,7 @@ def _(values: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     return torch.empty_like(values), fake_slot(values, values.shape)
 
 
-@in_torch("int8_look_up_backward")
+@operator_in_torch("int8_look_up_backward")
 def _looked_up_back(gradient: Tensor, values: Tensor, slopes: Tensor) -> Tensor:
     return _entries(slopes, values).mul_(gradient)
 
@@ -329,6 +338,9 @@ def _looked_up_back(gradient: Tensor, values: Tensor, slopes: Tensor) -> Tensor:
 @fake_of("int8_look_up_backward")
 def _(gradient: Tensor, values: Tensor, slopes: Tensor) -> Tensor:
     return torch.empty_like(values, dtype=torch.float32)
+
+
+refuse_gradient("int8_look_up_backward")
 
 
 def _keep_values(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -344,7 +356,7 @@ def _look_up_backward(ctx: Any, of_values: Any, gradient: Tensor) -> tuple[Any, 
 register_gradient("int8_look_up", _keep_values, _look_up_backward)
 
 
-@in_torch("int8_drop")
+@operator_in_torch("int8_drop")
 def _drop(values: Tensor, slot: Tensor, grid: Tensor, kept: Tensor) -> tuple[Tensor, Tensor]:
     return in_memory_order(torch.where(kept > 0, values, zero_of(grid))), new_slot(values.shape)
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from torch_odt.ops import max_pool2d_with_offsets, max_pool2d_with_offsets_backward
-from torch_odt.ops.registration import fake_of, in_torch, register_gradient
+from torch_odt.ops.registration import fake_of, operator_in_torch, refuse_gradient, register_gradient
 from torch_odt.quant.activation import Int8Activation, empty_in_order, fake_slot, like_in_order, new_slot, zero_of
 
 
@@ -53,7 +53,7 @@ def adaptive_average_pool(input: Int8Activation, output_size: Sequence[int | Non
     return Int8Activation(values, slot, input.grid)
 
 
-@in_torch("int8_max_pool")
+@operator_in_torch("int8_max_pool")
 def _max_pool(
     values: Tensor,
     slot: Tensor,
@@ -73,7 +73,7 @@ def _(values: Tensor, slot: Tensor, *window: Any) -> tuple[Tensor, Tensor, Tenso
     return output, fake_slot(values, output.shape), torch.empty_like(output, dtype=torch.uint8)
 
 
-@in_torch("int8_max_pool_backward")
+@operator_in_torch("int8_max_pool_backward")
 def _max_pool_backward(
     gradient: Tensor,
     offsets: Tensor,
@@ -94,6 +94,9 @@ def _(gradient: Tensor, offsets: Tensor, input_shape: list[int], *window: Any) -
     return empty_in_order(input_shape, torch.float32, gradient)
 
 
+refuse_gradient("int8_max_pool_backward")
+
+
 def _keep_offsets(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     values, _, offsets = output
     ctx.mark_non_differentiable(values, offsets)
@@ -109,7 +112,7 @@ def _max_gradient(ctx: Any, of_values: Any, gradient: Tensor, of_offsets: Any) -
 register_gradient("int8_max_pool", _keep_offsets, _max_gradient)
 
 
-@in_torch("int8_average_pool")
+@operator_in_torch("int8_average_pool")
 def _average_pool(
     values: Tensor,
     slot: Tensor,
@@ -122,7 +125,7 @@ def _average_pool(
 ) -> tuple[Tensor, Tensor]:
     zero = zero_of(grid)
     means = torch.nn.functional.avg_pool2d(
-        values.float().sub_(zero), kernel_size, stride, padding, ceil_mode, count_include_pad
+        values.to(torch.float32, copy=True).sub_(zero), kernel_size, stride, padding, ceil_mode, count_include_pad
     )
     return means.round_().add_(zero).to(torch.int8), new_slot(means.shape)
 
@@ -143,7 +146,7 @@ def _(
     return like_in_order(output, torch.int8), fake_slot(values, output.shape)
 
 
-@in_torch("int8_average_pool_backward")
+@operator_in_torch("int8_average_pool_backward")
 def _average_pool_backward(
     gradient: Tensor,
     input_shape: list[int],
@@ -163,6 +166,9 @@ def _average_pool_backward(
 @fake_of("int8_average_pool_backward")
 def _(gradient: Tensor, input_shape: list[int], *window: Any) -> Tensor:
     return empty_in_order(input_shape, torch.float32, gradient)
+
+
+refuse_gradient("int8_average_pool_backward")
 
 
 def _keep_window(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -191,7 +197,7 @@ def _is_global(input_shape: Sequence[int], output_size: Sequence[int]) -> bool:
     return tuple(output_size) == (1, 1) and min(input_shape) > 0
 
 
-@in_torch("int8_adaptive_average_pool")
+@operator_in_torch("int8_adaptive_average_pool")
 def _adaptive(values: Tensor, slot: Tensor, grid: Tensor, output_size: list[int]) -> tuple[Tensor, Tensor]:
     zero = zero_of(grid)
     if _is_global(values.shape, output_size):
@@ -199,7 +205,7 @@ def _adaptive(values: Tensor, slot: Tensor, grid: Tensor, output_size: list[int]
         pixels = values.shape[2] * values.shape[3]
         means = values.float().sum((2, 3), keepdim=True).sub_(zero * pixels).div_(pixels)
     else:
-        steps = values.float().sub_(zero)
+        steps = values.to(torch.float32, copy=True).sub_(zero)
         means = torch.nn.functional.adaptive_avg_pool2d(steps, (output_size[0], output_size[1]))
     whole = means.round_().add_(zero).to(torch.int8)
     return whole.contiguous(memory_format=torch.channels_last), new_slot(means.shape)
@@ -211,7 +217,7 @@ def _(values: Tensor, slot: Tensor, grid: Tensor, output_size: list[int]) -> tup
     return output, fake_slot(values, output.shape)
 
 
-@in_torch("int8_adaptive_average_pool_backward")
+@operator_in_torch("int8_adaptive_average_pool_backward")
 def _adaptive_backward(gradient: Tensor, input_shape: list[int]) -> Tensor:
     like = _input_of(gradient, input_shape)
     found = torch.ops.aten._adaptive_avg_pool2d_backward(gradient, like)
@@ -221,6 +227,9 @@ def _adaptive_backward(gradient: Tensor, input_shape: list[int]) -> Tensor:
 @fake_of("int8_adaptive_average_pool_backward")
 def _(gradient: Tensor, input_shape: list[int]) -> Tensor:
     return empty_in_order(input_shape, torch.float32, gradient)
+
+
+refuse_gradient("int8_adaptive_average_pool_backward")
 
 
 def _adaptive_gradient(ctx: Any, of_values: Any, gradient: Tensor) -> tuple[Any, ...]:
