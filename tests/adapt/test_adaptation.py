@@ -91,7 +91,8 @@ def test_a_merged_model_computes_what_was_trained(method: str) -> None:
     _train(adaptation)
     trained = model.eval()(x)
     assert trained.shape == (6, 5) and start.shape == (6, 2)
-    assert adaptation.merge() is model
+    assert "merged" not in str(adaptation) and adaptation.merge() is model
+    assert str(adaptation).splitlines()[0].endswith(", merged")
     torch.testing.assert_close(model(x), trained, rtol=1e-4, atol=1e-5)
     assert all(parameter.requires_grad for parameter in model[0].parameters())
     assert type(model[5]) is nn.Linear and model[5].out_features == 5
@@ -326,7 +327,7 @@ def test_a_layer_that_a_list_holds_is_named() -> None:
 def test_hooks_that_do_not_run_are_named() -> None:
     model = _network()
     model[1].register_forward_hook(lambda *_: None)
-    assert odt.adapt.bias_only_(model).notes == ("1 has hooks, which do not run while another module is in its place",)
+    assert odt.adapt.bias_only_(model).notes[0] == "1 has hooks, which do not run while another module is in its place"
 
 
 @pytest.mark.parametrize("method", ["sparse_update", "bias_only", "tinytl in 8 bits"])

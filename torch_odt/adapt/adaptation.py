@@ -236,7 +236,8 @@ class Adaptation:
             ("weights", f"{format_bytes(after.weight_bytes)} instead of {format_bytes(before.weight_bytes)}"),
             *([("kept", f"{format_bytes(kept)} for unload(), until merge()")] if (kept := self.kept_bytes) else []),
         )
-        lines = [f"{self.method} of {type(self.model).__name__}" + ", taken back" * self._is_unloaded]
+        state = ", taken back" if self._is_unloaded else "" if self._changes else ", merged"
+        lines = [f"{self.method} of {type(self.model).__name__}{state}"]
         lines += [f"  {label:<10} {text}" for label, text in rows]
         lines.append("  activations and all else that a step holds: odt.plan(model, loss_fn, batch, budget=...)")
         lines += [f"  note: {note}" for note in self.notes]

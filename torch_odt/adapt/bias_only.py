@@ -10,8 +10,7 @@ from __future__ import annotations
 from torch import nn
 
 from torch_odt.adapt.adaptation import Adaptation, Adapting
-from torch_odt.adapt.fold_frozen_norms import FrozenNorms, check_norm, fold_frozen_norms
-from torch_odt.adapt.frozen_batch_norm import freeze_batch_norms
+from torch_odt.adapt.fold_frozen_norms import FrozenNorms, check_norm, freeze_norms
 from torch_odt.adapt.head import classifier_of
 
 NORMALIZES_ITS_INPUT = (nn.GroupNorm, nn.LayerNorm, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
@@ -37,7 +36,8 @@ def bias_only_(
             then. What `unload()` and `merge()` give back is within rounding what it was.
 
     Returns:
-        What trains and what that saves; its `unload()` takes the change back, `merge()` keeps the new classifier.
+        What trains and what that saves; its `unload()` takes the change back, but not what biases have learnt;
+        `merge()` keeps the new classifier.
 
     Raises:
         ValueError: the model has no classifier that can be found, or no biases outside of it.
@@ -62,9 +62,7 @@ def bias_only_(
             kinds = sorted({type(module).__name__ for module in model.modules()})
             raise ValueError(f"no layer but the classifier {name!r} has a bias; the model has {', '.join(kinds)}")
         adapting.train_only(dict.fromkeys([*biases, *head_names]))
-        freeze_batch_norms(adapting)
-        if norm == "folded":
-            fold_frozen_norms(adapting)
+        freeze_norms(adapting, norm)
         normalizing = sum(isinstance(module, NORMALIZES_ITS_INPUT) for module in model.modules())
         if normalizing:
             adapting.notes.append(f"{normalizing} layers normalize, and keep their input for the gradient that goes on")

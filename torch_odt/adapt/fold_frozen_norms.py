@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from torch_odt.adapt.adaptation import Adapting
-from torch_odt.adapt.frozen_batch_norm import FrozenBatchNorm, FrozenBatchNormAct
+from torch_odt.adapt.frozen_batch_norm import FrozenBatchNorm, FrozenBatchNormAct, freeze_batch_norms
 from torch_odt.adapt.norms_behind import norms_behind
 from torch_odt.adapt.sparse_layers import CONVOLUTIONS
 
@@ -25,6 +25,16 @@ def check_norm(norm: str) -> None:
     """Raises ValueError where it is no way to treat frozen BatchNorms."""
     if norm not in ("frozen", "folded"):
         raise ValueError(f"norm={norm!r}: it is 'frozen' or 'folded'")
+
+
+def freeze_norms(adapting: Adapting, norm: str) -> None:
+    """Let BatchNorms keep their statistics, as `norm` says: "frozen", or "folded" into the convolutions."""
+    if norms := freeze_batch_norms(adapting):
+        if norm == "folded":
+            fold_frozen_norms(adapting)
+        adapting.notes.append(f"{norms} BatchNorms keep their statistics")
+    elif norm == "folded":
+        adapting.notes.append("the model has no BatchNorm for norm='folded'")
 
 
 def fold_frozen_norms(adapting: Adapting) -> None:
@@ -56,9 +66,8 @@ def fold_frozen_norms(adapting: Adapting) -> None:
             continue
         _fold(adapting, (name, conv), (norm_name, norm))
         folded += 1
-    adapting.notes.append(
-        f"{folded} frozen BatchNorms are a part of the convolutions in front of them, {norms - folded} are not"
-    )
+    rest = f", {norms - folded} are not" if folded < norms else ""
+    adapting.notes.append(f"{folded} frozen BatchNorms are a part of the convolutions in front of them{rest}")
 
 
 def _behind_in_both_modes(model: nn.Module) -> dict[str, str]:

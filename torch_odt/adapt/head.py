@@ -137,7 +137,7 @@ def replace_head(adapting: Adapting, classes: int, *, head: str | None = None) -
     if name != (last := find_head(adapting.model)):
         adapting.notes.append(f"the classifier is {name}, as head= says, though {last} is registered as the last layer")
     adapting.replace(name, new.to(old.weight.device, old.weight.dtype), is_added=True)
-    adapting.notes.append(f"{name} is a new classifier of {classes} classes; unload() brings the old one back")
+    adapting.notes.append(f"{name} is a new classifier of {classes} classes")
     _tell(adapting, classes)
     return name
 

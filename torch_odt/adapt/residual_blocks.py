@@ -90,7 +90,7 @@ def find_blocks(model: nn.Module, example: Any, *, blocks: Blocks | None = None)
             if not isinstance(branch, str):
                 raise ValueError(f"blocks says {branch!r} of {name!r}: it is the name of an attribute, '', or None")
             if branch and not hasattr(module, branch):
-                has = ", ".join(local for local, _ in module.named_children())
+                has = ", ".join(local for local, _ in module.named_children()) or "no modules"
                 raise ValueError(f"{name} is a {type(module).__name__}, which has {has}, but no {branch!r}")
             found[name] = f"{name}.{branch}".strip(".") if branch else name
     if not found:

@@ -11,8 +11,7 @@ from torch import nn
 
 from torch_odt.adapt.adaptation import Adaptation, Adapting
 from torch_odt.adapt.channels import ChannelChoice, check_choice, kept_channels
-from torch_odt.adapt.fold_frozen_norms import FrozenNorms, check_norm, fold_frozen_norms
-from torch_odt.adapt.frozen_batch_norm import freeze_batch_norms
+from torch_odt.adapt.fold_frozen_norms import FrozenNorms, check_norm, freeze_norms
 from torch_odt.adapt.head import classifier_of
 from torch_odt.adapt.scheme import Scheme, body_biases
 from torch_odt.adapt.sparse_layers import SparseConv, SparseLinear
@@ -90,10 +89,8 @@ def sparse_update_(
             selected.append(_train_weight(adapting, layer_name, layers[layer_name], ratio, channels, seed))
         head_parameters = [f"{name}.{local}" for local, _ in model.get_submodule(name).named_parameters()]
         adapting.train_only(dict.fromkeys([*selected, *head_parameters]))
-        freeze_batch_norms(adapting)
-        if norm == "folded":
-            fold_frozen_norms(adapting)
-        adapting.notes.append(str(scheme))
+        freeze_norms(adapting, norm)
+        adapting.notes.append(f"the scheme: {scheme}")
         if weight_bits == 8:
             # The last change, because what it frees comes back rounded.
             adapting.notes.append(f"{store_frozen_weights(adapting)} frozen weights are stored in 8 bits")

@@ -21,8 +21,8 @@ from torch_odt.adapt.add_lite_residuals import (
 )
 from torch_odt.adapt.bias_only import NORMALIZES_ITS_INPUT, bias_names
 from torch_odt.adapt.detached_batch_norm import detached_batch_norm
-from torch_odt.adapt.fold_frozen_norms import fold_frozen_norms
-from torch_odt.adapt.frozen_batch_norm import FrozenBatchNorm, freeze_batch_norms, frozen_batch_norm
+from torch_odt.adapt.fold_frozen_norms import freeze_norms
+from torch_odt.adapt.frozen_batch_norm import FrozenBatchNorm, freeze_batch_norms
 from torch_odt.adapt.group_norm import group_batch_norms
 from torch_odt.adapt.head import classifier_of
 from torch_odt.adapt.lite_residual import LiteBranch, LiteResidual
@@ -93,8 +93,8 @@ def tinytl_(
         example: one sample with the batch dimension, for a model that takes something else than images of that size.
 
     Returns:
-        What trains and what that saves; its `unload()` removes the modules and takes the change back;
-        `merge()` keeps the modules and the new classifier.
+        What trains and what that saves; its `unload()` removes the modules and takes the change back, but not
+        what biases have learnt; `merge()` keeps the modules and the new classifier.
 
     Raises:
         ValueError: an argument is wrong, or the model has no block of a known type, or no classifier that can be found.
@@ -121,18 +121,18 @@ def tinytl_(
         of_model = [name for name in _selected(model, mode, found) if name not in of_head]
         # The last to be taken back: what other changes put in place has the flags of this one.
         adapting.train_only([*of_model, *of_head])
-        if norm == "group":
-            norms = group_batch_norms(adapting)
+        if norm in ("frozen", "folded"):
+            freeze_norms(adapting, norm)
         else:
-            norms = freeze_batch_norms(adapting, make=detached_batch_norm if norm == "detached" else frozen_batch_norm)
-        if norm == "folded":
-            fold_frozen_norms(adapting)
-        if norm == "detached" and norms:
-            adapting.notes.append(f"{norms} BatchNorms follow the batch in training, which cannot be cut then")
-        if norm in ("frozen", "folded") and norms:
-            adapting.notes.append(f"{norms} BatchNorms keep their statistics")
-        if norm in ("detached", "group") and not norms:
-            adapting.notes.append(f"the model has no BatchNorm for norm={norm!r}")
+            norms = (
+                group_batch_norms(adapting)
+                if norm == "group"
+                else freeze_batch_norms(adapting, make=detached_batch_norm)
+            )
+            if not norms:
+                adapting.notes.append(f"the model has no BatchNorm for norm={norm!r}")
+            elif norm == "detached":
+                adapting.notes.append(f"{norms} BatchNorms follow the batch in training, which cannot be cut then")
         if weight_standardization:
             standardize_convolutions(adapting, but=LiteResidual)
         bare = [block for block in found if lite_beside(model, block) is None]
