@@ -40,7 +40,7 @@ def test_ways_to_adapt_are_compared(
     arguments = [f"--{name}={value}" for name, value in (small | {"measured-size": 32, "micro-batches": 8}).items()]
     arguments += ["--cache", str(tmp_path / "cache"), "--out", str(tmp_path)]
     code = tinytl_transfer.main(arguments)
-    report = json.loads((tmp_path / "tinytl_transfer_proxyless_mobile_digits_augmented.json").read_text())
+    report = json.loads((tmp_path / "tinytl_transfer_proxyless_mobile_digits_augmented_width_0.1.json").read_text())
     assert len(report["accuracies"]) == len(tinytl_transfer.TRAINED)
     [rows] = report["bytes"].values()
     trained = {name: row["trained_parameters"] for name, row in rows.items()}
