@@ -9,7 +9,7 @@
 
 #include <torch/csrc/stable/library.h>
 
-#include "ops_int8.h"
+#include "ops_int8_pooled.h"
 
 namespace {
 
@@ -128,10 +128,15 @@ std::tuple<Tensor, Tensor, Tensor> layer(
   const int64_t channels = channels_of(weight);
   const float* const scales = floats_of(kName, weight_scale, channels, "weight_scale");
   const auto [least, most] = to.bounds(low, high);
-  const auto [output, mask] = int8_conv2d_quantized(
+  const LayerWindows layer_windows(kName, windows);
+  auto [output, mask] = int8_conv2d_quantized(
       image(values), image(weight), whole_bias(bias, input_step, from, channels),
       for_channels(channels, [&](int64_t i) { return from.step * scales[i] / to.step; }), from.zero, to.zero, least, most,
-      windows);
+      layer_windows.convolution());
+  if (layer_windows.has_pool()) {
+    STD_TORCH_CHECK(values.dim() == 4, kName, ": only images are pooled");
+    std::tie(output, mask) = layer_windows.pooled(output, mask);
+  }
   const Pair sizes = output_sizes(values, output);
   return {shaped(output, sizes), slot_of(sizes, weight), mask};
 }
@@ -164,7 +169,9 @@ struct LayerGradients {
   const Tensor& weight;
   const float* const scales;
   const bool scales_gradients;
-  const Sizes& windows;
+  const Pair& input_shape;
+  const LayerWindows windows;
+  const std::optional<Tensor>& noted;
   const RoundedGradient rounded;
 
   LayerGradients(
@@ -175,14 +182,17 @@ struct LayerGradients {
       bool for_input,
       bool for_weight,
       bool scales,
+      const Pair& of_shape,
       const Sizes& of_windows)
       : weight(of_weight),
         scales(floats_of(kName, weight_scale, channels_of(of_weight), "weight_scale")),
         scales_gradients(scales),
-        windows(of_windows),
+        input_shape(of_shape),
+        windows(kName, of_windows),
+        noted(mask),
         rounded(int8_quantize_gradient(
             of_layer(image(gradient), of_weight),
-            mask,
+            mask && windows.has_pool() ? windows.mask_of(*mask, gradient.numel()) : mask,
             for_input ? std::optional<Tensor>(weight_scale) : std::nullopt,
             for_weight)) {}
 
@@ -203,12 +213,30 @@ struct LayerGradients {
     return scales_gradients ? 1 / unit : unit;
   }
 
-  Tensor of_input(const Pair& input_shape) const {
-    const bool has_pixels = input_shape.size() == 4;
-    const Pair size = has_pixels ? Pair{input_shape[2], input_shape[3]} : Pair{1, 1};
+  Pair input_size() const {
+    return input_shape.size() == 4 ? Pair{input_shape[2], input_shape[3]} : Pair{1, 1};
+  }
+
+  // A gradient of the layer's output as one of the convolution's.
+  Tensor before_pool(const Tensor& gradient) const {
+    if (!windows.has_pool()) {
+      return gradient;
+    }
+    STD_TORCH_CHECK(noted && input_shape.size() == 4, kName, ": a pooled layer is one of images, and needs its mask");
+    const Geometry geometry{kName, windows.convolution()};
+    geometry.check();
     const Tensor weights = image(weight);
+    const Pair size = input_size();
+    return windows.unpooled(
+        gradient, *noted, geometry.axis(0, size[0], weights.size(2)).output,
+        geometry.axis(1, size[1], weights.size(3)).output);
+  }
+
+  Tensor of_input() const {
+    const Tensor gradient = before_pool(rounded.for_input);
     return shaped(
-        int8_conv2d_grad_input_scaled(rounded.for_input, weights, rounded.input_step, size, windows), input_shape);
+        int8_conv2d_grad_input_scaled(gradient, image(weight), rounded.input_step, input_size(), windows.convolution()),
+        input_shape);
   }
 
   // What the sums of the weight's gradient are multiplied by.
@@ -245,18 +273,18 @@ std::tuple<Tensor, Tensor, Tensor> layer_backward(
     bool scales_gradients,
     const Sizes& windows) {
   const LayerGradients found(
-      gradient, mask, weight, weight_scale, for_input, for_weight, scales_gradients, windows);
+      gradient, mask, weight, weight_scale, for_input, for_weight, scales_gradients, input_shape, windows);
   const auto made = [&](bool wanted, const auto& function) {
     return wanted ? function() : empty_flat(0, ScalarType::Float, gradient);
   };
-  const Tensor of_input = made(for_input, [&] { return found.of_input(input_shape); });
+  const Tensor of_input = made(for_input, [&] { return found.of_input(); });
   const Tensor of_weight = made(for_weight, [&] {
     STD_TORCH_CHECK(values.has_value(), kName, ": the weight's gradient needs the input");
     const Grid from(kName, grid, "grid");
     const Tensor weights = image(weight);
     const Tensor result = int8_conv2d_grad_weight_scaled(
-        found.rounded.for_weight, image(*values), found.weight_units(from), from.zero,
-        {weights.size(2), weights.size(3)}, windows);
+        found.before_pool(found.rounded.for_weight), image(*values), found.weight_units(from), from.zero,
+        {weights.size(2), weights.size(3)}, found.windows.convolution());
     return by_rows(result, weight);
   });
   return {of_input, of_weight, made(for_bias, [&] { return found.of_bias(input_step); })};
@@ -282,16 +310,17 @@ std::tuple<Tensor, Tensor> layer_descend_(
   check_update(kDescendName, weight);
   int64_t* const seed_and_updates = counters_of(kDescendName, rounding, 2, "rounding");
   int64_t* const clamped = counters_of(kDescendName, saturated, 1, "saturated");
-  const LayerGradients found(gradient, mask, weight, weight_scale, for_input, true, scales_gradients, windows);
+  const LayerGradients found(gradient, mask, weight, weight_scale, for_input, true, scales_gradients, input_shape, windows);
   const Grid from(kName, grid, "grid");
   const Descending how{static_cast<float>(rate), static_cast<float>(weight_decay), update_seed(seed_and_updates)};
   const auto made = [&](bool wanted, const auto& function) {
     return wanted ? function() : empty_flat(0, ScalarType::Float, gradient);
   };
   // By the weight as it was.
-  const Tensor of_input = made(for_input, [&] { return found.of_input(input_shape); });
+  const Tensor of_input = made(for_input, [&] { return found.of_input(); });
   *clamped += int8_conv2d_descend_weight_(
-      image(weight), found.rounded.for_weight, image(values), found.weight_units(from), from.zero, how, windows);
+      image(weight), found.before_pool(found.rounded.for_weight), image(values), found.weight_units(from), from.zero, how,
+      found.windows.convolution());
   ++seed_and_updates[1];
   return {of_input, made(for_bias, [&] { return found.of_bias(input_step); })};
 }

@@ -6,8 +6,46 @@
 #include <torch/csrc/stable/library.h>
 #include <torch/headeronly/core/MemoryFormat.h>
 
-#include "kernels/max_pool.h"
 #include "ops_channels.h"
+#include "ops_max_pool.h"
+
+namespace torch_odt {
+
+namespace {
+
+int64_t windows_of(const kernels::WindowAxis& axis, bool ceil_mode) {
+  const int64_t reach = axis.input + 2 * axis.padding - axis.dilation * (axis.kernel - 1) - 1;
+  if (reach < 0) {
+    return 0;
+  }
+  const int64_t count = (reach + (ceil_mode ? axis.stride - 1 : 0)) / axis.stride + 1;
+  return (count - 1) * axis.stride >= axis.input + axis.padding ? count - 1 : count;
+}
+
+} // namespace
+
+kernels::WindowAxis pool_axis(
+    const char* name,
+    int64_t input,
+    int64_t kernel,
+    int64_t stride,
+    int64_t padding,
+    int64_t dilation,
+    bool ceil_mode) {
+  STD_TORCH_CHECK(
+      kernel > 0 && stride > 0 && dilation > 0 && padding >= 0 && padding <= ((kernel - 1) * dilation + 1) / 2,
+      name,
+      ": kernel size, stride and dilation must be positive, and padding at most half of the window");
+  kernels::WindowAxis axis{input, 0, kernel, stride, padding, dilation};
+  axis.output = windows_of(axis, ceil_mode);
+  STD_TORCH_CHECK(input > 0 && axis.output > 0, name, ": the input is too small for a window");
+  for (int64_t window = 0; window < axis.output; ++window) {
+    STD_TORCH_CHECK(axis.first(window) < axis.last(window), name, ": a window lies outside of the input");
+  }
+  return axis;
+}
+
+} // namespace torch_odt
 
 namespace {
 
@@ -33,36 +71,6 @@ MemoryFormat format_of(const Tensor& image) {
   return MemoryFormat::ChannelsLast;
 }
 
-int64_t windows_of(const kernels::WindowAxis& axis, bool ceil_mode) {
-  const int64_t reach = axis.input + 2 * axis.padding - axis.dilation * (axis.kernel - 1) - 1;
-  if (reach < 0) {
-    return 0;
-  }
-  const int64_t count = (reach + (ceil_mode ? axis.stride - 1 : 0)) / axis.stride + 1;
-  return (count - 1) * axis.stride >= axis.input + axis.padding ? count - 1 : count;
-}
-
-kernels::WindowAxis axis_of(
-    const char* name,
-    int64_t input,
-    int64_t kernel,
-    int64_t stride,
-    int64_t padding,
-    int64_t dilation,
-    bool ceil_mode) {
-  STD_TORCH_CHECK(
-      kernel > 0 && stride > 0 && dilation > 0 && padding >= 0 && padding <= ((kernel - 1) * dilation + 1) / 2,
-      name,
-      ": kernel size, stride and dilation must be positive, and padding at most half of the window");
-  kernels::WindowAxis axis{input, 0, kernel, stride, padding, dilation};
-  axis.output = windows_of(axis, ceil_mode);
-  STD_TORCH_CHECK(input > 0 && axis.output > 0, name, ": the input is too small for a window");
-  for (int64_t window = 0; window < axis.output; ++window) {
-    STD_TORCH_CHECK(axis.first(window) < axis.last(window), name, ": a window lies outside of the input");
-  }
-  return axis;
-}
-
 kernels::Pool pool_of(
     const char* name,
     const Tensor& input,
@@ -79,7 +87,7 @@ kernels::Pool pool_of(
     STD_TORCH_CHECK(pair->size() == 2, name, ": windows are described by two numbers, for rows and for columns");
   }
   const auto axis = [&](size_t which) {
-    return axis_of(
+    return pool_axis(
         name,
         input.size(input.dim() - 2 + static_cast<int64_t>(which)),
         kernel_size[which],

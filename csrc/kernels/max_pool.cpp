@@ -232,6 +232,37 @@ TORCH_ODT_INLINE void gather(
   }
 }
 
+TORCH_ODT_INLINE void gather_bits(
+    const uint8_t* bits,
+    const uint8_t* offsets,
+    const Pool* pool,
+    const WindowTable* table,
+    int64_t begin,
+    int64_t end,
+    uint8_t* pooled) {
+  const WindowAxis rows = pool->rows;
+  const WindowAxis columns = pool->columns;
+  const int64_t channels = pool->channels;
+  uint32_t byte = 0;
+  for (int64_t pixel = begin; pixel < end; ++pixel) {
+    const Row row(pixel / columns.output, rows.output);
+    const int64_t line = row.plane * rows.input + rows.position(row.window, 0);
+    const int64_t corner = (line * columns.input + columns.position(pixel % columns.output, 0)) * channels;
+    for (int64_t c = 0; c < channels; ++c) {
+      const int64_t i = pixel * channels + c;
+      const int64_t element = corner + c + table->distance[offsets[i]];
+      byte |= (bits[element / 8] >> (element % 8) & 1U) << (i % 8);
+      if (i % 8 == 7) {
+        pooled[i / 8] = static_cast<uint8_t>(byte);
+        byte = 0;
+      }
+    }
+  }
+  if (end * channels % 8 != 0) {
+    pooled[end * channels / 8] = static_cast<uint8_t>(byte);
+  }
+}
+
 } // namespace
 
 template <typename Storage>
@@ -266,6 +297,12 @@ void max_pool_backward_rows(
     }
     begin = plane_end;
   }
+}
+
+void pooled_bits(
+    const uint8_t* bits, const uint8_t* offsets, const Pool& pool, int64_t begin, int64_t end, uint8_t* pooled) {
+  const WindowTable table(pool);
+  gather_bits(bits, offsets, &pool, &table, begin, end, pooled);
 }
 
 #define TORCH_ODT_INSTANTIATE(STORAGE)                                                                                \

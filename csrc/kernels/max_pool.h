@@ -46,4 +46,10 @@ void max_pool_backward_rows(
     int64_t end,
     Storage* grad_input);
 
+// Bits of an input's elements, one for each in the order of memory, where windows have their largest: of the pixels
+// `begin` to `end` of the output, numbered through all samples, in channels_last. `begin` is a multiple of 8, and `end`
+// one as well or the number of pixels. Offsets are those of `max_pool_rows`, and no others.
+void pooled_bits(
+    const uint8_t* bits, const uint8_t* offsets, const Pool& pool, int64_t begin, int64_t end, uint8_t* pooled);
+
 } // namespace torch_odt::kernels

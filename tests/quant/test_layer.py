@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
@@ -14,6 +15,7 @@ from torch import Tensor
 from torch_odt.quant import layer
 from torch_odt.quant.activation import Int8Activation, new_slot, new_weight_slot, weight_of
 from torch_odt.quant.layer import LayerTensors, Windows, int8_layer, int8_layer_to_float
+from torch_odt.quant.pooling import Pool, max_pool
 from torch_odt.quant.ranges import grid_of
 
 
@@ -55,7 +57,22 @@ class Case:
         bias = (t.bias.detach().double() * t.weight_scale * t.input_step).requires_grad_()
         if t.weight.dim() == 2:
             return x, weight, bias, torch.nn.functional.linear(x, weight, bias)
-        return x, weight, bias, torch.conv2d(x, weight, bias, w.stride, w.padding, w.dilation, w.groups)
+        output = torch.conv2d(x, weight, bias, w.stride, w.padding, w.dilation, w.groups)
+        return x, weight, bias, output if w.pool is None else self._pooled(output, w.pool)
+
+    def whole(self, output: Tensor) -> tuple[Tensor, int, int]:
+        """A real output rounded to the grid, and the bounds there."""
+        step, zero = self.output_grid.double()
+        low = -128 if self.low is None else max(-128, round(self.low / float(step)) + int(zero))
+        high = 127 if self.high is None else min(127, round(self.high / float(step)) + int(zero))
+        return (output.detach() / step).round() + zero, low, high
+
+    def _pooled(self, output: Tensor, pool: Pool) -> Tensor:
+        """Of each window the element that is the largest in int8: of equal ones the first."""
+        whole, low, high = self.whole(output)
+        window = (pool.kernel_size, pool.stride, pool.padding, pool.dilation, pool.ceil_mode)
+        _, places = F.max_pool2d(whole.clamp(low, high), *window, return_indices=True)
+        return output.flatten(2).gather(2, places.flatten(2)).view(places.shape)
 
     def descended(self, kept: tuple[Any, ...], rest: tuple[Any, ...], run: Any) -> list[Tensor]:
         """What the operator gives and changes whose weight's gradient is taken off the weight."""
@@ -111,6 +128,9 @@ CASES = {
     "linear": make_case((20, 11), None, Windows()),
     "relu": make_case(low=0.0),
     "relu6": make_case(low=0.0, high=1.0),
+    "pooled": make_case(windows=Windows(padding=(1, 1), pool=Pool((2, 2), (2, 2))), low=0.0),
+    "pooled apart": make_case((4, 5), windows=Windows((2, 1), pool=Pool((1, 2), (2, 3), (0, 1)))),
+    "pooled up": make_case((4, 3), windows=Windows(padding=(1, 1), pool=Pool((2, 3), (2, 3), ceil_mode=True))),
 }
 
 
@@ -154,10 +174,7 @@ def test_any_windows(
 
 def passed(case: Case, output: Int8Activation) -> Tensor:
     """Where the gradient passes: where nothing was clamped before rounding."""
-    step, zero = case.output_grid.double()
-    whole = (case.real()[3].detach() / step).round() + zero
-    low = -128 if case.low is None else max(-128, round(case.low / float(step)) + int(zero))
-    high = 127 if case.high is None else min(127, round(case.high / float(step)) + int(zero))
+    whole, low, high = case.whole(case.real()[3])
     return (whole >= low) & (whole <= high)
 
 
@@ -252,7 +269,7 @@ def test_a_frozen_weight_keeps_no_input() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # by the check itself
-@pytest.mark.parametrize("name", ["relu6", "linear"])
+@pytest.mark.parametrize("name", ["relu6", "linear", "pooled up"])
 def test_it_is_registered_as_torch_wants_it(name: str) -> None:
     case = CASES[name]
     t = case.tensors
@@ -262,7 +279,8 @@ def test_it_is_registered_as_torch_wants_it(name: str) -> None:
     operators = torch.ops.torch_odt
     arguments = (*tensors, case.output_grid, case.low, case.high, True, windows)
     torch.library.opcheck(operators.int8_layer.default, arguments, test_utils=checks)
-    torch.library.opcheck(operators.int8_layer_to_float.default, (*tensors, False, windows), test_utils=checks)
+    if case.windows.pool is None:
+        torch.library.opcheck(operators.int8_layer_to_float.default, (*tensors, False, windows), test_utils=checks)
 
 
 def test_a_gradient_that_is_not_finite_is_named() -> None:
@@ -292,7 +310,7 @@ def test_the_compiled_layer_has_the_bits_of_plain_torch(name: str, scales: bool)
         found, expected = ops.int8_layer(*arguments), layer._layer(*arguments)
         assert torch.equal(found[0], expected[0]) and torch.equal(found[2], expected[2])
         assert found[0].stride() == expected[0].stride() and found[1].shape == expected[1].shape
-        real = (*tensors, scales, windows)
+        real = (*tensors, scales, windows[:7])
         assert torch.equal(ops.int8_layer_to_float(*real), layer._layer_to_float(*real))
         gradient = torch.randn(found[0].shape, generator=torch.Generator().manual_seed(1))
         kept = (gradient, found[2], case.values, case.input_grid, t.weight, t.weight_scale, t.input_step)
@@ -303,3 +321,67 @@ def test_the_compiled_layer_has_the_bits_of_plain_torch(name: str, scales: bool)
             if wanted[1]:
                 descended = [case.descended(kept, rest, run) for run in (ops.int8_layer_descend_, layer._descend)]
                 assert all(torch.equal(*pair) for pair in zip(*descended, strict=True))
+
+
+@given(
+    channels=st.tuples(st.integers(1, 9), st.integers(1, 17)),
+    size=st.tuples(st.integers(1, 3), st.integers(1, 3)),
+    apart=st.tuples(st.integers(0, 1), st.integers(0, 1)),
+    is_padded=st.booleans(),
+    ceil_mode=st.booleans(),
+    low=st.sampled_from([None, 0.0]),
+)
+def test_a_pool_in_the_layer_is_the_pool_behind_it(
+    channels: tuple[int, int],
+    size: tuple[int, int],
+    apart: tuple[int, int],
+    is_padded: bool,
+    ceil_mode: bool,
+    low: float | None,
+) -> None:
+    stride = (size[0] + apart[0], size[1] + apart[1])
+    pool = Pool(size, stride, (size[0] // 2, size[1] // 2) if is_padded else (0, 0), ceil_mode=ceil_mode)
+    case = make_case(channels, low=low)
+    case.tensors.weight_scale.fill_(0.5)
+    expected = max_pool(case.run(), pool)
+    pooled = replace(case, windows=case.windows._replace(pool=pool))
+    found = pooled.run()
+    assert torch.equal(found.values, expected.values) and found.values.stride() == expected.values.stride()
+    # Few steps, all of which int8 holds: nothing is rounded, and whether before or behind the pool makes no difference.
+    gradient = torch.randint(-1, 2, found.values.shape, generator=torch.Generator().manual_seed(1)).float()
+    wanted = (case.slot, case.tensors.weight_slot, case.tensors.bias)
+    ours, theirs = (torch.autograd.grad(each.slot, wanted, gradient) for each in (found, expected))
+    for one, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5 * float(other.abs().max()))
+
+
+def test_pools_that_a_layer_cannot_do_are_refused() -> None:
+    case = make_case()
+    for windows, complaint in (
+        (Windows(pool=Pool((3, 3), (2, 2))), "must not overlap"),
+        (Windows(pool=Pool((2, 2), (2, 2), (2, 2))), "padding at most half"),
+        (Windows(pool=Pool((17, 17), (17, 17))), "more than 256 elements|too small"),
+    ):
+        for run in (torch.ops.torch_odt.int8_layer, layer._layer):
+            with pytest.raises(RuntimeError, match=complaint):
+                run(*case.input, *case.tensors, case.output_grid, None, None, False, windows.numbers)
+    flat = CASES["linear"]
+    numbers = Windows(pool=Pool((1, 1), (1, 1))).numbers
+    for run in (torch.ops.torch_odt.int8_layer, layer._layer):
+        with pytest.raises(RuntimeError, match="only images are pooled"):
+            run(*flat.input, *flat.tensors, flat.output_grid, None, None, False, numbers)
+    pooled = CASES["pooled"]
+    mask = torch.zeros(7, dtype=torch.uint8)
+    kept = (
+        torch.ones(pooled.run().values.shape),
+        mask,
+        pooled.values,
+        pooled.input_grid,
+        pooled.tensors.weight,
+        pooled.tensors.weight_scale,
+        pooled.tensors.input_step,
+    )
+    rest = (list(pooled.values.shape), True, True, True, False, pooled.windows.numbers)
+    for run in (torch.ops.torch_odt.int8_layer_backward, layer._backward):
+        with pytest.raises(RuntimeError, match="a byte and a bit for each element"):
+            run(*kept, *rest)

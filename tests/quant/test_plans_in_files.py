@@ -69,7 +69,7 @@ def qas_to_the_scores(model: nn.Module) -> torch.optim.Optimizer:
 def clamped() -> nn.Module:
     """A clamp without a layer in front of it."""
     torch.manual_seed(0)
-    return nn.Sequential(nn.Conv2d(3, 6, 3), nn.MaxPool2d(2), nn.ReLU6(), nn.Flatten(), nn.Linear(150, 4))
+    return nn.Sequential(nn.Conv2d(3, 6, 3), nn.MaxPool2d(3, 2, 1), nn.ReLU6(), nn.Flatten(), nn.Linear(150, 4))
 
 
 def pooled() -> nn.Module:

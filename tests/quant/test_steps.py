@@ -80,10 +80,12 @@ def test_int8_operators_are_nodes_of_the_graph() -> None:
     targets = [op.target for op in graph.ops]
     assert targets.count("torch_odt.int8_layer.default") == targets.count("torch_odt.int8_layer_backward.default") == 3
     layers = [op for op in graph.ops if op.target == "torch_odt.int8_layer.default"]
-    # An eighth of a byte, and one byte, an element; the slot takes one number.
+    # An eighth of a byte, and one byte, an element; the slot takes one number. Of what is pooled a byte says whence.
     elements = [math.prod(graph.values[op.writes[0]].shape) for op in layers]
     found = [[graph.values[value].nbytes for value in op.results] for op in layers]
-    assert found == [[count, 4, count // 8] for count in elements]
+    is_pooled = [len(op.args[12]) > 7 for op in layers]
+    assert found == [[n, 4, n // 8 + n * pooled] for n, pooled in zip(elements, is_pooled, strict=True)]
+    assert is_pooled == [True, False, False] and not any("max_pool" in target for target in targets)
 
 
 @pytest.mark.parametrize(("is_given", "in_backward"), [(False, False), (True, False), (True, True)])

@@ -160,8 +160,8 @@ def _is_plain_convolution(graph: TrainingGraph, op: Op) -> bool:
     if not _is_image_convolution(graph, op) or op.kwargs or op.phase != "forward":
         return False
     if op.target == _INT8_LAYER:
-        # What its clamp leaves a backward pass is its third result.
-        return op.writes[2] is None
+        # What its clamp leaves a backward pass is its third result. Behind seven numbers stand those of a pool.
+        return op.writes[2] is None and len(op.args[12]) == 7
     values = [graph.values[value] for value in (*op.reads, *op.results)]
     return not op.args[6] and len({value.dtype for value in values}) == 1
 

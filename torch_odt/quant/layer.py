@@ -2,14 +2,15 @@
 
 Forward (TTE; J. Lin et al., "On-Device Training Under 256KB Memory", NeurIPS 2022, section 3.1): with the input's step
 s_x and the weight's s_W, one for each output channel, (sum of (x - z_x) W + b) s_x s_W / s_y, rounded, plus z_y,
-clamped; a clamp behind the layer is part of that. Backward, with the gradient g of the real output where nothing was
-clamped, in int8 as well: the weight's gradient from g rounded channel by channel, the input's from g s_W rounded as a
-whole, since s_W does not factor out of its sums. Rounding is stochastic, so that both are right on average.
+clamped; a clamp behind the layer is part of that, and so is a max-pool behind both (`layer_pool.py`). Backward, with
+the gradient g of the real output where nothing was clamped, in int8 as well: the weight's gradient from g rounded
+channel by channel, the input's from g s_W rounded as a whole, since s_W does not factor out of its sums. Rounding is
+stochastic, so that both are right on average.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -41,6 +42,8 @@ from torch_odt.quant.activation import (
     zero_of,
 )
 from torch_odt.quant.in_backward import is_same_memory, use_of
+from torch_odt.quant.layer_pool import OF_CONVOLUTION, noted_size, numbers_of, pool_of, pooled, pooled_size, spread_of
+from torch_odt.quant.pooling import Pool
 
 # int32 has to hold the sums with it.
 BIAS_MOST = 2.0**30
@@ -81,16 +84,25 @@ class LayerTensors(NamedTuple):
 
 
 class Windows(NamedTuple):
-    """As in `torch.nn.Conv2d`; a linear layer is a convolution of images of one pixel."""
+    """As in `torch.nn.Conv2d`; a linear layer is a convolution of images of one pixel.
+
+    Attributes:
+        pool: what pools the output, if anything does.
+    """
 
     stride: tuple[int, int] = (1, 1)
     padding: tuple[int, int] = (0, 0)
     dilation: tuple[int, int] = (1, 1)
     groups: int = 1
+    pool: Pool | None = None
 
     @property
     def numbers(self) -> tuple[int, ...]:
-        return windows_of(self.stride, self.padding, self.dilation, self.groups)
+        """As the operators take them: seven of the convolution, and seven more of a pool."""
+        of_convolution = windows_of(self.stride, self.padding, self.dilation, self.groups)
+        if self.pool is None:
+            return of_convolution
+        return (*of_convolution, *numbers_of(self.pool))
 
 
 def int8_layer(
@@ -144,11 +156,16 @@ def _image(tensor: Tensor) -> Tensor:
     return tensor if tensor.dim() == 4 else tensor.reshape(-1, tensor.shape[-1], 1, 1)
 
 
-def _output_shape(values: Tensor, weight: Tensor, windows: Sequence[int]) -> list[int]:
-    if values.dim() != 4:
-        return [*values.shape[:-1], weight.shape[0]]
-    size = Geometry.of("int8_layer", windows).output_size("int8_layer", values.shape[2:], weight.shape[2:])
-    return [values.shape[0], weight.shape[0], *size]
+def _output_shape(input_shape: Sequence[int], weight: Tensor, windows: Sequence[int]) -> list[int]:
+    """The shape before a pool."""
+    if len(input_shape) != 4:
+        return [*input_shape[:-1], weight.shape[0]]
+    size = _geometry(windows).output_size("int8_layer", input_shape[2:], weight.shape[2:])
+    return [input_shape[0], weight.shape[0], *size]
+
+
+def _geometry(windows: Sequence[int]) -> Geometry:
+    return Geometry.of("int8_layer", windows[:OF_CONVOLUTION])
 
 
 def _whole_bias(bias: Tensor | None, input_step: Tensor, grid: Tensor) -> Tensor | None:
@@ -159,7 +176,7 @@ def _whole_bias(bias: Tensor | None, input_step: Tensor, grid: Tensor) -> Tensor
 
 
 def _named(windows: Sequence[int]) -> dict[str, Any]:
-    return vars(Geometry.of("int8_layer", windows))
+    return vars(_geometry(windows))
 
 
 def _layer(
@@ -177,21 +194,26 @@ def _layer(
     scales_gradients: bool,
     windows: Sequence[int],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    shape = _output_shape(values, weight, windows)
+    shape = _output_shape(values.shape, weight, windows)
     least, most = bounds(output_grid, low, high)
     output, mask, _ = int8_conv2d_quantized(
         _image(values), _image(weight), step_of(grid) * weight_scale / step_of(output_grid),
         _whole_bias(bias, input_step, grid), input_zero_point=zero_of(grid), output_zero_point=zero_of(output_grid),
         low=least, high=most, **_named(windows),
     )  # fmt: skip
-    return output.reshape(shape), new_slot(shape), mask
+    output = output.reshape(shape)
+    if pool := pool_of(windows):
+        output, mask = pooled(output, mask, pool)
+    return output, new_slot(output.shape), mask
 
 
 def _layer_fake(
     values: Tensor, slot: Tensor, grid: Tensor, weight: Tensor, *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    output = empty_in_order(_output_shape(values, weight, rest[-1]), torch.int8, values)
-    return output, fake_slot(values, output.shape), values.new_empty(packed_size(output.numel()), dtype=torch.uint8)
+    shape, pool = _output_shape(values.shape, weight, rest[-1]), pool_of(rest[-1])
+    output = empty_in_order(pooled_size(shape, pool) if pool else shape, torch.int8, values)
+    noted = noted_size(output.numel()) if pool else packed_size(output.numel())
+    return output, fake_slot(values, output.shape), values.new_empty(noted, dtype=torch.uint8)
 
 
 def _layer_to_float(
@@ -210,11 +232,11 @@ def _layer_to_float(
         _image(values), _image(weight), step_of(grid) * weight_scale, _whole_bias(bias, input_step, grid),
         input_zero_point=zero_of(grid), **_named(windows),
     )  # fmt: skip
-    return output.reshape(_output_shape(values, weight, windows))
+    return output.reshape(_output_shape(values.shape, weight, windows))
 
 
 def _layer_to_float_fake(values: Tensor, slot: Tensor, grid: Tensor, weight: Tensor, *rest: Any) -> Tensor:
-    return empty_in_order(_output_shape(values, weight, rest[-1]), torch.float32, values)
+    return empty_in_order(_output_shape(values.shape, weight, rest[-1]), torch.float32, values)
 
 
 def _backward(
@@ -233,6 +255,9 @@ def _backward(
     windows: Sequence[int],
 ) -> tuple[Tensor, Tensor, Tensor]:
     geometry = _named(windows)
+    spread: Callable[[Tensor], Tensor] = _image
+    if pool := pool_of(windows):
+        mask, spread = spread_of(gradient, mask, pool, _output_shape(input_shape, weight, windows))
     found = int8_quantize_gradient(
         _image(gradient), mask, weight_scale=weight_scale if for_input else None, for_weight=for_weight
     )
@@ -240,13 +265,13 @@ def _backward(
     if for_input:
         size = input_shape[2:] if len(input_shape) == 4 else (1, 1)
         of_input = int8_conv2d_grad_input_scaled(
-            found.for_input, _image(weight), found.input_step, size, **geometry
+            spread(found.for_input), _image(weight), found.input_step, size, **geometry
         ).reshape(input_shape)
     if for_weight:
         assert values is not None
         scale = found.weight_steps * step_of(grid) * (1 / weight_scale if scales_gradients else weight_scale)
         of_weight, _ = int8_conv2d_grad_weight_scaled(
-            found.for_weight,
+            spread(found.for_weight),
             _image(values),
             scale,
             _image(weight).shape[2:],

@@ -187,7 +187,8 @@ class Int8Layer(Quantized):
         shape = tuple(self.weight.shape if self.masters == "none" else self.master.shape)
         output = "float32" if self.output_grid is None else "int8"
         masters = ", masters in float32" if self.masters == "fp32" else ""
-        return f"weight={shape} in int8, output in {output}{masters}"
+        pooled = "" if self.windows.pool is None else ", max-pooled"
+        return f"weight={shape} in int8, output in {output}{pooled}{masters}"
 
 
 class Int8Conv2d(Int8Layer):

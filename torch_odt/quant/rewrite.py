@@ -11,10 +11,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, fx, nn
 
+from torch_odt.ops.max_pool import MOST_WINDOW_ELEMENTS
 from torch_odt.quant import pointwise, pooling
 from torch_odt.quant.activation import Int8Activation, in_memory_order
 from torch_odt.quant.kinds import Kind, folded, is_in_place, kind_of
 from torch_odt.quant.layer import Windows
+from torch_odt.quant.layer_pool import can_be_of_a_layer
 from torch_odt.quant.modules import (
     Int8Add,
     Int8Concatenate,
@@ -269,19 +271,23 @@ class _Rewriter:
         *,
         to_float: bool = False,
     ) -> None:
-        """Put an int8 layer in the place of the nodes from one to another, and of the clamp behind them.
+        """Put an int8 layer in the place of the nodes from one to another, and of clamp and pool behind them.
 
         Args:
             origins: the modules that the weight and the bias are of; they say what trains.
         """
-        low, high, end = self._clamp_behind(last)
+        low, high, ranged = self._clamp_behind(last)
         if to_float:
-            low, high, end = None, None, last
+            low, high, ranged = None, None, last
+        pool = None if to_float or weight.dim() != 4 else self._pool_behind(ranged)
+        if pool is not None:
+            windows = windows._replace(pool=self.kinds[pool].options["pool"])
+        end = pool or ranged
         if not bool(weight.isfinite().all()):
             raise ValueError(f"the weight of {self._name_of(node)} is not finite, BatchNorm included")
         if not bool(weight.any()):
             raise _NotInInt8("its weight is 0")
-        grid = None if to_float else self._grid(end)
+        grid = None if to_float else self._grid(ranged)
         source, input_grid = self._in_int8(self.kinds[node].inputs[0])
         make = Int8Linear if weight.dim() == 2 else Int8Conv2d
         name = self._name_of(node)
@@ -296,6 +302,13 @@ class _Rewriter:
         new = self.graph.call_module(str(node.target), (source,))
         self._mark(node, end)
         self.values[end] = _Value(real=new) if grid is None else _Value(int8=new, grid=grid)
+
+    def _pool_behind(self, node: fx.Node) -> fx.Node | None:
+        """A max-pool that a layer's operators can do."""
+        pool = self._only_user(node, "max_pool")
+        if pool is None or pool not in self.part.ranges:
+            return None
+        return pool if can_be_of_a_layer(self.kinds[pool].options["pool"]) else None
 
     def _mark(self, start: fx.Node, end: fx.Node) -> None:
         """The nodes from one to another in a row are done."""
@@ -386,8 +399,8 @@ class _Rewriter:
 
     def _int8_max_pool(self, node: fx.Node, kind: Kind) -> bool:
         pool = kind.options["pool"]
-        if math.prod(pool.kernel_size) > 256:
-            raise _NotInInt8("its windows have more than 256 elements")
+        if math.prod(pool.kernel_size) > MOST_WINDOW_ELEMENTS:
+            raise _NotInInt8(f"its windows have more than {MOST_WINDOW_ELEMENTS} elements")
         return self._pooled(node, kind, pooling.max_pool)
 
     def _int8_average_pool(self, node: fx.Node, kind: Kind) -> bool:

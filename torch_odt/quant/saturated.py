@@ -26,7 +26,7 @@ class Saturation:
 
     Attributes:
         activations: the share of the output's elements that are clamped to int8's bounds or lie on them; a clamp of the
-            network's own, as ReLU's, does not count.
+            network's own, as ReLU's, does not count. Where a max-pool is a part of the layer, of what it leaves.
         weights: the share of the weights at 127 steps or -127.
         updates: how many times an update wanted a weight beyond that, since the conversion.
     """

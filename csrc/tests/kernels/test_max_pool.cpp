@@ -208,6 +208,34 @@ TEST(pooling_int8_is_pooling_its_numbers) {
   }
 }
 
+TEST(bits_are_those_of_the_largest_elements) {
+  for (const Pool& pool : pools()) {
+    const std::vector<float> input = tied_values<float>(input_elements(pool));
+    std::vector<uint8_t> bits(static_cast<size_t>((input_elements(pool) + 7) / 8));
+    for (size_t i = 0; i < bits.size(); ++i) {
+      bits[i] = static_cast<uint8_t>(i * 101 >> 2);
+    }
+    const Pooled<float> pooled =
+        pooled_by_definition(pool, input, std::vector<float>(static_cast<size_t>(output_elements(pool))));
+    std::vector<uint8_t> expected((pooled.offsets.size() + 7) / 8);
+    for_elements(pool, [&](int64_t at, int64_t from, int64_t k) {
+      const auto i = static_cast<size_t>(at);
+      if (pooled.offsets[i] == k && (bits[static_cast<size_t>(from / 8)] >> (from % 8) & 1U) != 0) {
+        expected[i / 8] = static_cast<uint8_t>(expected[i / 8] | 1U << (i % 8));
+      }
+    });
+    const int64_t pixels = output_elements(pool) / pool.channels;
+    for (const int64_t part : {int64_t{8}, int64_t{24}, (pixels + 7) / 8 * 8}) {
+      std::vector<uint8_t> found(expected.size(), 0xaa);
+      for (int64_t begin = 0; begin < pixels; begin += part) {
+        kernels::pooled_bits(
+            bits.data(), pooled.offsets.data(), pool, begin, std::min(pixels, begin + part), found.data());
+      }
+      CHECK(found == expected);
+    }
+  }
+}
+
 // The address sanitizer sees what lies beside the gradient.
 TEST(no_offset_leads_out_of_the_gradient) {
   for (const Pool& pool : pools()) {
