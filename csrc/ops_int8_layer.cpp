@@ -192,7 +192,7 @@ struct LayerGradients {
         noted(mask),
         rounded(int8_quantize_gradient(
             of_layer(image(gradient), of_weight),
-            mask && windows.has_pool() ? windows.mask_of(*mask, gradient.numel()) : mask,
+            windows.has_pool() ? std::optional<Tensor>(mask_of_pooled(gradient, mask)) : mask,
             for_input ? std::optional<Tensor>(weight_scale) : std::nullopt,
             for_weight)) {}
 
@@ -205,6 +205,17 @@ struct LayerGradients {
         " channels, and the weight makes ",
         weight.size(0));
     return gradient;
+  }
+
+  Tensor mask_of_pooled(const Tensor& gradient, const std::optional<Tensor>& mask) const {
+    STD_TORCH_CHECK(mask.has_value(), kName, ": a layer that is pooled needs its mask");
+    STD_TORCH_CHECK(
+        gradient.dim() == 4 && input_shape.size() == 4 && input_shape[0] == gradient.size(0),
+        kName,
+        ": only images are pooled, and gradient and input_shape must be of as many");
+    STD_TORCH_CHECK(
+        std::max(input_shape[2], input_shape[3]) <= kMostGeometry, kName, ": input_shape is larger than images can be");
+    return windows.mask_of(*mask, gradient.numel());
   }
 
   // The gradient of what is counted in units of a real number is that of the real number times the unit; QAS divides by
@@ -222,7 +233,6 @@ struct LayerGradients {
     if (!windows.has_pool()) {
       return gradient;
     }
-    STD_TORCH_CHECK(noted && input_shape.size() == 4, kName, ": a pooled layer is one of images, and needs its mask");
     const Geometry geometry{kName, windows.convolution()};
     geometry.check();
     const Tensor weights = image(weight);
@@ -310,7 +320,8 @@ std::tuple<Tensor, Tensor> layer_descend_(
   check_update(kDescendName, weight);
   int64_t* const seed_and_updates = counters_of(kDescendName, rounding, 2, "rounding");
   int64_t* const clamped = counters_of(kDescendName, saturated, 1, "saturated");
-  const LayerGradients found(gradient, mask, weight, weight_scale, for_input, true, scales_gradients, input_shape, windows);
+  const LayerGradients found(
+      gradient, mask, weight, weight_scale, for_input, true, scales_gradients, input_shape, windows);
   const Grid from(kName, grid, "grid");
   const Descending how{static_cast<float>(rate), static_cast<float>(weight_decay), update_seed(seed_and_updates)};
   const auto made = [&](bool wanted, const auto& function) {

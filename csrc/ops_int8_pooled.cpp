@@ -27,7 +27,12 @@ LayerWindows::LayerWindows(const char* name, const Sizes& windows)
       windows_(windows),
       has_pool_(windows.size() == Geometry::kNumbers + kPoolNumbers),
       own_(convolution_of(windows, has_pool_)),
-      convolution_(has_pool_ ? own_ : windows) {}
+      convolution_(has_pool_ ? own_ : windows) {
+  STD_TORCH_CHECK(
+      has_pool_ || windows.size() == Geometry::kNumbers,
+      name,
+      ": windows are seven numbers of a convolution, and of a pool seven more");
+}
 
 kernels::Pool LayerWindows::pool_of(int64_t channels, int64_t rows, int64_t columns) const {
   const int64_t* const numbers = windows_.data() + Geometry::kNumbers;
@@ -87,6 +92,15 @@ Tensor LayerWindows::mask_of(const Tensor& notes, int64_t elements) const {
 Tensor LayerWindows::unpooled(const Tensor& gradient, const Tensor& notes, int64_t rows, int64_t columns) const {
   const int64_t batch = gradient.size(0);
   const int64_t channels = gradient.size(1);
+  // Each window is looked at: not of sizes that only an argument claims.
+  const int64_t* const numbers = windows_.data() + Geometry::kNumbers;
+  for (const size_t which : {0, 1}) {
+    const int64_t size = which == 0 ? rows : columns;
+    STD_TORCH_CHECK(
+        size / std::max<int64_t>(1, numbers[2 + which]) <= gradient.size(2 + static_cast<int64_t>(which)) + 1,
+        name_,
+        ": input_shape is larger than what gradient is of");
+  }
   const kernels::Pool pool = pool_of(channels, rows, columns);
   STD_TORCH_CHECK(
       gradient.size(2) == pool.rows.output && gradient.size(3) == pool.columns.output,

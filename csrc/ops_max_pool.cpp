@@ -14,11 +14,12 @@ namespace torch_odt {
 namespace {
 
 int64_t windows_of(const kernels::WindowAxis& axis, bool ceil_mode) {
-  const int64_t reach = axis.input + 2 * axis.padding - axis.dilation * (axis.kernel - 1) - 1;
+  const int64_t least = axis.dilation * (axis.kernel - 1) + 1;
+  const int64_t reach = axis.input + 2 * axis.padding - least + (ceil_mode ? axis.stride - 1 : 0);
   if (reach < 0) {
     return 0;
   }
-  const int64_t count = (reach + (ceil_mode ? axis.stride - 1 : 0)) / axis.stride + 1;
+  const int64_t count = reach / axis.stride + 1;
   return (count - 1) * axis.stride >= axis.input + axis.padding ? count - 1 : count;
 }
 

@@ -187,6 +187,17 @@ def test_slots_of_single_rows_and_columns_are_described_as_they_are(size: tuple[
     execute(graph, model, (x, y))
 
 
+def test_a_pooled_int8_layer_counts_with_what_it_pools() -> None:
+    stem = nn.Sequential(nn.Conv2d(3, 64, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(64, 8, 1))
+    stem.requires_grad_(False)
+    for size, is_split in (((2, 3, 32, 32), False), ((2, 8, 32, 32), True)):
+        block = network(Inverted(wide=96))
+        model, x = block if is_split else nn.Sequential(stem, *block), torch.randn(size)
+        odt.quant.convert_(model.eval(), [x])
+        graph = capture(model, x, torch.randn(2, 3))
+        assert any(NOTE in note for note in graph.notes) == is_split
+
+
 def test_an_int8_layer_whose_slot_comes_from_elsewhere_stays_whole() -> None:
     model, x = network(Inverted()), images()
     odt.quant.convert_(model, [x])

@@ -211,3 +211,12 @@ def test_gradients_and_offsets_of_another_shape() -> None:
         max_pool2d_with_offsets_backward(torch.zeros(1, 1, 3, 3), x, *window, offsets)
     with pytest.raises(RuntimeError, match="offsets must be uint8"):
         max_pool2d_with_offsets_backward(torch.zeros(1, 1, 2, 2), x, *window, offsets.long())
+
+
+@pytest.mark.parametrize("pool", [max_pool2d_with_offsets, max_pool._pool_in_torch])
+@pytest.mark.parametrize(("size", "kernel"), [((1, 3), 2), ((2, 2), 3), ((4, 1), 3)])
+def test_a_window_larger_than_the_image_is_cut(pool: Callable[..., Any], size: tuple[int, int], kernel: int) -> None:
+    x = torch.randn(2, 3, *size)
+    window = ((kernel, kernel), (kernel, kernel), (0, 0), (1, 1), True)
+    output, offsets = pool(x, *window)
+    assert torch.equal(output, aten.max_pool2d_with_indices(x, *window)[0]) and offsets.shape == output.shape

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -15,7 +15,7 @@ from torch import Tensor
 from torch_odt.quant import layer
 from torch_odt.quant.activation import Int8Activation, new_slot, new_weight_slot, weight_of
 from torch_odt.quant.layer import LayerTensors, Windows, int8_layer, int8_layer_to_float
-from torch_odt.quant.pooling import Pool, max_pool
+from torch_odt.quant.pooling import Pool
 from torch_odt.quant.ranges import grid_of
 
 
@@ -321,67 +321,3 @@ def test_the_compiled_layer_has_the_bits_of_plain_torch(name: str, scales: bool)
             if wanted[1]:
                 descended = [case.descended(kept, rest, run) for run in (ops.int8_layer_descend_, layer._descend)]
                 assert all(torch.equal(*pair) for pair in zip(*descended, strict=True))
-
-
-@given(
-    channels=st.tuples(st.integers(1, 9), st.integers(1, 17)),
-    size=st.tuples(st.integers(1, 3), st.integers(1, 3)),
-    apart=st.tuples(st.integers(0, 1), st.integers(0, 1)),
-    is_padded=st.booleans(),
-    ceil_mode=st.booleans(),
-    low=st.sampled_from([None, 0.0]),
-)
-def test_a_pool_in_the_layer_is_the_pool_behind_it(
-    channels: tuple[int, int],
-    size: tuple[int, int],
-    apart: tuple[int, int],
-    is_padded: bool,
-    ceil_mode: bool,
-    low: float | None,
-) -> None:
-    stride = (size[0] + apart[0], size[1] + apart[1])
-    pool = Pool(size, stride, (size[0] // 2, size[1] // 2) if is_padded else (0, 0), ceil_mode=ceil_mode)
-    case = make_case(channels, low=low)
-    case.tensors.weight_scale.fill_(0.5)
-    expected = max_pool(case.run(), pool)
-    pooled = replace(case, windows=case.windows._replace(pool=pool))
-    found = pooled.run()
-    assert torch.equal(found.values, expected.values) and found.values.stride() == expected.values.stride()
-    # Few steps, all of which int8 holds: nothing is rounded, and whether before or behind the pool makes no difference.
-    gradient = torch.randint(-1, 2, found.values.shape, generator=torch.Generator().manual_seed(1)).float()
-    wanted = (case.slot, case.tensors.weight_slot, case.tensors.bias)
-    ours, theirs = (torch.autograd.grad(each.slot, wanted, gradient) for each in (found, expected))
-    for one, other in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5 * float(other.abs().max()))
-
-
-def test_pools_that_a_layer_cannot_do_are_refused() -> None:
-    case = make_case()
-    for windows, complaint in (
-        (Windows(pool=Pool((3, 3), (2, 2))), "must not overlap"),
-        (Windows(pool=Pool((2, 2), (2, 2), (2, 2))), "padding at most half"),
-        (Windows(pool=Pool((17, 17), (17, 17))), "more than 256 elements|too small"),
-    ):
-        for run in (torch.ops.torch_odt.int8_layer, layer._layer):
-            with pytest.raises(RuntimeError, match=complaint):
-                run(*case.input, *case.tensors, case.output_grid, None, None, False, windows.numbers)
-    flat = CASES["linear"]
-    numbers = Windows(pool=Pool((1, 1), (1, 1))).numbers
-    for run in (torch.ops.torch_odt.int8_layer, layer._layer):
-        with pytest.raises(RuntimeError, match="only images are pooled"):
-            run(*flat.input, *flat.tensors, flat.output_grid, None, None, False, numbers)
-    pooled = CASES["pooled"]
-    mask = torch.zeros(7, dtype=torch.uint8)
-    kept = (
-        torch.ones(pooled.run().values.shape),
-        mask,
-        pooled.values,
-        pooled.input_grid,
-        pooled.tensors.weight,
-        pooled.tensors.weight_scale,
-        pooled.tensors.input_step,
-    )
-    rest = (list(pooled.values.shape), True, True, True, False, pooled.windows.numbers)
-    for run in (torch.ops.torch_odt.int8_layer_backward, layer._backward):
-        with pytest.raises(RuntimeError, match="a byte and a bit for each element"):
-            run(*kept, *rest)

@@ -160,10 +160,15 @@ def _is_plain_convolution(graph: TrainingGraph, op: Op) -> bool:
     if not _is_image_convolution(graph, op) or op.kwargs or op.phase != "forward":
         return False
     if op.target == _INT8_LAYER:
-        # What its clamp leaves a backward pass is its third result. Behind seven numbers stand those of a pool.
-        return op.writes[2] is None and len(op.args[12]) == 7
+        # What its clamp leaves a backward pass is its third result.
+        return op.writes[2] is None and not _is_pooled(op)
     values = [graph.values[value] for value in (*op.reads, *op.results)]
     return not op.args[6] and len({value.dtype for value in values}) == 1
+
+
+def _is_pooled(op: Op) -> bool:
+    """Whether an int8 layer returns less than its convolution: behind seven numbers stand those of a pool."""
+    return op.target == _INT8_LAYER and len(op.args[12]) > 7
 
 
 def _is_depthwise(graph: TrainingGraph, op: Op) -> bool:
@@ -203,7 +208,15 @@ def _need(graph: TrainingGraph, convolution: Op) -> int:
         graph.values[value] for value in (convolution.args[0].value, weight_ref.value, convolution.results[0])
     )
     is_made = graph.values[weight.base].kind == "computed"
-    return _nbytes(x) + _nbytes(result) + is_made * math.prod(weight.shape) * _itemsize(weight)
+    convolved = _convolved_nbytes(x, weight, convolution.args[12]) if _is_pooled(convolution) else 0
+    return _nbytes(x) + convolved + _nbytes(result) + is_made * math.prod(weight.shape) * _itemsize(weight)
+
+
+def _convolved_nbytes(x: Value, weight: Value, windows: Sequence[int]) -> int:
+    """What an int8 convolution makes of one sample before it is pooled."""
+    sizes = zip(x.shape[2:], weight.shape[2:], windows[:2], windows[2:4], windows[4:6], strict=True)
+    pixels = [(n + 2 * pad - dilation * (k - 1) - 1) // stride + 1 for n, k, stride, pad, dilation in sizes]
+    return int(weight.shape[0]) * math.prod(pixels)
 
 
 def _nbytes(activation: Value) -> int:

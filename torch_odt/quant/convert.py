@@ -29,7 +29,8 @@ class Conversion:
         model: the same object.
         layers: names of the convolutions and linear layers that are int8 now.
         kept: what stays float32, by name, with the reason.
-        operators: how many int8 operators there are besides: sums, pools, and conversions from float32.
+        operators: how many int8 operators there are besides: sums, pools that are no part of a layer, and conversions
+            from float32.
         weight_bytes_before, weight_bytes: of all parameters and buffers.
         batches: how many the ranges were seen over.
     """
@@ -67,10 +68,11 @@ def convert_(
 
     Choose it for a network that was trained in float32 and is to be fine-tuned, or only run, in a quarter of the bytes.
     Convolutions and linear layers hold int8 weights, with a step for each output channel; BatchNorm is folded into
-    them as it is in evaluation mode, and a ReLU or another clamp is a bound of their output. Activations are int8 from
-    layer to layer, residual sums, pools, and SiLU and its kind included, on asymmetric grids that are fixed here.
-    Gradients are float32 between layers, and int8 inside them. What has no int8 form stays float32 and is named, with
-    conversions around it.
+    them as it is in evaluation mode, a ReLU or another clamp is a bound of their output, and a max-pool behind that,
+    whose windows do not overlap, is a part of them: a hook on such a layer sees its pooled output. Activations are
+    int8 from layer to layer, residual sums, pools, and SiLU and its kind included, on asymmetric grids that are fixed
+    here. Gradients are float32 between layers, and int8 inside them. What has no int8 form stays float32 and is named,
+    with conversions around it.
 
     The model is then trained like any other, by `TrainStep`, `wrap` or a plain loop, after `scale_gradients_` (or
     `qas=True`) and `train_int8_`. Parameters that were frozen by `requires_grad_(False)` before stay so, which makes a

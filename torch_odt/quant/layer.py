@@ -42,7 +42,7 @@ from torch_odt.quant.activation import (
     zero_of,
 )
 from torch_odt.quant.in_backward import is_same_memory, use_of
-from torch_odt.quant.layer_pool import OF_CONVOLUTION, noted_size, numbers_of, pool_of, pooled, pooled_size, spread_of
+from torch_odt.quant.layer_pool import noted_size, numbers_of, parts_of, pooled, pooled_size, spread_of
 from torch_odt.quant.pooling import Pool
 
 # int32 has to hold the sums with it.
@@ -87,7 +87,7 @@ class Windows(NamedTuple):
     """As in `torch.nn.Conv2d`; a linear layer is a convolution of images of one pixel.
 
     Attributes:
-        pool: what pools the output, if anything does.
+        pool: what pools the output, if anything does; see `can_be_of_a_layer`.
     """
 
     stride: tuple[int, int] = (1, 1)
@@ -115,7 +115,7 @@ def int8_layer(
     high: float | None = None,
     scales_gradients: bool = False,
 ) -> Int8Activation:
-    """A convolution or linear layer from int8 to int8, with the clamp behind it.
+    """A convolution or linear layer from int8 to int8, with the clamp behind it, and behind that a max-pool.
 
     When to choose it: between int8 layers; `Int8Conv2d` and `Int8Linear` call it.
 
@@ -127,7 +127,7 @@ def int8_layer(
         scales_gradients: QAS, see `scale_gradients_`.
 
     Returns:
-        The output. Its gradient's part at clamped elements is lost, as behind any clamp.
+        The output, pooled if `windows` say so. Its gradient's part at clamped elements is lost, as behind any clamp.
 
     Raises:
         RuntimeError: a shape, dtype or device is another, or a gradient is not finite.
@@ -141,7 +141,7 @@ def int8_layer(
 def int8_layer_to_float(
     input: Int8Activation, tensors: LayerTensors, windows: Windows, *, scales_gradients: bool = False
 ) -> Tensor:
-    """A convolution or linear layer from int8 to float32; otherwise as `int8_layer`.
+    """A convolution or linear layer from int8 to float32, which nothing pools; otherwise as `int8_layer`.
 
     When to choose it: at the end of the int8 part, as for a classifier.
     """
@@ -160,12 +160,8 @@ def _output_shape(input_shape: Sequence[int], weight: Tensor, windows: Sequence[
     """The shape before a pool."""
     if len(input_shape) != 4:
         return [*input_shape[:-1], weight.shape[0]]
-    size = _geometry(windows).output_size("int8_layer", input_shape[2:], weight.shape[2:])
+    size = Geometry.of("int8_layer", windows).output_size("int8_layer", input_shape[2:], weight.shape[2:])
     return [input_shape[0], weight.shape[0], *size]
-
-
-def _geometry(windows: Sequence[int]) -> Geometry:
-    return Geometry.of("int8_layer", windows[:OF_CONVOLUTION])
 
 
 def _whole_bias(bias: Tensor | None, input_step: Tensor, grid: Tensor) -> Tensor | None:
@@ -176,7 +172,7 @@ def _whole_bias(bias: Tensor | None, input_step: Tensor, grid: Tensor) -> Tensor
 
 
 def _named(windows: Sequence[int]) -> dict[str, Any]:
-    return vars(_geometry(windows))
+    return vars(Geometry.of("int8_layer", windows))
 
 
 def _layer(
@@ -194,6 +190,7 @@ def _layer(
     scales_gradients: bool,
     windows: Sequence[int],
 ) -> tuple[Tensor, Tensor, Tensor]:
+    windows, pool = parts_of(windows)
     shape = _output_shape(values.shape, weight, windows)
     least, most = bounds(output_grid, low, high)
     output, mask, _ = int8_conv2d_quantized(
@@ -202,7 +199,7 @@ def _layer(
         low=least, high=most, **_named(windows),
     )  # fmt: skip
     output = output.reshape(shape)
-    if pool := pool_of(windows):
+    if pool:
         output, mask = pooled(output, mask, pool)
     return output, new_slot(output.shape), mask
 
@@ -210,7 +207,8 @@ def _layer(
 def _layer_fake(
     values: Tensor, slot: Tensor, grid: Tensor, weight: Tensor, *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    shape, pool = _output_shape(values.shape, weight, rest[-1]), pool_of(rest[-1])
+    windows, pool = parts_of(rest[-1])
+    shape = _output_shape(values.shape, weight, windows)
     output = empty_in_order(pooled_size(shape, pool) if pool else shape, torch.int8, values)
     noted = noted_size(output.numel()) if pool else packed_size(output.numel())
     return output, fake_slot(values, output.shape), values.new_empty(noted, dtype=torch.uint8)
@@ -254,9 +252,10 @@ def _backward(
     scales_gradients: bool,
     windows: Sequence[int],
 ) -> tuple[Tensor, Tensor, Tensor]:
+    windows, pool = parts_of(windows)
     geometry = _named(windows)
     spread: Callable[[Tensor], Tensor] = _image
-    if pool := pool_of(windows):
+    if pool:
         mask, spread = spread_of(gradient, mask, pool, _output_shape(input_shape, weight, windows))
     found = int8_quantize_gradient(
         _image(gradient), mask, weight_scale=weight_scale if for_input else None, for_weight=for_weight

@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 
 from torch_odt.ops import max_pool2d_with_offsets, max_pool2d_with_offsets_backward, unpack_bits
+from torch_odt.ops.int8_plain import MOST_GEOMETRY
 from torch_odt.ops.masked import pack_in_order
 from torch_odt.ops.max_pool import MOST_WINDOW_ELEMENTS
-from torch_odt.quant.activation import in_memory_order, packed_size
+from torch_odt.quant.activation import empty_in_order, in_memory_order, packed_size
 from torch_odt.quant.pooling import Pool
 
 # As the pool's operators take it: kernel size, stride, padding, dilation, and whether sizes are rounded up.
@@ -36,16 +37,20 @@ def numbers_of(pool: Pool) -> tuple[int, ...]:
     return (*pool.kernel_size, *pool.stride, *pool.padding, int(pool.ceil_mode))
 
 
-def pool_of(windows: Sequence[int]) -> Arguments | None:
-    """The pool behind a layer, by the argument `windows` of its operators; None where nothing is pooled."""
-    n = windows[OF_CONVOLUTION:]
-    if not n:
-        return None
-    if len(n) != 7:
+def parts_of(windows: Sequence[int]) -> tuple[Sequence[int], Arguments | None]:
+    """The argument `windows` of a layer's operators: of the convolution alone, and the pool behind it, if any."""
+    of_convolution, n = windows[:OF_CONVOLUTION], windows[OF_CONVOLUTION:]
+    if len(of_convolution) < OF_CONVOLUTION or len(n) not in (0, 7):
         raise RuntimeError("int8_layer: windows are seven numbers of a convolution, and of a pool seven more")
+    if not n:
+        return of_convolution, None
+    if min(n[:4]) < 1:
+        raise RuntimeError("int8_layer: kernel size and stride of a pool must be positive")
+    if max(n[:6]) > MOST_GEOMETRY:
+        raise RuntimeError(f"int8_layer: windows of a pool must be {MOST_GEOMETRY} at most")
     if n[0] > n[2] or n[1] > n[3]:
         raise RuntimeError("int8_layer: windows of the pool behind a layer must not overlap")
-    return list(n[:2]), list(n[2:4]), list(n[4:6]), [1, 1], bool(n[6])
+    return of_convolution, (list(n[:2]), list(n[2:4]), list(n[4:6]), [1, 1], bool(n[6]))
 
 
 def pooled_size(shape: Sequence[int], pool: Arguments) -> torch.Size:
@@ -69,6 +74,9 @@ def pooled(output: Tensor, mask: Tensor, pool: Arguments) -> tuple[Tensor, Tenso
     _require_images(output.shape)
     images, channels, _, columns = output.shape
     kernel, stride, padding, *_ = pool
+    if not output.numel():
+        size = pooled_size(output.shape, pool)
+        return empty_in_order(size, torch.int8, output), torch.empty(0, dtype=torch.uint8)
     largest, offsets = max_pool2d_with_offsets(output, *pool)
     top = (torch.arange(largest.shape[2]) * stride[0] - padding[0]).view(-1, 1)
     left = torch.arange(largest.shape[3]) * stride[1] - padding[1]
@@ -76,7 +84,7 @@ def pooled(output: Tensor, mask: Tensor, pool: Arguments) -> tuple[Tensor, Tenso
     of_channels = unpack_bits(mask, 0, output.numel()).view(images, -1, channels).transpose(1, 2)
     inside = of_channels.gather(2, pixels.flatten(2)).view(pixels.shape)
     by_memory = in_memory_order(offsets).permute(0, 2, 3, 1).flatten()
-    return largest, torch.cat([by_memory, pack_in_order(in_memory_order(inside), True)])
+    return in_memory_order(largest), torch.cat([by_memory, pack_in_order(in_memory_order(inside), True)])
 
 
 def spread_of(
@@ -90,13 +98,21 @@ def spread_of(
     """
     _require_images(shape)
     elements = gradient.numel()
-    if noted is None or noted.numel() != noted_size(elements):
+    if noted is None:
+        raise RuntimeError("int8_layer: a layer that is pooled needs its mask")
+    if gradient.dim() != 4 or gradient.shape[0] != shape[0]:
+        raise RuntimeError("int8_layer: only images are pooled, and gradient and input_shape must be of as many")
+    if list(gradient.shape[2:]) != list(pooled_size(shape, pool)[2:]):
+        raise RuntimeError("int8_layer: gradient must have the pooled output's shape")
+    if noted.numel() != noted_size(elements):
         raise RuntimeError("int8_layer: mask must have a byte and a bit for each element that was pooled")
     images, channels, rows, columns = gradient.shape
     offsets = noted[:elements].view(images, rows, columns, channels).permute(0, 3, 1, 2)
 
     def spread(rounded: Tensor) -> Tensor:
         like = torch.empty(tuple(shape), dtype=torch.int8, memory_format=torch.channels_last)
+        if not rounded.numel():
+            return like
         return max_pool2d_with_offsets_backward(rounded, like, *pool, offsets)
 
     return noted[elements:], spread

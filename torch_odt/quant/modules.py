@@ -38,7 +38,7 @@ class Int8Layer(Quantized):
     Args:
         weight: float32, BatchNorm folded into it.
         bias: float32 of shape (out,), or None.
-        windows: of a convolution.
+        windows: of a convolution, and of the max-pool behind it that is a part of the layer.
         input_step: the input's step at calibration.
         output_grid: step and zero point of the output; None for one in float32.
         low, high: the clamp behind it, as real numbers.

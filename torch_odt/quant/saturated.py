@@ -26,7 +26,9 @@ class Saturation:
 
     Attributes:
         activations: the share of the output's elements that are clamped to int8's bounds or lie on them; a clamp of the
-            network's own, as ReLU's, does not count. Where a max-pool is a part of the layer, of what it leaves.
+            network's own, as ReLU's, does not count. Where a max-pool is a part of the layer, of what it leaves: more
+            of it is at the upper bound, and less at the lower one, so that such a share is to be compared with earlier
+            ones of the same layer.
         weights: the share of the weights at 127 steps or -127.
         updates: how many times an update wanted a weight beyond that, since the conversion.
     """
