@@ -214,8 +214,11 @@ struct LayerGradients {
         kName,
         ": only images are pooled, and gradient and input_shape must be of as many");
     STD_TORCH_CHECK(
-        std::max(input_shape[2], input_shape[3]) <= kMostGeometry, kName, ": input_shape is larger than images can be");
-    return windows.mask_of(*mask, gradient.numel());
+        std::min(input_shape[2], input_shape[3]) > 0 && std::max(input_shape[2], input_shape[3]) <= kMostGeometry,
+        kName,
+        ": input_shape is smaller or larger than images can be");
+    const Pair size = convolved_size();
+    return windows.mask_of(*mask, gradient, size[0], size[1]);
   }
 
   // The gradient of what is counted in units of a real number is that of the real number times the unit; QAS divides by
@@ -228,18 +231,23 @@ struct LayerGradients {
     return input_shape.size() == 4 ? Pair{input_shape[2], input_shape[3]} : Pair{1, 1};
   }
 
+  // Rows and columns before the pool.
+  Pair convolved_size() const {
+    const Geometry geometry{kName, windows.convolution()};
+    geometry.check();
+    const Tensor weights = image(weight);
+    const Pair size = input_size();
+    return {
+        geometry.axis(0, size[0], weights.size(2)).output, geometry.axis(1, size[1], weights.size(3)).output};
+  }
+
   // A gradient of the layer's output as one of the convolution's.
   Tensor before_pool(const Tensor& gradient) const {
     if (!windows.has_pool()) {
       return gradient;
     }
-    const Geometry geometry{kName, windows.convolution()};
-    geometry.check();
-    const Tensor weights = image(weight);
-    const Pair size = input_size();
-    return windows.unpooled(
-        gradient, *noted, geometry.axis(0, size[0], weights.size(2)).output,
-        geometry.axis(1, size[1], weights.size(3)).output);
+    const Pair size = convolved_size();
+    return windows.unpooled(gradient, *noted, size[0], size[1]);
   }
 
   Tensor of_input() const {

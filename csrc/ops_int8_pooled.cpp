@@ -36,16 +36,12 @@ LayerWindows::LayerWindows(const char* name, const Sizes& windows)
 
 kernels::Pool LayerWindows::pool_of(int64_t channels, int64_t rows, int64_t columns) const {
   const int64_t* const numbers = windows_.data() + Geometry::kNumbers;
-  for (size_t i = 0; i + 1 < kPoolNumbers; ++i) {
-    STD_TORCH_CHECK(numbers[i] <= kMostGeometry, name_, ": windows of a pool must be ", kMostGeometry, " at most");
-  }
   const auto axis = [&](size_t which, int64_t input) {
     return pool_axis(name_, input, numbers[which], numbers[2 + which], numbers[4 + which], 1, numbers[6] != 0);
   };
   const kernels::Pool pool{axis(0, rows), axis(1, columns), channels};
   STD_TORCH_CHECK(
-      pool.rows.kernel <= kernels::kMostWindowElements && pool.columns.kernel <= kernels::kMostWindowElements &&
-          pool.window_elements() <= kernels::kMostWindowElements,
+      pool.window_elements() <= kernels::kMostWindowElements,
       name_,
       ": a window has more than ",
       kernels::kMostWindowElements,
@@ -61,6 +57,9 @@ std::tuple<Tensor, Tensor> LayerWindows::pooled(const Tensor& output, const Tens
   Tensor result = empty_image({batch, channels, pool.rows.output, pool.columns.output}, ScalarType::Char, output);
   const int64_t elements = result.numel();
   Tensor notes = empty_flat(elements + (elements + 7) / 8, ScalarType::Byte, output);
+  if (elements == 0) {
+    return {result, notes};
+  }
   const auto* const from = static_cast<const int8_t*>(output.const_data_ptr());
   const auto* const bits = static_cast<const uint8_t*>(mask.const_data_ptr());
   auto* const to = static_cast<int8_t*>(result.mutable_data_ptr());
@@ -78,7 +77,17 @@ std::tuple<Tensor, Tensor> LayerWindows::pooled(const Tensor& output, const Tens
   return {result, notes};
 }
 
-Tensor LayerWindows::mask_of(const Tensor& notes, int64_t elements) const {
+Tensor LayerWindows::mask_of(const Tensor& notes, const Tensor& gradient, int64_t rows, int64_t columns) const {
+  const kernels::Pool pool = pool_of(gradient.size(1), rows, columns);
+  STD_TORCH_CHECK(
+      gradient.size(2) == pool.rows.output && gradient.size(3) == pool.columns.output,
+      name_,
+      ": gradient must have the pooled output's shape, ",
+      pool.rows.output,
+      " x ",
+      pool.columns.output,
+      " for each sample");
+  const int64_t elements = gradient.numel();
   const int64_t bytes = (elements + 7) / 8;
   STD_TORCH_CHECK(
       notes.is_cpu() && notes.scalar_type() == ScalarType::Byte && notes.dim() == 1 && notes.is_contiguous() &&
@@ -92,25 +101,11 @@ Tensor LayerWindows::mask_of(const Tensor& notes, int64_t elements) const {
 Tensor LayerWindows::unpooled(const Tensor& gradient, const Tensor& notes, int64_t rows, int64_t columns) const {
   const int64_t batch = gradient.size(0);
   const int64_t channels = gradient.size(1);
-  // Each window is looked at: not of sizes that only an argument claims.
-  const int64_t* const numbers = windows_.data() + Geometry::kNumbers;
-  for (const size_t which : {0, 1}) {
-    const int64_t size = which == 0 ? rows : columns;
-    STD_TORCH_CHECK(
-        size / std::max<int64_t>(1, numbers[2 + which]) <= gradient.size(2 + static_cast<int64_t>(which)) + 1,
-        name_,
-        ": input_shape is larger than what gradient is of");
-  }
   const kernels::Pool pool = pool_of(channels, rows, columns);
-  STD_TORCH_CHECK(
-      gradient.size(2) == pool.rows.output && gradient.size(3) == pool.columns.output,
-      name_,
-      ": gradient must have the pooled output's shape, ",
-      pool.rows.output,
-      " x ",
-      pool.columns.output,
-      " for each sample");
   Tensor result = empty_image({batch, channels, rows, columns}, ScalarType::Char, gradient);
+  if (result.numel() == 0) {
+    return result;
+  }
   const auto* const from = static_cast<const int8_t*>(gradient.const_data_ptr());
   const auto* const offsets = static_cast<const uint8_t*>(notes.const_data_ptr());
   auto* const to = static_cast<int8_t*>(result.mutable_data_ptr());

@@ -28,8 +28,8 @@ class LayerWindows {
   // The output, of shape (batch, channels, rows, columns), pooled; and of each of its elements where in its window it
   // lies, as a byte, and behind them all its bit of the mask.
   std::tuple<Tensor, Tensor> pooled(const Tensor& output, const Tensor& mask) const;
-  // The bits of those notes, of a gradient of so many elements.
-  Tensor mask_of(const Tensor& notes, int64_t elements) const;
+  // The bits of those notes, for a gradient behind the pool of a convolution's output of so many rows and columns.
+  Tensor mask_of(const Tensor& notes, const Tensor& gradient, int64_t rows, int64_t columns) const;
   // A gradient in int8 behind the pool as one before it.
   Tensor unpooled(const Tensor& gradient, const Tensor& notes, int64_t rows, int64_t columns) const;
 

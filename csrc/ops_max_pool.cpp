@@ -1,5 +1,6 @@
 // Max-pooling with offsets of a byte, forward and backward. Shapes for tracing are registered in torch_odt/ops.
 
+#include <algorithm>
 #include <tuple>
 #include <vector>
 
@@ -12,6 +13,8 @@
 namespace torch_odt {
 
 namespace {
+
+constexpr int64_t kMostStride = int64_t{1} << 30; // whose products 64 bits hold
 
 int64_t windows_of(const kernels::WindowAxis& axis, bool ceil_mode) {
   const int64_t least = axis.dilation * (axis.kernel - 1) + 1;
@@ -34,13 +37,19 @@ kernels::WindowAxis pool_axis(
     int64_t dilation,
     bool ceil_mode) {
   STD_TORCH_CHECK(
+      kernel <= kernels::kMostWindowElements, name, ": a window has more than ", kernels::kMostWindowElements, " elements");
+  STD_TORCH_CHECK(
+      stride <= kMostStride && dilation <= kMostStride, name, ": stride and dilation must be ", kMostStride, " at most");
+  STD_TORCH_CHECK(
       kernel > 0 && stride > 0 && dilation > 0 && padding >= 0 && padding <= ((kernel - 1) * dilation + 1) / 2,
       name,
       ": kernel size, stride and dilation must be positive, and padding at most half of the window");
   kernels::WindowAxis axis{input, 0, kernel, stride, padding, dilation};
   axis.output = windows_of(axis, ceil_mode);
   STD_TORCH_CHECK(input > 0 && axis.output > 0, name, ": the input is too small for a window");
-  for (int64_t window = 0; window < axis.output; ++window) {
+  // A window that begins inside the input has an element there.
+  const int64_t before = std::min(axis.output, padding / stride + 1);
+  for (int64_t window = 0; window < before; ++window) {
     STD_TORCH_CHECK(axis.first(window) < axis.last(window), name, ": a window lies outside of the input");
   }
   return axis;
@@ -84,6 +93,7 @@ kernels::Pool pool_of(
       input.is_cpu() && (input.dim() == 3 || input.dim() == 4),
       name,
       ": the input must be a CPU tensor of 3 or 4 dimensions");
+  STD_TORCH_CHECK(input.numel() > 0, name, ": the input must have elements");
   for (const auto* pair : {&kernel_size, &stride, &padding, &dilation}) {
     STD_TORCH_CHECK(pair->size() == 2, name, ": windows are described by two numbers, for rows and for columns");
   }
@@ -105,7 +115,6 @@ kernels::Pool pool_of(
       ": a window has more than ",
       kernels::kMostWindowElements,
       " elements");
-  STD_TORCH_CHECK(input.numel() > 0, name, ": the input must have elements");
   return pool;
 }
 

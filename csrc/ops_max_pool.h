@@ -7,7 +7,7 @@
 
 namespace torch_odt [[gnu::visibility("hidden")]] {
 
-// Windows along an axis of so many elements. `name` is the operator's, for errors.
+// Windows along an axis of so many elements, each of which has one of them. `name` is the operator's, for errors.
 kernels::WindowAxis pool_axis(
     const char* name,
     int64_t input,

@@ -455,7 +455,9 @@ def _print(name: str, rows: list[Row], inferences: dict[str, tuple[Inference, In
             statistics.mean(getattr(row, name) for row in found)
             for name in ("deployed", "restricted", "minilearn", "minilearn_int8")
         ]
-        stored, inputs = found[0].stored_bytes, found[0].inputs_bytes
+        stored, inputs = (
+            statistics.mean(getattr(row, name) for row in found) for name in ("stored_bytes", "inputs_bytes")
+        )
         cells = (*(f"{value:.1%}" for value in accuracies), f"{stored / 1024:.1f}", f"{inputs / 1024:.1f}")
         taken = round(statistics.mean(row.taken for row in found))
         print("".join(f"{cell:>17}" for cell in (key[0], taken, *cells, f"{1 - stored / inputs:.0%}")))

@@ -190,6 +190,9 @@ WRONG: list[tuple[Any, Window, str]] = [
     (torch.zeros(4, 4), WINDOWS[2], "dimensions"),
     (torch.zeros(0, 1, 4, 4), WINDOWS[2], "must have elements"),
     (torch.zeros(1, 1, 40, 40), ((17, 16), (1, 1), (0, 0), (1, 1), False), "more than 256"),
+    (torch.zeros(1, 1, 4, 4), ((1 << 32, 1 << 32), (1 << 32, 1 << 32), (0, 0), (1, 1), True), "more than 256"),
+    (torch.zeros(1, 1, 4, 4), ((2, 2), (1 << 62, 2), (0, 0), (1, 1), True), "1073741824 at most"),
+    (torch.zeros(1, 1, 4, 4), ((2, 2), (2, 2), (0, 0), (1, 1 << 62), True), "1073741824 at most"),
     (torch.zeros(1, 1, 4, 4), ((2,), (2, 2), (0, 0), (1, 1), False), "two numbers"),
     (torch.zeros(1, 1, 1, 1), ((2, 2), (1, 1), (1, 1), (2, 2), False), "outside of the input"),
 ]

@@ -70,6 +70,7 @@ def forward(run: Callable[..., Any], case: Case, numbers: tuple[int, ...]) -> An
         ((3, 3, 2, 2, 0, 0, 0), "must not overlap"),
         ((2, 2, 2, 2, 2, 2, 0), "at most half|half of the"),
         ((17, 17, 17, 17, 0, 0, 0), "too small|more than 256"),
+        ((300, 1, 300, 1, 0, 0, 0), "more than 256"),
         ((9, 8, 9, 8, 0, 0), "seven numbers of a convolution, and of a pool seven more"),
         ((2, 2, 2, 2, 0, 0, 0, 0), "seven numbers of a convolution, and of a pool seven more"),
         ((0, 2, 2, 2, 0, 0, 0), "must be positive"),
@@ -96,9 +97,17 @@ def test_scores_are_not_pooled(run: Any) -> None:
         run(*case.input, *case.tensors, False, case.windows.numbers)
 
 
-def backward(run: Callable[..., Any], case: Case, mask: Tensor | None, shape: list[int], wanted: Any = None) -> Any:
+def backward(
+    run: Callable[..., Any],
+    case: Case,
+    mask: Tensor | None,
+    shape: list[int],
+    wanted: Any = None,
+    of: Case | None = None,
+) -> Any:
+    """With a gradient of ones of the output, or of another case's."""
     t = case.tensors
-    gradient = torch.ones(case.run().values.shape)
+    gradient = torch.ones((of or case).run().values.shape)
     kept = (gradient, mask, case.values, case.input_grid, t.weight, t.weight_scale, t.input_step)
     return run(*kept, shape, *(wanted or (True, True, True)), False, case.windows.numbers)
 
@@ -113,9 +122,16 @@ def test_gradients_of_another_pool_are_refused(run: Any) -> None:
         backward(run, case, None, shape, (False, False, True))
     with pytest.raises(RuntimeError, match="of as many"):
         backward(run, case, mask, [5, *shape[1:]])
-    for size in (4, 30, 1 << 33, (1 << 63) - 1):
-        with pytest.raises(RuntimeError, match=r"pooled output's shape|larger than|overflowed"):
-            backward(run, case, mask, [*shape[:2], size, shape[3]])
+    overlapping = replace(case, windows=Windows(padding=(1, 1), pool=Pool((3, 3), (2, 2))))
+    for wanted in ((True, True, True), (False, False, True)):
+        for size in (4, 30, -1, 1 << 33, (1 << 63) - 1, -(1 << 63)):
+            for forged in ([*shape[:2], size, shape[3]], [*shape[:3], size]):
+                with pytest.raises(RuntimeError):
+                    backward(run, case, mask, forged, wanted)
+        with pytest.raises(RuntimeError, match="must not overlap"):
+            backward(run, overlapping, mask, shape, wanted, of=case)
+    with pytest.raises(RuntimeError, match="pooled output's shape"):
+        backward(run, case, mask, [*shape[:2], 30, shape[3]])
 
 
 @pytest.mark.parametrize("run", BACKWARD)
@@ -126,18 +142,37 @@ def test_places_that_no_window_has_lead_nowhere(run: Any) -> None:
     assert of_input.isfinite().all() and of_weight.isfinite().all()
 
 
-@pytest.mark.parametrize("images", [0, 1])
-def test_few_images(images: int) -> None:
-    case = make_case((3, 7), windows=Windows(padding=(1, 1), pool=HALVED), low=0.0)
+@pytest.mark.parametrize(
+    ("images", "channels", "pool"),
+    [(0, 7, HALVED), (1, 7, HALVED), (3, 1, HALVED), (1, 7, Pool((9, 8), (9, 8)))],
+)
+def test_few_images_channels_and_pixels(images: int, channels: int, pool: Pool) -> None:
+    case = make_case((3, 7), windows=Windows(padding=(1, 1), pool=pool), low=0.0)
     case.values = case.values[:images].contiguous(memory_format=torch.channels_last)
     case.slot = new_slot(case.values.shape)
+    t = case.tensors
+    assert t.bias is not None
+    case.tensors = t._replace(
+        weight=t.weight[:channels],
+        weight_slot=t.weight_slot.detach()[:channels],
+        weight_scale=t.weight_scale[:channels],
+        bias=t.bias.detach()[:channels],
+    )
     numbers = case.windows.numbers
     with torch.no_grad():
         ours, plain = (forward(run, case, numbers) for run in FORWARD)
         assert torch.equal(ours[0], plain[0]) and torch.equal(ours[2], plain[2])
-        assert all(found[0].is_contiguous(memory_format=torch.channels_last) for found in (ours, plain))
+        assert ours[0].stride() == plain[0].stride()
         found = [backward(run, case, ours[2], list(case.values.shape)) for run in BACKWARD]
-    assert all(map(torch.equal, *found))
+        assert all(map(torch.equal, *found))
+
+
+def test_a_layer_without_channels() -> None:
+    case = make_case((3, 7), windows=Windows(padding=(1, 1), pool=HALVED))
+    weight, slot, scale, bias, step = (None if each is None else each.detach() for each in case.tensors)
+    arguments = (*case.input, weight[:0], slot[:0], scale[:0], bias[:0], step, case.output_grid, None, None, False)  # type: ignore[index]
+    found = torch.ops.torch_odt.int8_layer(*arguments, case.windows.numbers)
+    assert [each.shape for each in found] == [(3, 0, 4, 4), (3, 0, 4, 4), (0,)]
 
 
 class Graph(nn.Module):

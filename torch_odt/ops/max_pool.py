@@ -14,6 +14,7 @@ from torch import Tensor
 from torch_odt.ops.registration import register
 
 MOST_WINDOW_ELEMENTS = 256
+MOST_STRIDE = 1 << 30  # whose products 64 bits hold
 _HOLDS_INT8 = torch.bfloat16
 SCHEMAS = {
     "max_pool2d_with_offsets": (
@@ -106,6 +107,8 @@ def _check(input: Tensor, *pairs: Sequence[int]) -> None:
         raise RuntimeError("max_pool2d_with_offsets: windows are described by two numbers, for rows and for columns")
     if pairs[0][0] * pairs[0][1] > MOST_WINDOW_ELEMENTS:
         raise RuntimeError(f"max_pool2d_with_offsets: a window has more than {MOST_WINDOW_ELEMENTS} elements")
+    if max(*pairs[1], *pairs[3]) > MOST_STRIDE:
+        raise RuntimeError(f"max_pool2d_with_offsets: stride and dilation must be {MOST_STRIDE} at most")
 
 
 def _corners(like: Tensor, stride: Sequence[int], padding: Sequence[int]) -> tuple[Tensor, Tensor]:

@@ -48,6 +48,8 @@ def parts_of(windows: Sequence[int]) -> tuple[Sequence[int], Arguments | None]:
         raise RuntimeError("int8_layer: kernel size and stride of a pool must be positive")
     if max(n[:6]) > MOST_GEOMETRY:
         raise RuntimeError(f"int8_layer: windows of a pool must be {MOST_GEOMETRY} at most")
+    if n[0] * n[1] > MOST_WINDOW_ELEMENTS:
+        raise RuntimeError(f"int8_layer: a window has more than {MOST_WINDOW_ELEMENTS} elements")
     if n[0] > n[2] or n[1] > n[3]:
         raise RuntimeError("int8_layer: windows of the pool behind a layer must not overlap")
     return of_convolution, (list(n[:2]), list(n[2:4]), list(n[4:6]), [1, 1], bool(n[6]))
@@ -84,7 +86,9 @@ def pooled(output: Tensor, mask: Tensor, pool: Arguments) -> tuple[Tensor, Tenso
     of_channels = unpack_bits(mask, 0, output.numel()).view(images, -1, channels).transpose(1, 2)
     inside = of_channels.gather(2, pixels.flatten(2)).view(pixels.shape)
     by_memory = in_memory_order(offsets).permute(0, 2, 3, 1).flatten()
-    return in_memory_order(largest), torch.cat([by_memory, pack_in_order(in_memory_order(inside), True)])
+    # A tensor of one channel or pixel passes for one in any order.
+    dense = empty_in_order(largest.shape, torch.int8, output).copy_(largest)
+    return dense, torch.cat([by_memory, pack_in_order(in_memory_order(inside), True)])
 
 
 def spread_of(
