@@ -6,6 +6,8 @@
 #include <limits>
 #include <utility>
 
+#include "kernels/storage.h"
+
 namespace torch_odt {
 
 using kernels::int8::Rounding;
@@ -260,9 +262,10 @@ std::pair<int64_t, int64_t> Grid::bounds(std::optional<double> low, std::optiona
   return {least, high ? std::max(least, value_of(*high)) : 127};
 }
 
-// NaN, once, seen as a tensor of those sizes.
 Tensor slot_of(const Pair& sizes, const Tensor& like) {
-  return seen_everywhere(one_number(std::numeric_limits<float>::quiet_NaN(), like), sizes);
+  Tensor number = empty_flat(1, ScalarType::BFloat16, like);
+  kernels::store(std::numeric_limits<float>::quiet_NaN(), *static_cast<kernels::BFloat16*>(number.mutable_data_ptr()));
+  return seen_everywhere(number, sizes);
 }
 
 } // namespace torch_odt

@@ -161,7 +161,7 @@ struct Grid {
   std::pair<int64_t, int64_t> bounds(std::optional<double> low, std::optional<double> high) const;
 };
 
-// NaN, once, seen as a tensor of those sizes: see torch_odt/quant/activation.py.
+// NaN in bfloat16, once, seen as a tensor of those sizes: see torch_odt/quant/activation.py.
 Tensor slot_of(const Pair& sizes, const Tensor& like);
 
 // Of an update of an int8 weight in place: its seed and the number of updates, or how many weights were clamped; weights
@@ -194,10 +194,11 @@ std::tuple<Tensor, Tensor> int8_conv2d_quantized(
     int64_t high,
     const Sizes& windows);
 
-Tensor int8_conv2d_grad_input_scaled(
+// As int8_conv2d_grad_input_scaled, rounded to the nearest; the scale is one number, or one for each input channel.
+Tensor int8_conv2d_grad_input_in_bfloat16(
     const Tensor& grad_output,
     const Tensor& weight,
-    float scale,
+    Numbers scale,
     const Pair& input_size,
     const Sizes& windows);
 

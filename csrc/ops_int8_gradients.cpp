@@ -140,15 +140,15 @@ Tensor conv2d_update_weight_(
 
 namespace torch_odt {
 
-Tensor int8_conv2d_grad_input_scaled(
+Tensor int8_conv2d_grad_input_in_bfloat16(
     const Tensor& grad_output,
     const Tensor& weight,
-    float scale,
+    Numbers scale,
     const Pair& input_size,
     const Sizes& windows) {
   const std::optional<Tensor> packed;
   const GradInputArguments arguments{grad_output, weight, packed, input_size, {kGradInputScaled, windows}};
-  return arguments.scaled(arguments.conv(), rescaling(kGradInputScaled, Result::floats, Numbers{scale}, false));
+  return arguments.scaled(arguments.conv(), rescaling(kGradInputScaled, Result::bfloat16s, std::move(scale), false));
 }
 
 Tensor int8_conv2d_grad_weight_scaled(

@@ -62,8 +62,10 @@ struct GradInputArguments {
         conv, bytes_of(gradient), data_of_packed(weights), finish, threads, workspace.of(bytes, grad_output));
   }
 
+  // float32 or bfloat16, as the rescaling says.
   Tensor scaled(const Conv2d& conv, Rescaling made) const {
-    Tensor result = empty_image(sizes(conv), ScalarType::Float, grad_output);
+    const bool in_bfloat16 = made.finish.result == Result::bfloat16s;
+    Tensor result = empty_image(sizes(conv), in_bfloat16 ? ScalarType::BFloat16 : ScalarType::Float, grad_output);
     made.finish.output = result.mutable_data_ptr();
     run(conv, made.finish);
     return result;

@@ -172,6 +172,8 @@ struct LayerGradients {
   const Pair& input_shape;
   const LayerWindows windows;
   const std::optional<Tensor>& noted;
+  // Each channel is a group of its own, and its step factors out of the input's gradient, too.
+  const bool is_depthwise;
   const RoundedGradient rounded;
 
   LayerGradients(
@@ -190,11 +192,12 @@ struct LayerGradients {
         input_shape(of_shape),
         windows(kName, of_windows),
         noted(mask),
+        is_depthwise(of_weight.size(1) == 1 && windows.convolution()[6] == of_weight.size(0)),
         rounded(int8_quantize_gradient(
             of_layer(image(gradient), of_weight),
             windows.has_pool() ? std::optional<Tensor>(mask_of_pooled(gradient, mask)) : mask,
-            for_input ? std::optional<Tensor>(weight_scale) : std::nullopt,
-            for_weight)) {}
+            for_input && !is_depthwise ? std::optional<Tensor>(weight_scale) : std::nullopt,
+            for_weight || (for_input && is_depthwise))) {}
 
   static Tensor of_layer(Tensor gradient, const Tensor& weight) {
     STD_TORCH_CHECK(
@@ -251,10 +254,20 @@ struct LayerGradients {
   }
 
   Tensor of_input() const {
-    const Tensor gradient = before_pool(rounded.for_input);
+    const Tensor gradient = before_pool(is_depthwise ? rounded.for_weight : rounded.for_input);
     return shaped(
-        int8_conv2d_grad_input_scaled(gradient, image(weight), rounded.input_step, input_size(), windows.convolution()),
+        int8_conv2d_grad_input_in_bfloat16(
+            gradient, image(weight), input_units(), input_size(), windows.convolution()),
         input_shape);
+  }
+
+  // What the sums of the input's gradient are multiplied by.
+  Numbers input_units() const {
+    if (!is_depthwise) {
+      return {rounded.input_step};
+    }
+    return for_channels(
+        weight.size(0), [&](int64_t i) { return rounded.weight_steps[static_cast<size_t>(i)] * scales[i]; });
   }
 
   // What the sums of the weight's gradient are multiplied by.
@@ -292,11 +305,11 @@ std::tuple<Tensor, Tensor, Tensor> layer_backward(
     const Sizes& windows) {
   const LayerGradients found(
       gradient, mask, weight, weight_scale, for_input, for_weight, scales_gradients, input_shape, windows);
-  const auto made = [&](bool wanted, const auto& function) {
-    return wanted ? function() : empty_flat(0, ScalarType::Float, gradient);
+  const auto made = [&](bool wanted, ScalarType dtype, const auto& function) {
+    return wanted ? function() : empty_flat(0, dtype, gradient);
   };
-  const Tensor of_input = made(for_input, [&] { return found.of_input(); });
-  const Tensor of_weight = made(for_weight, [&] {
+  const Tensor of_input = made(for_input, ScalarType::BFloat16, [&] { return found.of_input(); });
+  const Tensor of_weight = made(for_weight, ScalarType::Float, [&] {
     STD_TORCH_CHECK(values.has_value(), kName, ": the weight's gradient needs the input");
     const Grid from(kName, grid, "grid");
     const Tensor weights = image(weight);
@@ -305,7 +318,7 @@ std::tuple<Tensor, Tensor, Tensor> layer_backward(
         {weights.size(2), weights.size(3)}, found.windows.convolution());
     return by_rows(result, weight);
   });
-  return {of_input, of_weight, made(for_bias, [&] { return found.of_bias(input_step); })};
+  return {of_input, of_weight, made(for_bias, ScalarType::Float, [&] { return found.of_bias(input_step); })};
 }
 
 std::tuple<Tensor, Tensor> layer_descend_(
@@ -332,16 +345,16 @@ std::tuple<Tensor, Tensor> layer_descend_(
       gradient, mask, weight, weight_scale, for_input, true, scales_gradients, input_shape, windows);
   const Grid from(kName, grid, "grid");
   const Descending how{static_cast<float>(rate), static_cast<float>(weight_decay), update_seed(seed_and_updates)};
-  const auto made = [&](bool wanted, const auto& function) {
-    return wanted ? function() : empty_flat(0, ScalarType::Float, gradient);
+  const auto made = [&](bool wanted, ScalarType dtype, const auto& function) {
+    return wanted ? function() : empty_flat(0, dtype, gradient);
   };
   // By the weight as it was.
-  const Tensor of_input = made(for_input, [&] { return found.of_input(); });
+  const Tensor of_input = made(for_input, ScalarType::BFloat16, [&] { return found.of_input(); });
   *clamped += int8_conv2d_descend_weight_(
       image(weight), found.before_pool(found.rounded.for_weight), image(values), found.weight_units(from), from.zero, how,
       found.windows.convolution());
   ++seed_and_updates[1];
-  return {of_input, made(for_bias, [&] { return found.of_bias(input_step); })};
+  return {of_input, made(for_bias, ScalarType::Float, [&] { return found.of_bias(input_step); })};
 }
 
 } // namespace

@@ -1,4 +1,4 @@
-// Gradients and updated weights from float32 to int8, see kernels/int8/rows.h. Shapes for tracing are registered in
+// Gradients, in float32 or bfloat16, and updated weights to int8, see kernels/int8/rows.h. Shapes for tracing are registered in
 // torch_odt/ops.
 
 #include <algorithm>
@@ -19,12 +19,14 @@
 namespace {
 
 using namespace torch_odt;
+using kernels::int8::kByteSteps;
 using kernels::int8::Rows;
 using kernels::int8::RoundedRows;
 
 constexpr char kQuantize[] = "int8_quantize_gradient";
 constexpr char kStore[] = "int8_store_rounded_";
 constexpr float kMost = 127.0F;
+constexpr float kLeastStep = 0x1p-118F;
 // Elements below which a thread costs more than it saves.
 constexpr int64_t kGrainElements = 1 << 15;
 
@@ -45,10 +47,10 @@ uint64_t seed_of(const std::vector<float>& numbers) {
   return seed;
 }
 
-// The step with which int8 reaches so far; 1 where a step would be so small that its inverse is infinite.
+// The step with which int8 reaches so far; 1 where a step would be so small that what kernels divide by is infinite.
 float step_of(float largest) {
   const float step = largest / kMost;
-  return step >= std::numeric_limits<float>::min() ? step : 1.0F;
+  return step >= kLeastStep ? step : 1.0F;
 }
 
 // Factors, as many as kernels read.
@@ -56,8 +58,9 @@ std::vector<float> padded(size_t channels) {
   return std::vector<float>(channels + kernels::int8::kPaddedColumns);
 }
 
+// Of a 256th of a step, as kernels take it.
 float factor_of(float scale, float step) {
-  return std::min(scale / step, std::numeric_limits<float>::max());
+  return std::min(scale / step, std::numeric_limits<float>::max() / kByteSteps) * kByteSteps;
 }
 
 struct Scanned {
@@ -100,10 +103,11 @@ namespace torch_odt {
 
 RoundedGradient int8_quantize_gradient(
     const Tensor& gradient, const std::optional<Tensor>& mask, const std::optional<Tensor>& weight_scale, bool for_weight) {
+  const bool in_bfloat16 = gradient.scalar_type() == ScalarType::BFloat16;
   STD_TORCH_CHECK(
-      gradient.is_cpu() && gradient.scalar_type() == ScalarType::Float && gradient.dim() == 4,
+      gradient.is_cpu() && (in_bfloat16 || gradient.scalar_type() == ScalarType::Float) && gradient.dim() == 4,
       kQuantize,
-      ": gradient must be a float32 CPU tensor of 4 dimensions");
+      ": gradient must be a float32 or bfloat16 CPU tensor of 4 dimensions");
   const int64_t channels = gradient.size(1);
   STD_TORCH_CHECK(
       !mask ||
@@ -120,11 +124,12 @@ RoundedGradient int8_quantize_gradient(
   const int64_t repeats = pixels_of_row(gradient);
   const Tensor dense = repeats > 1 ? gradient : channels_last(gradient);
   const Rows rows{
-      static_cast<const float*>(dense.const_data_ptr()),
+      dense.const_data_ptr(),
       gradient.size(0) * gradient.size(2) * gradient.size(3),
       channels,
       mask ? static_cast<const uint8_t*>(mask->const_data_ptr()) : nullptr,
-      repeats};
+      repeats,
+      in_bfloat16};
   const Threads threads = threads_of(rows);
   Scanned found = scanned(rows, threads, gradient);
   STD_TORCH_CHECK(
@@ -235,7 +240,7 @@ void store_rounded_(Tensor weight, const Tensor& steps, Tensor rounding, Tensor 
   check_update(kStore, weight, steps, "steps");
   const Tensor source = in_memory_order(steps);
   const int64_t count = weight.size(0);
-  const Rows rows{static_cast<const float*>(source.const_data_ptr()), count, count > 0 ? weight.numel() / count : 0};
+  const Rows rows{source.const_data_ptr(), count, count > 0 ? weight.numel() / count : 0};
   const Threads threads = threads_of(rows);
   STD_TORCH_CHECK(all_finite(scanned(rows, threads, steps).largest), kNotFinite);
   const uint64_t seed = update_seed(seed_and_updates);

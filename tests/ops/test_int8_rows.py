@@ -17,6 +17,7 @@ from torch_odt.ops import int8_quantize_gradient, int8_rows, int8_store_rounded_
 odt = torch.ops.torch_odt
 # Vectors, halves of hashes, runs of sums and parts of threads end among these.
 SHAPES = [(0, 5, 3, 3), (1, 1, 1, 1), (2, 3, 5, 7), (3, 24, 21, 20), (2, 37, 20, 20), (8, 64, 12, 12), (8, 517, 1, 1)]
+DTYPES = (torch.float32, torch.bfloat16)
 WEIGHTS = [(0, 4), (5, 7), (130, 33), (3, 1, 3, 3), (65, 33, 3, 3)]
 
 
@@ -41,10 +42,11 @@ def assert_same(found: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> None
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("for_input", [False, True])
 @pytest.mark.parametrize("for_weight", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_a_gradient_has_the_bits_of_plain_torch(
-    shape: tuple[int, ...], for_input: bool, for_weight: bool, threads: int
+    shape: tuple[int, ...], for_input: bool, for_weight: bool, dtype: torch.dtype, threads: int
 ) -> None:
-    gradient = a_gradient(shape)
+    gradient = a_gradient(shape).to(dtype)
     scale = torch.rand(shape[1]) + 0.01 if for_input else None
     for mask in (None, a_mask(gradient)[1]):
         found = odt.int8_quantize_gradient(gradient, mask, scale, for_weight)
@@ -67,8 +69,9 @@ def test_any_shape_and_layout(shape: tuple[int, int, int, int], seed: int, strid
 @pytest.mark.parametrize(
     "shape", [(1, 37, 4, 4), (3, 64, 7, 5), (2, 1, 3, 3), (40, 17, 7, 7), (2, 8, 9, 1), (2, 8, 1, 9)], ids=str
 )
-def test_a_gradient_that_is_the_same_for_all_pixels(shape: tuple[int, ...]) -> None:
-    one = torch.randn(shape[0], shape[1], 1, 1)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_gradient_that_is_the_same_for_all_pixels(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    one = torch.randn(shape[0], shape[1], 1, 1).to(dtype)
     gradient, scale = one.expand(shape), torch.rand(shape[1])
     dense = gradient.contiguous(memory_format=torch.channels_last)
     for mask in (None, a_mask(dense)[1]):
@@ -82,8 +85,9 @@ def test_a_gradient_that_is_the_same_for_all_pixels(shape: tuple[int, ...]) -> N
             )
 
 
-def test_it_reads_from_any_address() -> None:
-    memory = torch.randn(1 + 2 * 19 * 5 * 5)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_it_reads_from_any_address(dtype: torch.dtype) -> None:
+    memory = torch.randn(1 + 2 * 19 * 5 * 5).to(dtype)
     gradient = memory[1:].view(2, 5, 5, 19).permute(0, 3, 1, 2)
     found = odt.int8_quantize_gradient(gradient, None, torch.ones(19), True)
     assert_same(found, int8_rows._quantize_plain(gradient, None, torch.ones(19), True))
@@ -93,8 +97,8 @@ def test_it_reads_from_any_address() -> None:
 def test_instruction_sets_agree(isa: str) -> None:
     code = (
         "import torch, sys; sys.path.insert(0, 'tests/ops'); from test_int8_rows import *\n"
-        "for shape in SHAPES:\n"
-        "    gradient = a_gradient(shape); mask = a_mask(gradient)[1]; scale = torch.rand(shape[1])\n"
+        "for shape, dtype in [(shape, dtype) for shape in SHAPES for dtype in DTYPES]:\n"
+        "    gradient = a_gradient(shape).to(dtype); mask = a_mask(gradient)[1]; scale = torch.rand(shape[1])\n"
         "    found = odt.int8_quantize_gradient(gradient, mask, scale, True)\n"
         "    assert_same(found, int8_rows._quantize_plain(gradient, mask, scale, True))\n"
     )
@@ -148,13 +152,16 @@ def test_bad_gradients_are_named() -> None:
         broken = gradient.clone()
         broken[1, 2, 0, 1] = bad
         for quantize in (odt.int8_quantize_gradient, int8_rows._quantize_plain):
-            with pytest.raises(RuntimeError, match="gradient is not finite"):
-                quantize(broken, None, None, True)
+            for dtype in DTYPES:
+                with pytest.raises(RuntimeError, match="gradient is not finite"):
+                    quantize(broken.to(dtype), None, None, True)
     for quantize in (odt.int8_quantize_gradient, int8_rows._quantize_plain):
         with pytest.raises(RuntimeError, match="times the weight's steps"):
             quantize(torch.full((1, 4, 1, 1), 1e38), None, torch.full((4,), 1e3), True)
         with pytest.raises(RuntimeError, match="4 dimensions"):
             quantize(gradient[0], None, None, True)
+        with pytest.raises(RuntimeError, match="float32 or bfloat16"):
+            quantize(gradient.double(), None, None, True)
         with pytest.raises(RuntimeError, match="a bit for each element"):
             quantize(gradient, torch.zeros(3, dtype=torch.uint8), None, True)
         with pytest.raises(RuntimeError, match="one number for each channel"):

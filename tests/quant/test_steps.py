@@ -84,7 +84,7 @@ def test_int8_operators_are_nodes_of_the_graph() -> None:
     elements = [math.prod(graph.values[op.writes[0]].shape) for op in layers]
     found = [[graph.values[value].nbytes for value in op.results] for op in layers]
     is_pooled = [len(op.args[12]) > 7 for op in layers]
-    assert found == [[n, 4, n // 8 + n * pooled] for n, pooled in zip(elements, is_pooled, strict=True)]
+    assert found == [[n, 2, n // 8 + n * pooled] for n, pooled in zip(elements, is_pooled, strict=True)]
     assert is_pooled == [True, False, False] and not any("max_pool" in target for target in targets)
 
 

@@ -1,4 +1,4 @@
-"""From float32 to int8 with stochastic rounding: gradients in two passes over memory, and weights after an update."""
+"""To int8 with stochastic rounding: gradients in two passes over memory, and weights after an update."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from torch_odt.ops.bits import unpack_bits
 from torch_odt.ops.registration import register
 
 MOST = 127.0
+LEAST_STEP = 2.0**-118  # 256 over it is finite
 ROWS_OF_SUM = 256
 SEED_FACTOR = 0x9E3779B97F4A7C15
 NOT_FINITE = (
     "an update of int8 weights is not finite: the loss has diverged; lower the learning rate. Layers that were updated "
     "before this one stay so"
 )
-_FLOAT32 = torch.finfo(torch.float32)
 
 
 class Int8Gradient(NamedTuple):
@@ -44,12 +44,13 @@ def int8_quantize_gradient(
 ) -> Int8Gradient:
     """Rounds the gradient of a layer's output to int8, twice, and sums it up.
 
-    When to choose it: in the backward pass of an int8 layer whose gradients arrive in float32. Rounding is stochastic:
+    When to choose it: in the backward pass of an int8 layer whose gradients arrive as floats. Rounding is stochastic:
     up with the probability of the fraction, to a 256th. The draws depend on the largest values of the channels, and so
     does their seed: the same gradient is rounded the same way again.
 
     Args:
-        gradient: float32 of shape (N, channels, H, W), best in torch.channels_last; another layout costs a copy.
+        gradient: float32 or bfloat16 of shape (N, channels, H, W), best in torch.channels_last; another layout costs a
+            copy.
         mask: a bit for each element in the order of torch.channels_last: where it is not set, the gradient counts as 0.
         weight_scale: float32 of shape (channels,), not negative: the steps of the weight, which the gradient is
             multiplied by for the input's. None leaves `for_input` out.
@@ -122,11 +123,11 @@ def _sums(rows: Tensor) -> Tensor:
 
 def _steps(largest: Tensor) -> Tensor:
     steps = largest / MOST
-    return torch.where(steps >= _FLOAT32.tiny, steps, 1.0)
+    return torch.where(steps >= LEAST_STEP, steps, 1.0)
 
 
 def _rounded(rows: Tensor, factors: Tensor, draws: Tensor) -> Tensor:
-    whole = plain.by_chance(rows * factors.clamp(max=_FLOAT32.max), draws)
+    whole = plain.by_chance(rows * factors.clamp(max=torch.finfo(torch.float32).max / 256), draws)
     return whole.clamp_(-MOST, MOST).to(torch.int8)
 
 
@@ -134,14 +135,14 @@ def _quantize_plain(
     gradient: Tensor, mask: Tensor | None, weight_scale: Tensor | None, for_weight: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     name = "int8_quantize_gradient"
-    if gradient.dtype != torch.float32 or gradient.dim() != 4:
-        raise RuntimeError(f"{name}: gradient must be a float32 CPU tensor of 4 dimensions")
+    if gradient.dtype not in (torch.float32, torch.bfloat16) or gradient.dim() != 4:
+        raise RuntimeError(f"{name}: gradient must be a float32 or bfloat16 CPU tensor of 4 dimensions")
     channels = gradient.shape[1]
     if mask is not None and (mask.dtype != torch.uint8 or mask.shape != ((gradient.numel() + 7) // 8,)):
         raise RuntimeError(f"{name}: mask must be contiguous uint8, with a bit for each element")
     if weight_scale is not None and (weight_scale.dtype != torch.float32 or weight_scale.shape != (channels,)):
         raise RuntimeError(f"{name}: weight_scale must be float32, with one number for each channel")
-    pixels = plain.by_pixels(gradient).contiguous()
+    pixels = plain.by_pixels(gradient).float().contiguous()
     rows = pixels.view(-1, channels) if pixels.numel() else pixels.new_zeros(0, channels)
     if mask is not None:
         rows = torch.where(unpack_bits(mask, 0, rows.numel()).view(rows.shape), rows, 0.0)
@@ -171,8 +172,8 @@ def _quantize_fake(
         else gradient.new_empty(0, dtype=torch.int8)
         for wanted in (weight_scale is not None, for_weight)
     )
-    steps = gradient.new_empty(gradient.shape[1])
-    return of_input, of_weight, gradient.new_empty(1), steps, torch.empty_like(steps)
+    steps = gradient.new_empty(gradient.shape[1], dtype=torch.float32)
+    return of_input, of_weight, steps.new_empty(1), steps, torch.empty_like(steps)
 
 
 def require_update(

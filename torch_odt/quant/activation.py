@@ -1,8 +1,9 @@
 """What int8 layers hand to each other: int8 values, and a place for their gradient that takes no memory.
 
-Integers have no gradient in autograd. So a float32 tensor goes along with them, of their shape and of one element in
-memory, which nobody reads: its *slot*. The gradient that autograd delivers to it is float32, and that of the real
-numbers that the integers stand for.
+Integers have no gradient in autograd. So a bfloat16 tensor goes along with them, of their shape and of one element in
+memory, which nobody reads: its *slot*. The gradient that autograd delivers to it is bfloat16, and that of the real
+numbers that the integers stand for. A layer rounds it to int8 before it computes with it, in no more than 255 steps;
+float32 would be twice the memory for digits that are lost there.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from torch import Tensor
 
 LEAST, MOST = -128, 127
 WEIGHT_MOST = 127
+GRADIENT = torch.bfloat16  # of slots
 
 
 class Int8Activation(NamedTuple):
@@ -22,7 +24,7 @@ class Int8Activation(NamedTuple):
 
     Attributes:
         values: int8; four dimensions are in torch.channels_last.
-        slot: float32 of their shape and one element in memory, NaN: where their gradient goes.
+        slot: bfloat16 of their shape and one element in memory, NaN: where their gradient goes.
         grid: float32 of shape (2,): the step s and the zero point z; the real numbers are s * (values - z).
 
     Example:
@@ -39,7 +41,7 @@ class Int8Activation(NamedTuple):
 
 def new_slot(shape: Sequence[int]) -> Tensor:
     """A slot for values of a shape. It holds NaN, so that whatever computes with it by mistake shows."""
-    return torch.full((1,), float("nan")).expand(*shape)
+    return torch.full((1,), float("nan"), dtype=GRADIENT).expand(*shape)
 
 
 def by_rows(weight: Tensor) -> Tensor:
@@ -53,13 +55,16 @@ def weight_of(rows: Tensor) -> Tensor:
 
 
 def new_weight_slot(weight: Tensor) -> Tensor:
-    """A slot for a weight, of the shape of `by_rows`: autograd hands contiguous gradients on, and copies others."""
-    return new_slot(by_rows(weight).shape)
+    """A slot for a weight, float32 as its gradient is.
+
+    It is of the shape of `by_rows`: autograd hands contiguous gradients on, and copies others.
+    """
+    return torch.full((1,), float("nan")).expand(by_rows(weight).shape)
 
 
 def fake_slot(like: Tensor, shape: Sequence[int]) -> Tensor:
     """As `new_slot`, for tracing."""
-    return like.new_empty(1, dtype=torch.float32).expand(*shape)
+    return like.new_empty(1, dtype=GRADIENT).expand(*shape)
 
 
 def step_of(grid: Tensor) -> Tensor:

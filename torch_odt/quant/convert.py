@@ -71,7 +71,7 @@ def convert_(
     them as it is in evaluation mode, a ReLU or another clamp is a bound of their output, and a max-pool behind that,
     whose windows do not overlap, is a part of them: a hook on such a layer sees its pooled output. Activations are
     int8 from layer to layer, residual sums, pools, and SiLU and its kind included, on asymmetric grids that are fixed
-    here. Gradients are float32 between layers, and int8 inside them. What has no int8 form stays float32 and is named,
+    here. Gradients are bfloat16 between layers, and int8 inside them. What has no int8 form stays float32 and is named,
     with conversions around it.
 
     The model is then trained like any other, by `TrainStep`, `wrap` or a plain loop, after `scale_gradients_` (or

@@ -62,7 +62,7 @@ def _backward(gradient: Tensor, mask: Tensor, sizes: list[int], dim: int) -> lis
 
 @_backward.register_fake
 def _(gradient: Tensor, mask: Tensor, sizes: list[int], dim: int) -> list[Tensor]:
-    return [empty_in_order(part.shape, torch.float32, gradient) for part in gradient.split(sizes, dim)]
+    return [empty_in_order(part.shape, gradient.dtype, gradient) for part in gradient.split(sizes, dim)]
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

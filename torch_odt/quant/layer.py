@@ -4,8 +4,8 @@ Forward (TTE; J. Lin et al., "On-Device Training Under 256KB Memory", NeurIPS 20
 s_x and the weight's s_W, one for each output channel, (sum of (x - z_x) W + b) s_x s_W / s_y, rounded, plus z_y,
 clamped; a clamp behind the layer is part of that, and so is a max-pool behind both (`layer_pool.py`). Backward, with
 the gradient g of the real output where nothing was clamped, in int8 as well: the weight's gradient from g rounded
-channel by channel, the input's from g s_W rounded as a whole, since s_W does not factor out of its sums. Rounding is
-stochastic, so that both are right on average.
+channel by channel, the input's from g s_W rounded as a whole, since s_W does not factor out of its sums; of a depthwise
+convolution both from the former, since there it does. Rounding is stochastic, so that both are right on average.
 """
 
 from __future__ import annotations
@@ -27,9 +27,10 @@ from torch_odt.ops import (
     int8_quantize_gradient,
 )
 from torch_odt.ops.int8_arguments import WINDOWS, windows_of
-from torch_odt.ops.int8_plain import Geometry
+from torch_odt.ops.int8_plain import Geometry, is_depthwise
 from torch_odt.ops.registration import register, register_gradient
 from torch_odt.quant.activation import (
+    GRADIENT,
     Int8Activation,
     bounds,
     by_rows,
@@ -257,15 +258,22 @@ def _backward(
     spread: Callable[[Tensor], Tensor] = _image
     if pool:
         mask, spread = spread_of(gradient, mask, pool, _output_shape(input_shape, weight, windows))
+    by_channel = for_input and is_depthwise(weight.shape, geometry["groups"])
     found = int8_quantize_gradient(
-        _image(gradient), mask, weight_scale=weight_scale if for_input else None, for_weight=for_weight
+        _image(gradient),
+        mask,
+        weight_scale=weight_scale if for_input and not by_channel else None,
+        for_weight=for_weight or by_channel,
     )
-    of_input, of_weight, of_bias = (gradient.new_empty(0) for _ in range(3))
+    of_input, of_weight, of_bias = (gradient.new_empty(0, dtype=dtype) for dtype in (GRADIENT, *[torch.float32] * 2))
     if for_input:
         size = input_shape[2:] if len(input_shape) == 4 else (1, 1)
-        of_input = int8_conv2d_grad_input_scaled(
-            spread(found.for_input), _image(weight), found.input_step, size, **geometry
-        ).reshape(input_shape)
+        rounded = spread(found.for_weight if by_channel else found.for_input)
+        step = torch.ones(1) if by_channel else found.input_step
+        of_input = int8_conv2d_grad_input_scaled(rounded, _image(weight), step, size, **geometry)
+        if by_channel:
+            of_input *= (found.weight_steps * weight_scale).view(-1, 1, 1)
+        of_input = of_input.to(GRADIENT).reshape(input_shape)
     if for_weight:
         assert values is not None
         scale = found.weight_steps * step_of(grid) * (1 / weight_scale if scales_gradients else weight_scale)
@@ -298,9 +306,9 @@ def _backward_fake(
     for_bias: bool,
     *rest: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    of_input = empty_in_order(input_shape if for_input else (0,), torch.float32, gradient)
-    of_weight = gradient.new_empty(by_rows(weight).shape if for_weight else (0,))
-    return of_input, of_weight, gradient.new_empty(weight_scale.shape if for_bias else (0,))
+    of_input = empty_in_order(input_shape if for_input else (0,), GRADIENT, gradient)
+    of_weight = weight_scale.new_empty(by_rows(weight).shape if for_weight else (0,))
+    return of_input, of_weight, weight_scale.new_empty(weight_scale.shape if for_bias else (0,))
 
 
 def _descend(

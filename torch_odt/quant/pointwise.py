@@ -16,6 +16,7 @@ from torch_odt.ops.registration import (
     register_gradient,
 )
 from torch_odt.quant.activation import (
+    GRADIENT,
     LEAST,
     Int8Activation,
     bounds,
@@ -177,7 +178,7 @@ def _keep_mask(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) ->
 
 
 def _quantize_backward(ctx: Any, of_values: Any, gradient: Tensor, of_mask: Any) -> tuple[Any, ...]:
-    return masked(gradient, *ctx.saved_tensors), None
+    return masked(gradient, *ctx.saved_tensors).float(), None
 
 
 register("int8_quantize", "(Tensor input, Tensor grid) -> (Tensor, Tensor, Tensor)", _quantize, _quantize_fake)
@@ -199,7 +200,7 @@ def _keep_nothing(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 
 
 def _dequantize_backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-    return None, gradient, None
+    return None, gradient.to(GRADIENT), None
 
 
 register_gradient("int8_dequantize", _keep_nothing, _dequantize_backward)
@@ -268,14 +269,14 @@ def _multiplied_back(
 ) -> tuple[Tensor, Tensor]:
     passed = masked(gradient, mask)
     of_right = (passed * real(left, left_grid)).sum_to_size(right.shape)
-    return passed * real(right, right_grid), in_memory_order(of_right).clone()
+    return (passed * real(right, right_grid)).to(GRADIENT), in_memory_order(of_right.to(GRADIENT, copy=True))
 
 
 @fake_of("int8_multiply_backward")
 def _(
     gradient: Tensor, mask: Tensor, left: Tensor, left_grid: Tensor, right: Tensor, right_grid: Tensor
 ) -> tuple[Tensor, Tensor]:
-    return like_in_order(left, torch.float32), like_in_order(right, torch.float32)
+    return like_in_order(left, GRADIENT), like_in_order(right, GRADIENT)
 
 
 refuse_gradient("int8_multiply_backward")
@@ -332,12 +333,12 @@ def _(values: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
 
 @operator_in_torch("int8_look_up_backward")
 def _looked_up_back(gradient: Tensor, values: Tensor, slopes: Tensor) -> Tensor:
-    return _entries(slopes, values).mul_(gradient)
+    return _entries(slopes, values).mul_(gradient).to(GRADIENT)
 
 
 @fake_of("int8_look_up_backward")
 def _(gradient: Tensor, values: Tensor, slopes: Tensor) -> Tensor:
-    return torch.empty_like(values, dtype=torch.float32)
+    return torch.empty_like(values, dtype=GRADIENT)
 
 
 refuse_gradient("int8_look_up_backward")
@@ -372,7 +373,7 @@ def _keep_kept(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) ->
 
 
 def _drop_backward(ctx: Any, of_values: Any, gradient: Tensor) -> tuple[Any, ...]:
-    return None, gradient * ctx.saved_tensors[0], None, None
+    return None, (gradient * ctx.saved_tensors[0]).to(GRADIENT), None, None
 
 
 register_gradient("int8_drop", _keep_kept, _drop_backward)

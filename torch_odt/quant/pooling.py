@@ -84,14 +84,14 @@ def _max_pool_backward(
     dilation: list[int],
     ceil_mode: bool,
 ) -> Tensor:
-    like = torch.empty(input_shape, memory_format=torch.channels_last)
+    like = torch.empty(input_shape, dtype=gradient.dtype, memory_format=torch.channels_last)
     gradient = gradient.contiguous(memory_format=torch.channels_last)
     return max_pool2d_with_offsets_backward(gradient, like, kernel_size, stride, padding, dilation, ceil_mode, offsets)
 
 
 @fake_of("int8_max_pool_backward")
 def _(gradient: Tensor, offsets: Tensor, input_shape: list[int], *window: Any) -> Tensor:
-    return empty_in_order(input_shape, torch.float32, gradient)
+    return empty_in_order(input_shape, gradient.dtype, gradient)
 
 
 refuse_gradient("int8_max_pool_backward")
@@ -165,7 +165,7 @@ def _average_pool_backward(
 
 @fake_of("int8_average_pool_backward")
 def _(gradient: Tensor, input_shape: list[int], *window: Any) -> Tensor:
-    return empty_in_order(input_shape, torch.float32, gradient)
+    return empty_in_order(input_shape, gradient.dtype, gradient)
 
 
 refuse_gradient("int8_average_pool_backward")
@@ -189,7 +189,7 @@ def _input_of(gradient: Tensor, shape: Sequence[int]) -> Tensor:
     is_of_it = gradient.dim() == len(shape) == 4 and list(gradient.shape[:2]) == list(shape[:2])
     if not is_of_it or (0 in shape and gradient.numel() > 0):
         raise RuntimeError(f"a gradient of {list(gradient.shape)} is none of a pool of {list(shape)}")
-    return torch.empty(shape, memory_format=torch.channels_last)
+    return torch.empty(shape, dtype=gradient.dtype, memory_format=torch.channels_last)
 
 
 def _is_global(input_shape: Sequence[int], output_size: Sequence[int]) -> bool:
@@ -226,7 +226,7 @@ def _adaptive_backward(gradient: Tensor, input_shape: list[int]) -> Tensor:
 
 @fake_of("int8_adaptive_average_pool_backward")
 def _(gradient: Tensor, input_shape: list[int]) -> Tensor:
-    return empty_in_order(input_shape, torch.float32, gradient)
+    return empty_in_order(input_shape, gradient.dtype, gradient)
 
 
 refuse_gradient("int8_adaptive_average_pool_backward")

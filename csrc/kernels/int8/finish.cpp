@@ -5,6 +5,7 @@
 #include <cstddef>
 #include <type_traits>
 
+#include "../storage.h"
 #include "finish_avx2.h"
 #include "finish_avx512.h"
 #include "finish_updates.h"
@@ -112,6 +113,14 @@ struct ToFloats {
   template <typename Sum, int kBytes>
   TORCH_ODT_INLINE static void lanes(const State<Sum, kBytes>& state, const Place& at, Kept<kBytes>& kept) {
     store_lanes(state.scaled(at, kept), at.lanes, static_cast<float*>(state.how.output) + at.index);
+  }
+};
+
+struct ToBFloat16s {
+  template <typename Sum, int kBytes>
+  TORCH_ODT_INLINE static void lanes(const State<Sum, kBytes>& state, const Place& at, Kept<kBytes>& kept) {
+    const auto halves = Lanes<kBytes>::to_bfloat16(state.scaled(at, kept));
+    store_lanes(halves, at.lanes, static_cast<BFloat16*>(state.how.output) + at.index);
   }
 };
 
@@ -272,6 +281,9 @@ float finish(const Finish& how, const Block<Sum>& block) {
       return run_blocks<ToSums>(how, block);
     case Result::floats:
       return run_blocks<ToFloats>(how, block);
+    case Result::bfloat16s:
+      run_blocks<ToBFloat16s>(how, block);
+      return 0;
     case Result::float_update:
       return run_blocks<UpdateFloats>(how, block);
     case Result::int8_update:

@@ -1,4 +1,4 @@
-// What becomes of exact sums: themselves, fp32, int8 by one of three roundings, or an update of weights.
+// What becomes of exact sums: themselves, fp32, bfloat16, int8 by one of three roundings, or an update of weights.
 #pragma once
 
 #include <cstdint>
@@ -16,6 +16,7 @@ enum class Rounding {
 enum class Result {
   sums,
   floats,
+  bfloat16s, // of multipliers that are finite
   int8,
   float_update,
   int8_update,
@@ -108,8 +109,8 @@ TORCH_ODT_INLINE void note_bits(uint8_t* mask, int64_t index, int64_t count, uin
   }
 }
 
-// Returns the largest absolute value of what sums times multipliers were, before rounding. For `sums`, which are int32: 0,
-// or infinity where one does not fit, in whose place is the nearest number that does.
+// Returns the largest absolute value of what sums times multipliers were, before rounding; for `bfloat16s` 0. For `sums`,
+// which are int32: 0, or infinity where one does not fit, in whose place is the nearest number that does.
 template <typename Sum>
 float finish(const Finish& how, const Block<Sum>& block);
 

@@ -2,6 +2,7 @@
 
 #if defined(__x86_64__) && defined(__GNUC__)
 
+#include "../storage.h"
 #include "draws.h"
 #include "intrinsics_x86.h"
 #include "lanes_avx2.h"
@@ -198,14 +199,39 @@ TORCH_ODT_TARGET float to_int8(const Finish& how, const Block<int32_t>& block) {
   return largest_of(largest);
 }
 
+// The first `count` of eight, or all of them.
+TORCH_ODT_TARGET_INLINE void store_floats(float* to, int64_t count, __m256 values) {
+  if (count >= kLanes) {
+    _mm256_storeu_ps(to, values);
+  } else {
+    _mm256_maskstore_ps(to, inside(count), values);
+  }
+}
+
+// To the nearest, ties to even. Not of NaN.
+TORCH_ODT_TARGET_INLINE void store_floats(BFloat16* to, int64_t count, __m256 values) {
+  const __m256i bits = _mm256_castps_si256(values);
+  const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+  const __m256i raised = _mm256_add_epi32(_mm256_add_epi32(bits, odd), _mm256_set1_epi32(0x7fff));
+  const __m256i upper = _mm256_srli_epi32(raised, 16);
+  const __m256i halves = _mm256_permute4x64_epi64(_mm256_packus_epi32(upper, upper), 0x08);
+  const __m128i eight = _mm256_castsi256_si128(halves);
+  if (count >= kLanes) {
+    _mm_storeu_si128((__m128i*)to, eight);
+  } else {
+    __builtin_memcpy(to, &eight, static_cast<unsigned long>(count) * sizeof(BFloat16));
+  }
+}
+
+template <typename Storage>
 TORCH_ODT_TARGET float to_floats(const Finish& how, const Block<int32_t>& block) {
   const Columns columns(how, block);
   const bool by_rows = how.per_channel && how.channels_are_rows;
   __m256 largest = _mm256_setzero_ps();
-  auto* const output = static_cast<float*>(how.output);
+  auto* const output = static_cast<Storage*>(how.output);
   for (int64_t row = 0; row < block.rows; ++row) {
     const int32_t* const sums = block.sums + row * block.stride;
-    float* const to = output + block.places[row];
+    Storage* const to = output + block.places[row];
     const __m256i row_term = _mm256_set1_epi32(block.row_terms == nullptr ? 0 : block.row_terms[row]);
     const __m256 of_row = _mm256_set1_ps(by_rows ? how.multipliers[block.first_channel + row] : 0);
     for (int64_t column = 0; column < block.columns; column += kLanes) {
@@ -213,14 +239,12 @@ TORCH_ODT_TARGET float to_floats(const Finish& how, const Block<int32_t>& block)
       __m256i sum = _mm256_add_epi32(_mm256_loadu_si256((const __m256i*)(sums + column)), terms);
       sum = _mm256_add_epi32(sum, row_term);
       const __m256 multiplier = by_rows ? of_row : _mm256_load_ps(columns.multipliers + column);
+      const int64_t left = block.columns - column;
       __m256 values = _mm256_mul_ps(_mm256_cvtepi32_ps(sum), multiplier);
-      if (column + kLanes <= block.columns) {
-        _mm256_storeu_ps(to + column, values);
-      } else {
-        const __m256i some = inside(block.columns - column);
-        values = _mm256_and_ps(values, _mm256_castsi256_ps(some));
-        _mm256_maskstore_ps(to + column, some, values);
+      if (left < kLanes) {
+        values = _mm256_and_ps(values, _mm256_castsi256_ps(inside(left)));
       }
+      store_floats(to + column, left, values);
       largest = larger(largest, values);
     }
   }
@@ -232,13 +256,17 @@ TORCH_ODT_TARGET float to_floats(const Finish& how, const Block<int32_t>& block)
 bool has_finish_avx2(const Finish& how, const Block<int32_t>& block) {
   const bool by_columns = !(how.per_channel && how.channels_are_rows);
   const bool in_order = how.rounding != Rounding::stochastic || block.first_column % kHalf == 0;
-  return how.result == Result::floats ||
+  return how.result == Result::floats || how.result == Result::bfloat16s ||
       (how.result == Result::int8 && how.rounding != Rounding::pseudo_stochastic && by_columns && in_order);
 }
 
 float finish_avx2(const Finish& how, const Block<int32_t>& block) {
   if (how.result == Result::floats) {
-    return to_floats(how, block);
+    return to_floats<float>(how, block);
+  }
+  if (how.result == Result::bfloat16s) {
+    to_floats<BFloat16>(how, block);
+    return 0;
   }
   return how.rounding == Rounding::nearest ? to_int8<Rounding::nearest>(how, block)
                                            : to_int8<Rounding::stochastic>(how, block);

@@ -2,6 +2,7 @@
 
 #if defined(__x86_64__) && defined(__GNUC__)
 
+#include "../storage.h"
 #include "bytes_avx512.h"
 #include "draws_avx512.h"
 #include "intrinsics_x86.h"
@@ -365,6 +366,41 @@ TORCH_ODT_TARGET float to_floats(const Finish& how, const Block<int32_t>& block)
   return how.per_channel && how.channels_are_rows ? rows_to_floats<true>(how, block) : rows_to_floats<false>(how, block);
 }
 
+// Of 16 columns, numbers whose upper halves are bfloat16: to the nearest, ties to even. Not of NaN.
+template <bool kTerms>
+TORCH_ODT_TARGET_INLINE __m512i lanes_to_bfloat16(const int32_t* sums, const Columns& columns, int64_t column) {
+  __m512i sum = _mm512_loadu_si512(sums + column);
+  if constexpr (kTerms) {
+    sum = _mm512_add_epi32(sum, _mm512_load_si512(columns.terms + column));
+  }
+  const __m512 values = _mm512_mul_ps(_mm512_cvtepi32_ps(sum), _mm512_load_ps(columns.multipliers + column));
+  const __m512i bits = _mm512_castps_si512(values);
+  const __mmask16 odd = _mm512_test_epi32_mask(bits, _mm512_set1_epi32(0x10000));
+  const __m512i raised = _mm512_add_epi32(bits, _mm512_set1_epi32(0x7fff));
+  return _mm512_mask_add_epi32(raised, odd, bits, _mm512_set1_epi32(0x8000));
+}
+
+template <bool kTerms>
+TORCH_ODT_TARGET void rows_to_bfloat16(const Finish& how, const Block<int32_t>& block) {
+  constexpr int64_t kTwo = 2 * kLanes;
+  const Columns columns(how, block);
+  const __m512i lanes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+  // The odd ones of 64 halves: 4 i + 1 and 4 i + 3, two in each number.
+  const __m512i upper = _mm512_add_epi32(_mm512_mullo_epi32(lanes, _mm512_set1_epi32(0x00040004)), _mm512_set1_epi32(0x00030001));
+  for (int64_t i = 0; i < block.rows; ++i) {
+    const int32_t* const sums = block.sums + i * block.stride;
+    BFloat16* const to = static_cast<BFloat16*>(how.output) + block.places[i];
+    for (int64_t column = 0; column < block.columns; column += kTwo) {
+      const int64_t left = block.columns - column;
+      const __m512i first = lanes_to_bfloat16<kTerms>(sums, columns, column);
+      const __m512i second = left > kLanes ? lanes_to_bfloat16<kTerms>(sums, columns, column + kLanes) : first;
+      const __m512i halves = _mm512_permutex2var_epi16(first, upper, second);
+      const auto inside = static_cast<__mmask32>(left >= kTwo ? ~0U : (1U << left) - 1);
+      _mm512_mask_storeu_epi16(to + column, inside, halves);
+    }
+  }
+}
+
 TORCH_ODT_TARGET float to_int8_nearest(const Finish& how, const Block<int32_t>& block) {
   if (block.row_terms != nullptr) {
     return to_int8<Rounding::nearest>(how, block);
@@ -389,12 +425,17 @@ TORCH_ODT_TARGET float to_int8_stochastic(const Finish& how, const Block<int32_t
 bool has_finish_avx512(const Finish& how, const Block<int32_t>& block) {
   const bool by_columns = !(how.per_channel && how.channels_are_rows);
   const bool in_order = how.rounding != Rounding::stochastic || block.first_column % kLanes == 0;
-  return how.result == Result::floats || (how.result == Result::int8 && by_columns && in_order);
+  return how.result == Result::floats || (how.result == Result::int8 && by_columns && in_order) ||
+      (how.result == Result::bfloat16s && by_columns && block.row_terms == nullptr);
 }
 
 float finish_avx512(const Finish& how, const Block<int32_t>& block) {
   if (how.result == Result::floats) {
     return to_floats(how, block);
+  }
+  if (how.result == Result::bfloat16s) {
+    block.column_terms == nullptr ? rows_to_bfloat16<false>(how, block) : rows_to_bfloat16<true>(how, block);
+    return 0;
   }
   switch (how.rounding) {
     case Rounding::nearest:

@@ -31,6 +31,7 @@ struct Lanes {
   using Floats = typename Vectors<kBytes>::Floats;
   using Ints = typename Vectors<kBytes>::Ints;
   using Bits = typename Vectors<kBytes>::Bits;
+  using Halves = typename Vectors<kBytes>::Half;
   static constexpr int64_t kCount = kBytes / 4;
 
   template <typename Vector, typename T>
@@ -65,11 +66,21 @@ struct Lanes {
     return result;
   }
 
+  // bfloat16 as it lies in memory: to the nearest, ties to even. Not of NaN.
+  TORCH_ODT_INLINE static Halves to_bfloat16(Floats values) {
+    const Bits bits = (Bits)values;
+    return __builtin_convertvector((Ints)((bits + 0x7fffU + (bits >> 16 & 1U)) >> 16), Halves);
+  }
+
+  TORCH_ODT_INLINE static Floats from_bfloat16(Halves halves) {
+    return (Floats)((Bits)__builtin_convertvector(halves, Ints) << 16);
+  }
+
   TORCH_ODT_INLINE static typename Vectors<kBytes>::Narrow narrowed(Ints values) {
     if constexpr (kBytes == 64) {
       return __builtin_convertvector(values, typename Vectors<kBytes>::Narrow);
     } else {
-      const auto half = __builtin_convertvector(values, typename Vectors<kBytes>::Half);
+      const auto half = __builtin_convertvector(values, Halves);
       return __builtin_convertvector(half, typename Vectors<kBytes>::Narrow);
     }
   }
@@ -87,7 +98,12 @@ struct Lanes {
 
   // Up or down to a whole number by draws of 8 bits.
   TORCH_ODT_INLINE static Floats by_chance(Floats value, Floats draws) {
-    return floor_of((nearest(value * kByteSteps) + draws) * (1 / kByteSteps));
+    return floor_by_draws(value * kByteSteps, draws);
+  }
+
+  // The same of a number of steps.
+  TORCH_ODT_INLINE static Floats floor_by_draws(Floats steps, Floats draws) {
+    return floor_of((nearest(steps) + draws) * (1 / kByteSteps));
   }
 
   TORCH_ODT_INLINE static Bits hashes(uint32_t key, int64_t first) {

@@ -66,12 +66,13 @@ class PanelSums {
   // Whether sums of no terms, as phases without a tap have them, become zeros.
   bool nothing_is_zeros() const {
     const bool limits = how_.zero_point != 0 || how_.low > 0 || how_.high < 0 || how_.mask != nullptr;
-    const bool stays = how_.result == Result::sums || how_.result == Result::floats;
+    const bool stays =
+        how_.result == Result::sums || how_.result == Result::floats || how_.result == Result::bfloat16s;
     return source_.bias == nullptr && (stays || (how_.result == Result::int8 && !limits));
   }
 
   void clear(int64_t rows, const Places& places) const {
-    const int64_t bytes = how_.result == Result::int8 ? 1 : 4;
+    const int64_t bytes = how_.result == Result::int8 ? 1 : how_.result == Result::bfloat16s ? 2 : 4;
     for (int64_t i = 0; i < rows; ++i) {
       char* const to = static_cast<char*>(how_.output) + places[static_cast<size_t>(i)] * bytes;
       std::memset(to, 0, static_cast<size_t>(target_.channels * bytes));

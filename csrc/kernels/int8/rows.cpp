@@ -17,18 +17,20 @@ namespace {
 constexpr int64_t kGrainRows = 64;
 
 // Reads some of a row's elements, with zeros behind the last of them.
-template <int kBytes>
+template <typename Storage, int kBytes>
 struct Elements {
   using L = Lanes<kBytes>;
   using Floats = typename L::Floats;
   using Ints = typename L::Ints;
 
   const Rows rows;
+  const Storage* const values;
   const int64_t count; // of values
   const int64_t mask_bytes;
 
   TORCH_ODT_INLINE explicit Elements(const Rows& from)
       : rows(from),
+        values(static_cast<const Storage*>(from.values)),
         count(from.count / from.repeats * from.columns),
         mask_bytes((from.count * from.columns + 7) / 8) {}
 
@@ -48,15 +50,15 @@ struct Elements {
   // `value` is where the element's is, and `lanes` are all of a vector where kAll.
   template <bool kAll, bool kMasked>
   TORCH_ODT_INLINE Floats at(int64_t value, int64_t index, int64_t lanes) const {
-    Floats values;
+    Floats found;
     if (kAll || value + L::kCount <= count) {
-      values = L::template load<Floats>(rows.values + value);
+      found = read(values + value);
     } else {
-      float some[L::kCount] = {};
+      Storage some[L::kCount] = {};
       for (int64_t i = 0; i < lanes; ++i) {
-        some[i] = rows.values[value + i];
+        some[i] = values[value + i];
       }
-      values = L::template load<Floats>(some);
+      found = read(some);
     }
     uint32_t kept = kAll ? ~0U : (1U << lanes) - 1;
     if constexpr (kMasked) {
@@ -64,13 +66,22 @@ struct Elements {
     }
     if constexpr (kMasked || !kAll) {
       const Ints set = (Ints{} + static_cast<int32_t>(kept)) & (1 << L::numbers());
-      values = (Floats)((Ints)values & (set != 0));
+      found = (Floats)((Ints)found & (set != 0));
     }
-    return values;
+    return found;
+  }
+
+ private:
+  TORCH_ODT_INLINE static Floats read(const Storage* from) {
+    if constexpr (std::is_same_v<Storage, BFloat16>) {
+      return L::from_bfloat16(L::template load<typename L::Halves>(from));
+    } else {
+      return L::template load<Floats>(from);
+    }
   }
 };
 
-template <bool kMasked>
+template <typename Storage, bool kMasked>
 struct Scan {
   template <int kBytes>
   struct Body {
@@ -81,7 +92,7 @@ struct Scan {
     // kVectors side by side, which do not wait for each other; or, where not kAll, some lanes of one.
     template <int kVectors, bool kAll>
     TORCH_ODT_INLINE static void
-    columns(const Elements<kBytes>& from, const ScannedRows& chunk, int64_t column, int64_t lanes) {
+    columns(const Elements<Storage, kBytes>& from, const ScannedRows& chunk, int64_t column, int64_t lanes) {
       Ints largest[kVectors] = {};
       Floats sums[kVectors] = {};
       for (int64_t row = chunk.begin; row < chunk.end; ++row) {
@@ -103,7 +114,7 @@ struct Scan {
 
     TORCH_ODT_INLINE static void run(const ScannedRows* of) {
       const ScannedRows chunk = *of;
-      const Elements<kBytes> from(chunk.rows);
+      const Elements<Storage, kBytes> from(chunk.rows);
       constexpr int64_t kCount = L::kCount;
       constexpr int kWide = 4;
       int64_t column = 0;
@@ -127,14 +138,16 @@ void scan_chunk(const ScannedRows& chunk) {
     return;
   }
 #endif
-  if (chunk.rows.mask == nullptr) {
-    run_with_vectors<Scan<false>::Body>(&chunk);
-  } else {
-    run_with_vectors<Scan<true>::Body>(&chunk);
-  }
+  with_storage(chunk.rows, [&]<typename Storage>() {
+    if (chunk.rows.mask == nullptr) {
+      run_with_vectors<Scan<Storage, false>::template Body>(&chunk);
+    } else {
+      run_with_vectors<Scan<Storage, true>::template Body>(&chunk);
+    }
+  });
 }
 
-template <bool kMasked, bool kScaled, bool kTwo>
+template <typename Storage, bool kMasked, bool kScaled, bool kTwo>
 struct Round {
   template <int kBytes>
   struct Body {
@@ -148,7 +161,7 @@ struct Round {
       // Not exact for numbers beyond 2^22, where everything is clamped.
       Floats whole;
       if constexpr (kScaled) {
-        whole = L::by_chance(L::product(values, L::template load<Floats>(to.factors + column)), drawn);
+        whole = L::floor_by_draws(L::product(values, L::template load<Floats>(to.factors + column)), drawn);
       } else {
         whole = L::floor_of(values + drawn);
       }
@@ -159,7 +172,7 @@ struct Round {
 
     TORCH_ODT_INLINE static void run(RowsPart* of) {
       const RowsPart part = *of;
-      const Elements<kBytes> from(part.rows);
+      const Elements<Storage, kBytes> from(part.rows);
       constexpr int64_t kCount = L::kCount;
       Keys keys(part.seed);
       std::conditional_t<kScaled, ByteDraws<kBytes>, HalfDraws<kBytes>> draws;
@@ -202,12 +215,16 @@ struct Round {
 template <bool kMasked>
 void round_part(RowsPart& part) {
   if (part.first.factors == nullptr) {
-    run_with_vectors<Round<kMasked, false, false>::template Body>(&part);
-  } else if (part.second.output == nullptr) {
-    run_with_vectors<Round<kMasked, true, false>::template Body>(&part);
-  } else {
-    run_with_vectors<Round<kMasked, true, true>::template Body>(&part);
+    run_with_vectors<Round<float, kMasked, false, false>::template Body>(&part);
+    return;
   }
+  with_storage(part.rows, [&]<typename Storage>() {
+    if (part.second.output == nullptr) {
+      run_with_vectors<Round<Storage, kMasked, true, false>::template Body>(&part);
+    } else {
+      run_with_vectors<Round<Storage, kMasked, true, true>::template Body>(&part);
+    }
+  });
 }
 
 } // namespace

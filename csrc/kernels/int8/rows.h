@@ -1,16 +1,17 @@
-// Rows of floats in int8, rounded stochastically: gradients, whose rows are pixels and whose columns are channels, and
-// weights after an update.
+// Rows of numbers in int8, rounded stochastically: gradients, in fp32 or bfloat16, whose rows are pixels and whose columns
+// are channels, and weights after an update.
 #pragma once
 
 #include <cstdint>
 
 #include "../isa.h"
+#include "../storage.h"
 #include "threads.h"
 
 namespace torch_odt::kernels::int8 {
 
 struct Rows {
-  const float* values;
+  const void* values; // fp32, or bfloat16 as below
   int64_t count;
   int64_t columns;
   // One bit an element, as pack_bits leaves them: where it is not set, the element counts as 0. Null for none.
@@ -18,12 +19,23 @@ struct Rows {
   // How many rows each row of values is there for, one after another: pixels whose gradient is the same, as behind a
   // pool of all of them.
   int64_t repeats = 1;
+  bool in_bfloat16 = false; // not of weights
 
   // Where a row's values begin.
   TORCH_ODT_INLINE int64_t first_value(int64_t row) const {
     return (repeats == 1 ? row : row / repeats) * columns;
   }
 };
+
+// Calls body<Storage>() with the type of the values.
+template <typename Body>
+void with_storage(const Rows& rows, const Body& body) {
+  if (rows.in_bfloat16) {
+    body.template operator()<BFloat16>();
+  } else {
+    body.template operator()<float>();
+  }
+}
 
 // Rows whose sums are added up in float, one after another; then such sums are added up in double, one after another.
 inline constexpr int64_t kRowsOfSum = 256;
@@ -39,7 +51,8 @@ inline constexpr int64_t kPaddedColumns = 16;
 // to -127 and 127. Weights draw 16 bits and gradients 8, see draws.h.
 struct RoundedRows {
   int8_t* output;
-  // Finite, with readable numbers behind the last up to a multiple of kPaddedColumns; null for weights.
+  // kByteSteps times what the values are multiplied by, of products whose magnitude int32 holds; with readable numbers
+  // behind the last up to a multiple of kPaddedColumns. Null for weights.
   const float* factors = nullptr;
 };
 

@@ -47,12 +47,12 @@ TORCH_ODT_TARGET_INLINE __mmask64 kept_at(const uint8_t* mask, int64_t bytes, in
 
 template <bool kMasked>
 TORCH_ODT_TARGET_INLINE __m512
-values_at(const Rows& rows, int64_t mask_bytes, int64_t value, int64_t index, __mmask16 inside) {
-  auto read = inside;
+weights_at(const Rows& rows, int64_t mask_bytes, int64_t value, int64_t index, __mmask16 inside) {
+  auto kept = inside;
   if constexpr (kMasked) {
-    read = static_cast<__mmask16>(inside & bits_at(rows.mask, mask_bytes, index));
+    kept = static_cast<__mmask16>(inside & bits_at(rows.mask, mask_bytes, index));
   }
-  return _mm512_maskz_loadu_ps(read, rows.values + value);
+  return _mm512_maskz_loadu_ps(kept, static_cast<const float*>(rows.values) + value);
 }
 
 // Weights. Returns how many were clamped. What int32 does not hold becomes its lowest number, which needs care above zero.
@@ -86,14 +86,14 @@ TORCH_ODT_TARGET void round_weights(RowsPart& part) {
       const __m512i draws = upper ? _mm512_srli_epi32(bits, 16) : _mm512_and_si512(bits, _mm512_set1_epi32(0xffff));
       const int64_t left = rows.columns - column;
       const auto inside = static_cast<__mmask16>(left >= kLanes ? 0xffff : (1U << left) - 1);
-      const __m512 values = values_at<kMasked>(rows, mask_bytes, first_value + column, begins + column, inside);
+      const __m512 values = weights_at<kMasked>(rows, mask_bytes, first_value + column, begins + column, inside);
       part.clamped += store_weights(values, draws, part.first.output + begins + column, inside);
     }
   }
 }
 
 // The sixteens of 64 columns, kParts of them, or fewer columns where not kAll.
-template <int kParts, bool kAll>
+template <typename Storage, int kParts, bool kAll>
 struct Whole {
   __m512 values[kParts];
   __mmask64 inside;
@@ -101,6 +101,15 @@ struct Whole {
   TORCH_ODT_TARGET_INLINE __m512 load(const float* from, __mmask64 kept, int part) {
     const auto lanes = static_cast<__mmask16>(kept >> (part * kLanes));
     return _mm512_maskz_loadu_ps(lanes, from + part * kLanes);
+  }
+
+  // Of 32 numbers the first sixteen, or the last, as upper halves of floats.
+  TORCH_ODT_TARGET_INLINE __m512 load(const BFloat16* from, __mmask64 kept, int part) {
+    const int first = part / 2 * 2 * kLanes;
+    const __m512i halves = _mm512_maskz_loadu_epi16(static_cast<__mmask32>(kept >> first), from + first);
+    const __m512i lanes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    const __m512i places = _mm512_add_epi32(lanes, _mm512_set1_epi32(part % 2 * kLanes));
+    return _mm512_castsi512_ps(_mm512_maskz_permutexvar_epi16(0xaaaaaaaa, _mm512_slli_epi32(places, 16), halves));
   }
 
   template <bool kMasked>
@@ -111,7 +120,7 @@ struct Whole {
     const __mmask64 kept = kMasked ? result.inside & kept_at(rows.mask, mask_bytes, index) : result.inside;
 #pragma GCC unroll 4
     for (int i = 0; i < kParts; ++i) {
-      result.values[i] = load(rows.values + value, kept, i);
+      result.values[i] = load(static_cast<const Storage*>(rows.values) + value, kept, i);
     }
     return result;
   }
@@ -122,10 +131,8 @@ struct Whole {
 #pragma GCC unroll 4
     for (int i = 0; i < kParts; ++i) {
       const __m512 factors = load(to.factors + column, whole.inside, i);
-      const __m512 scaled = _mm512_mul_ps(_mm512_mul_ps(whole.values[i], factors), _mm512_set1_ps(kByteSteps));
-      // What int32 does not hold becomes its lowest number.
-      const __m512 held = _mm512_min_ps(scaled, _mm512_set1_ps(1073741824.0F));
-      steps[i] = _mm512_cvt_roundps_epi32(held, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+      const __m512 scaled = _mm512_mul_ps(whole.values[i], factors);
+      steps[i] = _mm512_cvt_roundps_epi32(scaled, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
     }
     const __m512i lower = _mm512_and_si512(bits, _mm512_set1_epi16(0xff));
     const __m512i upper = _mm512_srli_epi16(bits, 8);
@@ -164,7 +171,7 @@ TORCH_ODT_TARGET_INLINE void each_whole(int64_t columns, const Body& body) {
   }
 }
 
-template <bool kMasked, bool kTwo>
+template <typename Storage, bool kMasked, bool kTwo>
 TORCH_ODT_TARGET void round_gradients(const RowsPart& of) {
   // A copy, so that no store makes it be read again.
   const RowsPart part = of;
@@ -181,7 +188,7 @@ TORCH_ODT_TARGET void round_gradients(const RowsPart& of) {
         [&]<int kParts, bool kAll>(int64_t column, int64_t columns)
             __attribute__((always_inline, target(TORCH_ODT_SETS))) {
               const __m512i bits = hashes(steps, static_cast<uint32_t>(begins + byte_hash_of(column)) * kGolden + key);
-              using Columns = Whole<kParts, kAll>;
+              using Columns = Whole<Storage, kParts, kAll>;
               const auto whole =
                   Columns::template read<kMasked>(rows, mask_bytes, first_value + column, begins + column, columns);
               Columns::store(whole, bits, part.first, column, begins + column);
@@ -193,7 +200,7 @@ TORCH_ODT_TARGET void round_gradients(const RowsPart& of) {
 }
 
 // The sums and largest magnitudes of some columns.
-template <bool kMasked, int kParts, bool kAll>
+template <typename Storage, bool kMasked, int kParts, bool kAll>
 TORCH_ODT_TARGET_INLINE void scan_whole(const ScannedRows& of, int64_t mask_bytes, int64_t column, int64_t columns) {
   __m512i largest[kParts];
   __m512 sums[kParts];
@@ -204,7 +211,7 @@ TORCH_ODT_TARGET_INLINE void scan_whole(const ScannedRows& of, int64_t mask_byte
   }
   __mmask64 inside = 0;
   for (int64_t row = of.begin; row < of.end; ++row) {
-    const auto whole = Whole<kParts, kAll>::template read<kMasked>(
+    const auto whole = Whole<Storage, kParts, kAll>::template read<kMasked>(
         of.rows, mask_bytes, of.rows.first_value(row) + column, row * of.rows.columns + column, columns);
     inside = whole.inside;
 #pragma GCC unroll 4
@@ -222,7 +229,7 @@ TORCH_ODT_TARGET_INLINE void scan_whole(const ScannedRows& of, int64_t mask_byte
   }
 }
 
-template <bool kMasked>
+template <typename Storage, bool kMasked>
 TORCH_ODT_TARGET void scan_some(const ScannedRows& from) {
   const ScannedRows of = from;
   const int64_t mask_bytes = (of.rows.count * of.rows.columns + 7) / 8;
@@ -230,7 +237,7 @@ TORCH_ODT_TARGET void scan_some(const ScannedRows& from) {
       of.rows.columns,
       [&]<int kParts, bool kAll>(int64_t column, int64_t columns)
           __attribute__((always_inline, target(TORCH_ODT_SETS))) {
-            scan_whole<kMasked, kParts, kAll>(of, mask_bytes, column, columns);
+            scan_whole<Storage, kMasked, kParts, kAll>(of, mask_bytes, column, columns);
           });
 }
 
@@ -238,21 +245,27 @@ template <bool kMasked>
 void round_some(RowsPart& part) {
   if (part.first.factors == nullptr) {
     round_weights<kMasked>(part);
-  } else if (part.second.output == nullptr) {
-    round_gradients<kMasked, false>(part);
-  } else {
-    round_gradients<kMasked, true>(part);
+    return;
   }
+  with_storage(part.rows, [&]<typename Storage>() {
+    if (part.second.output == nullptr) {
+      round_gradients<Storage, kMasked, false>(part);
+    } else {
+      round_gradients<Storage, kMasked, true>(part);
+    }
+  });
 }
 
 } // namespace
 
 void scan_rows_avx512(const ScannedRows& of) {
-  if (of.rows.mask == nullptr) {
-    scan_some<false>(of);
-  } else {
-    scan_some<true>(of);
-  }
+  with_storage(of.rows, [&]<typename Storage>() {
+    if (of.rows.mask == nullptr) {
+      scan_some<Storage, false>(of);
+    } else {
+      scan_some<Storage, true>(of);
+    }
+  });
 }
 
 void round_rows_avx512(RowsPart& part) {

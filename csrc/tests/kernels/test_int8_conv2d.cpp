@@ -9,6 +9,7 @@
 #include "../../kernels/int8/integers.h"
 #include "../../kernels/int8/padded.h"
 #include "../../kernels/int8/patches.h"
+#include "../../kernels/storage.h"
 #include "int8_samples.h"
 
 namespace torch_odt::tests {
@@ -147,6 +148,37 @@ TEST(int8_long_rows_are_packed_on_the_way) {
     CHECK(packing_workspace_bytes(sample.conv, Pass::forward) <= kernels::int8::kMostWorkspaceBytes);
     check_sums(packing_sums_of(sample, Pass::forward, 1), sample.forward());
     check_sums(packing_sums_of(sample, Pass::forward, 2), sample.forward());
+  }
+}
+
+// By one factor, or where each channel is a group by its own.
+TEST(int8_gradients_of_inputs_become_bfloat16) {
+  for (const Conv2d& conv : int8_convolutions()) {
+    const Context here(text_of(conv));
+    const Int8Sample sample(conv, 3, Values::random);
+    std::vector<float> multipliers(static_cast<size_t>(conv.depthwise() ? conv.in_channels : 1));
+    for (size_t i = 0; i < multipliers.size(); ++i) {
+      multipliers[i] = 0.001F * static_cast<float>(i + 1);
+    }
+    const std::vector<int64_t> sums = sample.grad_input();
+    kernels::int8::Finish how;
+    how.result = kernels::int8::Result::bfloat16s;
+    how.multipliers = multipliers.data();
+    how.per_channel = multipliers.size() > 1;
+    for (const int64_t threads : {1, 3}) {
+      std::vector<kernels::BFloat16> halves(sums.size() + 1, kernels::BFloat16{0x1234});
+      how.output = halves.data();
+      run_pass(sample, Pass::grad_input, how, threads);
+      for (size_t i = 0; i < sums.size(); ++i) {
+        const float scaled = static_cast<float>(sums[i]) * multipliers[i % multipliers.size()];
+        const auto expected = kernels::rounded<kernels::BFloat16>(scaled);
+        if (kernels::load(halves[i]) != expected) {
+          CHECK_EQUAL(kernels::load(halves[i]), expected);
+          break;
+        }
+      }
+      CHECK_EQUAL(halves.back().bits, 0x1234);
+    }
   }
 }
 

@@ -7,6 +7,7 @@
 
 #include "../../kernels/int8/draws.h"
 #include "../../kernels/int8/finish.h"
+#include "../../kernels/storage.h"
 #include "../check.h"
 
 namespace torch_odt::tests {
@@ -48,7 +49,8 @@ struct Sums {
 
   Block<Sum> block(int64_t columns) const {
     const Sum* const rows = row_terms.empty() ? nullptr : row_terms.data();
-    return {values.data(), kStride, kRows, columns, places.data(), first_column, 2, column_terms.data(), rows};
+    const int32_t* const terms = column_terms.empty() ? nullptr : column_terms.data();
+    return {values.data(), kStride, kRows, columns, places.data(), first_column, 2, terms, rows};
   }
 
   Sum total(int64_t row, int64_t column) const {
@@ -247,11 +249,20 @@ TEST(wide_int8_sums_become_int8) {
 
 template <typename Sum>
 void check_floats() {
-  for (const int64_t columns : {1, 15, 32, 100}) {
-    const Sums<Sum> sums(columns, 0.37F);
-    for (const bool rows : {false, true}) {
+  for (const int64_t columns : {1, 15, 16, 17, 32, 100}) {
+    Sums<Sum> sums(columns, 0.37F);
+    // With what is added to rows and columns, to columns alone, and without either.
+    for (const int which : {0, 1, 2, 3}) {
+      const bool rows = which == 1;
+      if (which == 2) {
+        sums.row_terms.clear();
+      }
+      if (which == 3) {
+        sums.column_terms.clear();
+      }
       std::vector<float> output(static_cast<size_t>(kRows * columns + 64), 5.0F);
       std::vector<float> updated = output;
+      std::vector<kernels::BFloat16> halves(output.size(), kernels::BFloat16{0x1234});
       std::vector<int32_t> plain(output.size());
       Finish how;
       how.per_channel = true;
@@ -265,10 +276,15 @@ void check_floats() {
       how.result = Result::float_update;
       how.output = updated.data();
       finish(how, sums.block(columns));
+      how.result = Result::bfloat16s;
+      how.output = halves.data();
+      CHECK_EQUAL(finish(how, sums.block(columns)), 0.0F);
+      CHECK_EQUAL(halves[static_cast<size_t>(sums.places[kRows - 1] + columns)].bits, 0x1234);
       for (int64_t row = 0; row < kRows; ++row) {
         for (int64_t column = 0; column < columns; ++column) {
           const auto place = static_cast<size_t>(sums.places[static_cast<size_t>(row)] + column);
           const float value = scaled(how, sums, row, column);
+          CHECK_EQUAL(kernels::load(halves[place]), kernels::rounded<kernels::BFloat16>(value));
           CHECK_EQUAL(plain[place], sums.total(row, column));
           CHECK_EQUAL(output[place], value);
           CHECK_EQUAL(updated[place], plus(5.0F, -value));

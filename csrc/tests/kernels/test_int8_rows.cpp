@@ -11,6 +11,7 @@
 #include "../../kernels/int8/integers.h"
 #include "../../kernels/int8/pointwise.h"
 #include "../../kernels/int8/rows.h"
+#include "../../kernels/storage.h"
 #include "../check.h"
 
 namespace torch_odt::tests {
@@ -36,12 +37,14 @@ struct Numbers {
 
 struct RowsSample {
   std::vector<float> values;
+  std::vector<kernels::BFloat16> halves; // the same, where these are what is read
   std::vector<uint8_t> mask;
-  std::vector<float> factors;
+  std::vector<float> factors; // in 256ths
   Rows rows;
 
-  RowsSample(int64_t count, int64_t columns, bool masked)
+  RowsSample(int64_t count, int64_t columns, bool masked, bool in_bfloat16 = false)
       : values(static_cast<size_t>(count * columns)),
+        halves(in_bfloat16 ? values.size() : 0),
         mask(static_cast<size_t>((count * columns + 7) / 8)),
         factors(static_cast<size_t>(columns + kPaddedColumns)) {
     Numbers numbers;
@@ -52,9 +55,14 @@ struct RowsSample {
       byte = static_cast<uint8_t>(numbers.bits());
     }
     for (float& factor : factors) {
-      factor = 130 * numbers.next();
+      factor = 130 * kByteSteps * numbers.next();
     }
-    rows = {values.data(), count, columns, masked ? mask.data() : nullptr};
+    for (size_t i = 0; i < halves.size(); ++i) {
+      kernels::store(values[i], halves[i]);
+      values[i] = kernels::load(halves[i]);
+    }
+    const void* const read = in_bfloat16 ? static_cast<const void*>(halves.data()) : values.data();
+    rows = {read, count, columns, masked ? mask.data() : nullptr, 1, in_bfloat16};
   }
 
   float at(int64_t index) const {
@@ -70,18 +78,18 @@ float half_drawn(uint64_t seed, int64_t row_begins, int64_t column) {
   return static_cast<float>(takes_upper_half(column) ? bits >> 16 : bits & 0xffffU) * kHalfUnit;
 }
 
-int8_t rounded(float value, uint64_t seed, int64_t row_begins, int64_t column) {
+int8_t rounded(float steps, uint64_t seed, int64_t row_begins, int64_t column) {
   Keys keys(seed);
   const uint32_t draw = byte_draw(keys.at(row_begins), row_begins, column);
-  const double whole = std::floor((std::nearbyint(static_cast<double>(value) * 256) + draw) / 256);
+  const double whole = std::floor((std::nearbyint(static_cast<double>(steps)) + draw) / 256);
   return static_cast<int8_t>(std::clamp(whole, -127.0, 127.0));
 }
 
 TEST(int8_rows_are_scanned) {
   for (const int64_t columns : kColumns) {
     for (const int64_t count : {int64_t{1}, int64_t{5}, kRowsOfSum + 3}) {
-      for (const bool masked : {false, true}) {
-        const RowsSample sample(count, columns, masked);
+      for (const int which : {0, 1, 2, 3}) {
+        const RowsSample sample(count, columns, which % 2 != 0, which / 2 != 0);
         std::vector<float> largest(static_cast<size_t>(columns));
         std::vector<float> sums(static_cast<size_t>(columns));
         std::vector<char> workspace(static_cast<size_t>(scan_workspace_bytes(sample.rows)));
@@ -121,8 +129,8 @@ TEST(int8_rows_that_are_not_finite_are_told) {
 TEST(int8_rows_are_rounded) {
   constexpr uint64_t kSeed = 0x123456789abcdefU;
   for (const int64_t columns : kColumns) {
-    for (const bool masked : {false, true}) {
-      const RowsSample sample(5, columns, masked);
+    for (const int which : {0, 1, 2, 3}) {
+      const RowsSample sample(5, columns, which % 2 != 0, which / 2 != 0);
       // One byte behind the last must stay as it was.
       std::vector<int8_t> first(sample.values.size() + 1, 99);
       std::vector<int8_t> second = first;
