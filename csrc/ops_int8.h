@@ -17,6 +17,8 @@
 // Hidden, as the types of the stable ABI are.
 namespace torch_odt [[gnu::visibility("hidden")]] {
 
+inline constexpr char kGradientNotFinite[] =
+    "int8_layer: a gradient times the weight's steps is not finite: the loss has diverged";
 inline constexpr char kNotFinite[] =
     "an update of int8 weights is not finite: the loss has diverged; lower the learning rate. Layers that were updated "
     "before this one stay so";

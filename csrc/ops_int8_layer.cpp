@@ -253,7 +253,11 @@ struct LayerGradients {
     return windows.unpooled(gradient, *noted, size[0], size[1]);
   }
 
-  Tensor of_input() const {
+  // Empty where it is not wanted, as all are.
+  Tensor of_input(bool wanted) const {
+    if (!wanted) {
+      return empty_flat(0, ScalarType::BFloat16, weight);
+    }
     const Tensor gradient = before_pool(is_depthwise ? rounded.for_weight : rounded.for_input);
     return shaped(
         int8_conv2d_grad_input_in_bfloat16(
@@ -266,8 +270,11 @@ struct LayerGradients {
     if (!is_depthwise) {
       return {rounded.input_step};
     }
-    return for_channels(
+    Numbers units = for_channels(
         weight.size(0), [&](int64_t i) { return rounded.weight_steps[static_cast<size_t>(i)] * scales[i]; });
+    STD_TORCH_CHECK(
+        std::all_of(units.begin(), units.end(), [](float unit) { return std::isfinite(unit); }), kGradientNotFinite);
+    return units;
   }
 
   // What the sums of the weight's gradient are multiplied by.
@@ -277,10 +284,10 @@ struct LayerGradients {
     });
   }
 
-  Tensor of_bias(const Tensor& input_step) const {
-    const float unit = *floats_of(kName, input_step, 1, "input_step");
-    const int64_t channels = weight.size(0);
+  Tensor of_bias(bool wanted, const Tensor& input_step) const {
+    const int64_t channels = wanted ? weight.size(0) : 0;
     Tensor result = empty_flat(channels, ScalarType::Float, weight);
+    const float unit = *floats_of(kName, input_step, 1, "input_step");
     auto* const to = static_cast<float*>(result.mutable_data_ptr());
     for (int64_t i = 0; i < channels; ++i) {
       to[i] = rounded.sums[static_cast<size_t>(i)] * counted(unit * scales[i]);
@@ -305,11 +312,8 @@ std::tuple<Tensor, Tensor, Tensor> layer_backward(
     const Sizes& windows) {
   const LayerGradients found(
       gradient, mask, weight, weight_scale, for_input, for_weight, scales_gradients, input_shape, windows);
-  const auto made = [&](bool wanted, ScalarType dtype, const auto& function) {
-    return wanted ? function() : empty_flat(0, dtype, gradient);
-  };
-  const Tensor of_input = made(for_input, ScalarType::BFloat16, [&] { return found.of_input(); });
-  const Tensor of_weight = made(for_weight, ScalarType::Float, [&] {
+  const Tensor of_input = found.of_input(for_input);
+  const auto of_weight = [&] {
     STD_TORCH_CHECK(values.has_value(), kName, ": the weight's gradient needs the input");
     const Grid from(kName, grid, "grid");
     const Tensor weights = image(weight);
@@ -317,8 +321,11 @@ std::tuple<Tensor, Tensor, Tensor> layer_backward(
         found.before_pool(found.rounded.for_weight), image(*values), found.weight_units(from), from.zero,
         {weights.size(2), weights.size(3)}, found.windows.convolution());
     return by_rows(result, weight);
-  });
-  return {of_input, of_weight, made(for_bias, ScalarType::Float, [&] { return found.of_bias(input_step); })};
+  };
+  return {
+      of_input,
+      for_weight ? of_weight() : empty_flat(0, ScalarType::Float, weight),
+      found.of_bias(for_bias, input_step)};
 }
 
 std::tuple<Tensor, Tensor> layer_descend_(
@@ -345,16 +352,13 @@ std::tuple<Tensor, Tensor> layer_descend_(
       gradient, mask, weight, weight_scale, for_input, true, scales_gradients, input_shape, windows);
   const Grid from(kName, grid, "grid");
   const Descending how{static_cast<float>(rate), static_cast<float>(weight_decay), update_seed(seed_and_updates)};
-  const auto made = [&](bool wanted, ScalarType dtype, const auto& function) {
-    return wanted ? function() : empty_flat(0, dtype, gradient);
-  };
   // By the weight as it was.
-  const Tensor of_input = made(for_input, ScalarType::BFloat16, [&] { return found.of_input(); });
+  const Tensor of_input = found.of_input(for_input);
   *clamped += int8_conv2d_descend_weight_(
       image(weight), found.before_pool(found.rounded.for_weight), image(values), found.weight_units(from), from.zero, how,
       found.windows.convolution());
   ++seed_and_updates[1];
-  return {of_input, made(for_bias, ScalarType::Float, [&] { return found.of_bias(input_step); })};
+  return {of_input, found.of_bias(for_bias, input_step)};
 }
 
 } // namespace

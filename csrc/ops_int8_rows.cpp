@@ -1,5 +1,5 @@
-// Gradients, in float32 or bfloat16, and updated weights to int8, see kernels/int8/rows.h. Shapes for tracing are registered in
-// torch_odt/ops.
+// Gradients, in float32 or bfloat16, and updated weights to int8, see kernels/int8/rows.h. Shapes for tracing are
+// registered in torch_odt/ops.
 
 #include <algorithm>
 #include <cmath>
@@ -26,7 +26,7 @@ using kernels::int8::RoundedRows;
 constexpr char kQuantize[] = "int8_quantize_gradient";
 constexpr char kStore[] = "int8_store_rounded_";
 constexpr float kMost = 127.0F;
-constexpr float kLeastStep = 0x1p-118F;
+constexpr float kLeastStep = 0x1p-118F; // kByteSteps over it is finite
 // Elements below which a thread costs more than it saves.
 constexpr int64_t kGrainElements = 1 << 15;
 
@@ -47,7 +47,7 @@ uint64_t seed_of(const std::vector<float>& numbers) {
   return seed;
 }
 
-// The step with which int8 reaches so far; 1 where a step would be so small that what kernels divide by is infinite.
+// The step with which int8 reaches so far; 1 where a step would be so small that what kernels multiply by is infinite.
 float step_of(float largest) {
   const float step = largest / kMost;
   return step >= kLeastStep ? step : 1.0F;
@@ -60,7 +60,8 @@ std::vector<float> padded(size_t channels) {
 
 // Of a 256th of a step, as kernels take it.
 float factor_of(float scale, float step) {
-  return std::min(scale / step, std::numeric_limits<float>::max() / kByteSteps) * kByteSteps;
+  constexpr float kMostFactor = std::numeric_limits<float>::max() / kByteSteps;
+  return std::clamp(scale / step, -kMostFactor, kMostFactor) * kByteSteps;
 }
 
 struct Scanned {
@@ -145,10 +146,10 @@ RoundedGradient int8_quantize_gradient(
     const auto* const scales = static_cast<const float*>(scale.const_data_ptr());
     float most = 0;
     for (size_t i = 0; i < steps.size(); ++i) {
-      most = std::max(most, found.largest[i] * scales[i]);
+      const float largest = std::abs(found.largest[i] * scales[i]);
+      STD_TORCH_CHECK(std::isfinite(largest), kGradientNotFinite);
+      most = std::max(most, largest);
     }
-    STD_TORCH_CHECK(
-        std::isfinite(most), "int8_layer: a gradient times the weight's steps is not finite: the loss has diverged");
     input_step = step_of(most);
     for (size_t i = 0; i < steps.size(); ++i) {
       input_factors[i] = factor_of(scales[i], input_step);

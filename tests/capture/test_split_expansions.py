@@ -183,7 +183,7 @@ def test_slots_of_single_rows_and_columns_are_described_as_they_are(size: tuple[
     graph = capture(model, x, y)
     assert any(NOTE in note for note in graph.notes)
     slots = [op.writes[1] for op in ops_named(graph, "torch_odt.int8_layer.default")]
-    assert {graph.values[slot].nbytes for slot in slots if slot is not None} == {4}
+    assert {graph.values[slot].nbytes for slot in slots if slot is not None} == {2}
     execute(graph, model, (x, y))
 
 

@@ -54,14 +54,17 @@ def test_a_gradient_has_the_bits_of_plain_torch(
 
 
 @given(
-    shape=st.tuples(*[st.integers(1, size) for size in (3, 40, 6, 6)]), seed=st.integers(0, 99), strided=st.booleans()
+    shape=st.tuples(*[st.integers(1, size) for size in (3, 40, 6, 6)]),
+    seed=st.integers(0, 99),
+    strided=st.booleans(),
+    dtype=st.sampled_from(DTYPES),
 )
-def test_any_shape_and_layout(shape: tuple[int, int, int, int], seed: int, strided: bool) -> None:
-    gradient = a_gradient(shape, seed)
+def test_any_shape_and_layout(shape: tuple[int, int, int, int], seed: int, strided: bool, dtype: torch.dtype) -> None:
+    gradient = a_gradient(shape, seed).to(dtype)
     if strided:
         gradient = torch.cat([gradient, gradient], 3)[..., ::2]
     mask = a_mask(gradient, seed)[1]
-    scale = torch.rand(shape[1], generator=torch.Generator().manual_seed(seed))
+    scale = torch.randn(shape[1], generator=torch.Generator().manual_seed(seed))
     found = odt.int8_quantize_gradient(gradient, mask, scale, True)
     assert_same(found, int8_rows._quantize_plain(gradient, mask, scale, True))
 
@@ -158,6 +161,8 @@ def test_bad_gradients_are_named() -> None:
     for quantize in (odt.int8_quantize_gradient, int8_rows._quantize_plain):
         with pytest.raises(RuntimeError, match="times the weight's steps"):
             quantize(torch.full((1, 4, 1, 1), 1e38), None, torch.full((4,), 1e3), True)
+        with pytest.raises(RuntimeError, match="times the weight's steps"):
+            quantize(gradient, None, torch.tensor([1.0, float("nan"), 1.0, 1.0]), True)
         with pytest.raises(RuntimeError, match="4 dimensions"):
             quantize(gradient[0], None, None, True)
         with pytest.raises(RuntimeError, match="float32 or bfloat16"):

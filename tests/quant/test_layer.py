@@ -216,6 +216,15 @@ def test_channels_with_small_steps_have_as_good_gradients() -> None:
     assert all(relative_error(ours, theirs) < 0.05 for ours, theirs in zip(found, wanted, strict=True))
 
 
+def test_depthwise_channels_with_small_gradients_pass_on_as_good_ones() -> None:
+    case = make_case((12, 12), 3, Windows(padding=(1, 1), groups=12))
+    gradient = (a_gradient(case.run()) * torch.logspace(-5, 0, 12).view(-1, 1, 1)).bfloat16()
+    x, _, _, truth = case.real()
+    (wanted,) = torch.autograd.grad(truth, x, gradient.double() * passed(case, case.run()))
+    found = gradients(case, gradient)[0]
+    assert all(relative_error(found[:, i], wanted[:, i]) < 0.03 for i in range(12))
+
+
 def test_gradients_are_right_on_average() -> None:
     case = make_case((6, 5), 3)
     gradient = a_gradient(case.run())
@@ -295,6 +304,18 @@ def test_a_gradient_that_is_not_finite_is_named() -> None:
         case.run().slot.backward(torch.full(case.run().values.shape, float("inf")))
 
 
+@pytest.mark.parametrize("groups", [1, 4])
+def test_a_gradient_that_overflows_with_the_steps_is_named(groups: int) -> None:
+    case = make_case((4, 4), 3, Windows(padding=(1, 1), groups=groups))
+    t = case.tensors
+    gradient, mask = torch.full(case.run().values.shape, 1e38, dtype=torch.bfloat16), None
+    kept = (gradient, mask, case.values, case.input_grid, t.weight, torch.full((4,), 1e3), t.input_step)
+    rest = (list(case.values.shape), True, False, False, False, case.windows.numbers)
+    for run in (torch.ops.torch_odt.int8_layer_backward, layer._backward):
+        with pytest.raises(RuntimeError, match="gradient times the weight's steps is not finite"):
+            run(*kept, *rest)
+
+
 def test_no_samples() -> None:
     case = make_case()
     case.values, case.slot = case.values[:0], new_slot((0, 8, 9, 8)).requires_grad_()
@@ -306,7 +327,8 @@ def test_no_samples() -> None:
 
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("scales", [False, True])
-def test_the_compiled_layer_has_the_bits_of_plain_torch(name: str, scales: bool) -> None:
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_the_compiled_layer_has_the_bits_of_plain_torch(name: str, scales: bool, dtype: torch.dtype) -> None:
     case = CASES[name]
     t, ops = case.tensors, torch.ops.torch_odt
     tensors = (case.values, case.slot, case.input_grid, t.weight, t.weight_slot, t.weight_scale, t.bias, t.input_step)
@@ -318,12 +340,12 @@ def test_the_compiled_layer_has_the_bits_of_plain_torch(name: str, scales: bool)
         assert found[0].stride() == expected[0].stride() and found[1].shape == expected[1].shape
         real = (*tensors, scales, windows[:7])
         assert torch.equal(ops.int8_layer_to_float(*real), layer._layer_to_float(*real))
-        gradient = torch.randn(found[0].shape, generator=torch.Generator().manual_seed(1))
+        gradient = torch.randn(found[0].shape, generator=torch.Generator().manual_seed(1)).to(dtype)
         kept = (gradient, found[2], case.values, case.input_grid, t.weight, t.weight_scale, t.input_step)
         for wanted in ((True, True, True), (True, False, False), (False, True, False), (False, False, True)):
             rest = (list(case.values.shape), *wanted, scales, windows)
             for ours, theirs in zip(ops.int8_layer_backward(*kept, *rest), layer._backward(*kept, *rest), strict=True):
-                assert ours.shape == theirs.shape and torch.equal(ours, theirs)
+                assert ours.shape == theirs.shape and ours.dtype == theirs.dtype and torch.equal(ours, theirs)
             if wanted[1]:
                 descended = [case.descended(kept, rest, run) for run in (ops.int8_layer_descend_, layer._descend)]
                 assert all(torch.equal(*pair) for pair in zip(*descended, strict=True))

@@ -12,7 +12,9 @@ from torch_odt.ops.bits import unpack_bits
 from torch_odt.ops.registration import register
 
 MOST = 127.0
+GRADIENT_NOT_FINITE = "int8_layer: a gradient times the weight's steps is not finite: the loss has diverged"
 LEAST_STEP = 2.0**-118  # 256 over it is finite
+MOST_FACTOR = torch.finfo(torch.float32).max / 256
 ROWS_OF_SUM = 256
 SEED_FACTOR = 0x9E3779B97F4A7C15
 NOT_FINITE = (
@@ -52,8 +54,8 @@ def int8_quantize_gradient(
         gradient: float32 or bfloat16 of shape (N, channels, H, W), best in torch.channels_last; another layout costs a
             copy.
         mask: a bit for each element in the order of torch.channels_last: where it is not set, the gradient counts as 0.
-        weight_scale: float32 of shape (channels,), not negative: the steps of the weight, which the gradient is
-            multiplied by for the input's. None leaves `for_input` out.
+        weight_scale: float32 of shape (channels,): the steps of the weight, which the gradient is multiplied by for the
+            input's. None leaves `for_input` out.
         for_weight: False leaves `for_weight` out.
 
     Returns:
@@ -127,7 +129,7 @@ def _steps(largest: Tensor) -> Tensor:
 
 
 def _rounded(rows: Tensor, factors: Tensor, draws: Tensor) -> Tensor:
-    whole = plain.by_chance(rows * factors.clamp(max=torch.finfo(torch.float32).max / 256), draws)
+    whole = plain.by_chance(rows * factors.clamp(-MOST_FACTOR, MOST_FACTOR), draws)
     return whole.clamp_(-MOST, MOST).to(torch.int8)
 
 
@@ -153,9 +155,9 @@ def _quantize_plain(
     steps, input_step = _steps(largest), torch.ones(1)
     of_input = of_weight = torch.empty(0, dtype=torch.int8)
     if weight_scale is not None:
-        most = (largest * weight_scale).amax().reshape(1) if channels else torch.zeros(1)
+        most = (largest * weight_scale).abs().amax().reshape(1) if channels else torch.zeros(1)
         if not bool(most.isfinite()):
-            raise RuntimeError("int8_layer: a gradient times the weight's steps is not finite: the loss has diverged")
+            raise RuntimeError(GRADIENT_NOT_FINITE)
         input_step = _steps(most)
         of_input = plain.as_image(_rounded(rows, weight_scale / input_step, draws).view(pixels.shape))
     if for_weight:

@@ -2,8 +2,8 @@
 
 Integers have no gradient in autograd. So a bfloat16 tensor goes along with them, of their shape and of one element in
 memory, which nobody reads: its *slot*. The gradient that autograd delivers to it is bfloat16, and that of the real
-numbers that the integers stand for. A layer rounds it to int8 before it computes with it, in no more than 255 steps;
-float32 would be twice the memory for digits that are lost there.
+numbers that the integers stand for. A layer rounds it to int8 before it computes with it, in no more than 255 steps:
+beside that, bfloat16 gives up little, a 512th of each element, for half the memory.
 """
 
 from __future__ import annotations

@@ -5,7 +5,8 @@ s_x and the weight's s_W, one for each output channel, (sum of (x - z_x) W + b) 
 clamped; a clamp behind the layer is part of that, and so is a max-pool behind both (`layer_pool.py`). Backward, with
 the gradient g of the real output where nothing was clamped, in int8 as well: the weight's gradient from g rounded
 channel by channel, the input's from g s_W rounded as a whole, since s_W does not factor out of its sums; of a depthwise
-convolution both from the former, since there it does. Rounding is stochastic, so that both are right on average.
+convolution both from the former, since there it does. Rounding is stochastic, so that both are right on average for the
+gradient that arrives, which is bfloat16 where an int8 layer follows.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from torch_odt.ops import (
 )
 from torch_odt.ops.int8_arguments import WINDOWS, windows_of
 from torch_odt.ops.int8_plain import Geometry, is_depthwise
+from torch_odt.ops.int8_rows import GRADIENT_NOT_FINITE
 from torch_odt.ops.registration import register, register_gradient
 from torch_odt.quant.activation import (
     GRADIENT,
@@ -265,14 +267,18 @@ def _backward(
         weight_scale=weight_scale if for_input and not by_channel else None,
         for_weight=for_weight or by_channel,
     )
-    of_input, of_weight, of_bias = (gradient.new_empty(0, dtype=dtype) for dtype in (GRADIENT, *[torch.float32] * 2))
+    of_input = gradient.new_empty(0, dtype=GRADIENT)
+    of_weight, of_bias = weight_scale.new_empty(0), weight_scale.new_empty(0)
     if for_input:
         size = input_shape[2:] if len(input_shape) == 4 else (1, 1)
         rounded = spread(found.for_weight if by_channel else found.for_input)
         step = torch.ones(1) if by_channel else found.input_step
         of_input = int8_conv2d_grad_input_scaled(rounded, _image(weight), step, size, **geometry)
         if by_channel:
-            of_input *= (found.weight_steps * weight_scale).view(-1, 1, 1)
+            units = found.weight_steps * weight_scale
+            if not bool(units.isfinite().all()):
+                raise RuntimeError(GRADIENT_NOT_FINITE)
+            of_input *= units.view(-1, 1, 1)
         of_input = of_input.to(GRADIENT).reshape(input_shape)
     if for_weight:
         assert values is not None

@@ -269,7 +269,7 @@ def _multiplied_back(
 ) -> tuple[Tensor, Tensor]:
     passed = masked(gradient, mask)
     of_right = (passed * real(left, left_grid)).sum_to_size(right.shape)
-    return (passed * real(right, right_grid)).to(GRADIENT), in_memory_order(of_right.to(GRADIENT, copy=True))
+    return (passed * real(right, right_grid)).to(GRADIENT), in_memory_order(of_right.to(GRADIENT))
 
 
 @fake_of("int8_multiply_backward")

@@ -157,10 +157,11 @@ def _average_pool_backward(
     count_include_pad: bool,
 ) -> Tensor:
     like = _input_of(gradient, input_shape)
+    # Windows that overlap are added up, which bfloat16 has too few digits for.
     found = torch.ops.aten.avg_pool2d_backward(
-        gradient, like, kernel_size, stride, padding, ceil_mode, count_include_pad, None
+        gradient.float(), like, kernel_size, stride, padding, ceil_mode, count_include_pad, None
     )
-    return found.contiguous(memory_format=torch.channels_last)
+    return found.to(gradient.dtype, memory_format=torch.channels_last)
 
 
 @fake_of("int8_average_pool_backward")
@@ -185,11 +186,14 @@ register_gradient("int8_average_pool", _keep_window, _average_gradient)
 
 
 def _input_of(gradient: Tensor, shape: Sequence[int]) -> Tensor:
-    """An empty tensor of the input's shape. Torch's own kernels do not look whether a gradient has as many images."""
+    """An empty float32 tensor of the input's shape.
+
+    Torch's own kernels do not look whether a gradient has as many images.
+    """
     is_of_it = gradient.dim() == len(shape) == 4 and list(gradient.shape[:2]) == list(shape[:2])
     if not is_of_it or (0 in shape and gradient.numel() > 0):
         raise RuntimeError(f"a gradient of {list(gradient.shape)} is none of a pool of {list(shape)}")
-    return torch.empty(shape, dtype=gradient.dtype, memory_format=torch.channels_last)
+    return torch.empty(shape, memory_format=torch.channels_last)
 
 
 def _is_global(input_shape: Sequence[int], output_size: Sequence[int]) -> bool:
@@ -220,8 +224,8 @@ def _(values: Tensor, slot: Tensor, grid: Tensor, output_size: list[int]) -> tup
 @operator_in_torch("int8_adaptive_average_pool_backward")
 def _adaptive_backward(gradient: Tensor, input_shape: list[int]) -> Tensor:
     like = _input_of(gradient, input_shape)
-    found = torch.ops.aten._adaptive_avg_pool2d_backward(gradient, like)
-    return found.contiguous(memory_format=torch.channels_last)
+    found = torch.ops.aten._adaptive_avg_pool2d_backward(gradient.float(), like)
+    return found.to(gradient.dtype, memory_format=torch.channels_last)
 
 
 @fake_of("int8_adaptive_average_pool_backward")

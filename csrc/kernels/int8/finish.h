@@ -109,8 +109,8 @@ TORCH_ODT_INLINE void note_bits(uint8_t* mask, int64_t index, int64_t count, uin
   }
 }
 
-// Returns the largest absolute value of what sums times multipliers were, before rounding; for `bfloat16s` 0. For `sums`,
-// which are int32: 0, or infinity where one does not fit, in whose place is the nearest number that does.
+// Returns the largest absolute value of what sums times multipliers were, before rounding; for `bfloat16s` 0. For
+// `sums`, which are int32: 0, or infinity where one does not fit, in whose place is the nearest number that does.
 template <typename Sum>
 float finish(const Finish& how, const Block<Sum>& block);
 

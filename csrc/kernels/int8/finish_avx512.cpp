@@ -386,7 +386,8 @@ TORCH_ODT_TARGET void rows_to_bfloat16(const Finish& how, const Block<int32_t>& 
   const Columns columns(how, block);
   const __m512i lanes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
   // The odd ones of 64 halves: 4 i + 1 and 4 i + 3, two in each number.
-  const __m512i upper = _mm512_add_epi32(_mm512_mullo_epi32(lanes, _mm512_set1_epi32(0x00040004)), _mm512_set1_epi32(0x00030001));
+  const __m512i fours = _mm512_mullo_epi32(lanes, _mm512_set1_epi32(0x00040004));
+  const __m512i upper = _mm512_add_epi32(fours, _mm512_set1_epi32(0x00030001));
   for (int64_t i = 0; i < block.rows; ++i) {
     const int32_t* const sums = block.sums + i * block.stride;
     BFloat16* const to = static_cast<BFloat16*>(how.output) + block.places[i];
@@ -434,7 +435,11 @@ float finish_avx512(const Finish& how, const Block<int32_t>& block) {
     return to_floats(how, block);
   }
   if (how.result == Result::bfloat16s) {
-    block.column_terms == nullptr ? rows_to_bfloat16<false>(how, block) : rows_to_bfloat16<true>(how, block);
+    if (block.column_terms == nullptr) {
+      rows_to_bfloat16<false>(how, block);
+    } else {
+      rows_to_bfloat16<true>(how, block);
+    }
     return 0;
   }
   switch (how.rounding) {

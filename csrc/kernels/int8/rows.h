@@ -1,5 +1,5 @@
-// Rows of numbers in int8, rounded stochastically: gradients, in fp32 or bfloat16, whose rows are pixels and whose columns
-// are channels, and weights after an update.
+// Rows of numbers in int8, rounded stochastically: gradients, in fp32 or bfloat16, whose rows are pixels and whose
+// columns are channels, and weights after an update.
 #pragma once
 
 #include <cstdint>

@@ -116,13 +116,18 @@ TEST(int8_rows_are_scanned) {
 
 TEST(int8_rows_that_are_not_finite_are_told) {
   for (const float bad : {NAN, -NAN, INFINITY, -INFINITY}) {
-    RowsSample sample(3, 17, false);
-    sample.values[2 * 17 + 16] = bad;
-    std::vector<float> largest(17);
-    std::vector<float> sums(17);
-    std::vector<char> workspace(static_cast<size_t>(scan_workspace_bytes(sample.rows)));
-    scan(sample.rows, {}, largest.data(), sums.data(), workspace.data());
-    CHECK(!std::isfinite(largest[16]) && std::isfinite(largest[15]));
+    for (const bool in_bfloat16 : {false, true}) {
+      RowsSample sample(3, 17, false, in_bfloat16);
+      sample.values[2 * 17 + 16] = bad;
+      if (in_bfloat16) {
+        kernels::store(bad, sample.halves.back());
+      }
+      std::vector<float> largest(17);
+      std::vector<float> sums(17);
+      std::vector<char> workspace(static_cast<size_t>(scan_workspace_bytes(sample.rows)));
+      scan(sample.rows, {}, largest.data(), sums.data(), workspace.data());
+      CHECK(!std::isfinite(largest[16]) && std::isfinite(largest[15]));
+    }
   }
 }
 
@@ -158,15 +163,17 @@ TEST(int8_rows_of_several_pixels_are_as_if_written_out) {
   constexpr int64_t kRepeats = 7;
   constexpr int64_t kSeed = 99;
   for (const int64_t columns : kColumns) {
-    for (const bool masked : {false, true}) {
+    for (const int which_way : {0, 1, 2, 3}) {
+      const bool masked = which_way % 2 != 0;
+      const bool in_bfloat16 = which_way / 2 != 0;
       // Just the values that there are, so that sanitizers tell of more.
-      const RowsSample few(2, columns, false);
+      const RowsSample few(2, columns, false, in_bfloat16);
       RowsSample whole(2 * kRepeats, columns, masked);
       for (size_t i = 0; i < whole.values.size(); ++i) {
         const auto width = static_cast<size_t>(columns);
         whole.values[i] = few.values[i / (kRepeats * width) * width + i % width];
       }
-      const Rows rows{few.values.data(), 2 * kRepeats, columns, whole.rows.mask, kRepeats};
+      const Rows rows{few.rows.values, 2 * kRepeats, columns, whole.rows.mask, kRepeats, in_bfloat16};
       std::vector<float> largest[2];
       std::vector<float> sums[2];
       std::vector<int8_t> rounded_rows[2];
