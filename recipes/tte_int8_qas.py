@@ -135,7 +135,7 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--epochs", type=int, default=6)
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--rates", type=float, nargs="+", default=[0.01, 0.03, 0.1])
-    parser.add_argument("--rate-seeds", type=int, default=3, help="trainings by whose mean a rate is chosen")
+    parser.add_argument("--rate-seeds", type=int, default=6, help="trainings by whose mean a rate is chosen")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--cache", type=Path, default=default_folder() / "recipes", help="pretrained weights")
