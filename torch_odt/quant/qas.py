@@ -28,7 +28,9 @@ def scale_gradients_(model: nn.Module, enabled: bool = True) -> None:
     learning rate, momentum and weight decay included. There is nothing to choose.
 
     Choose it whenever int8 layers train with SGD. Adam divides gradients by their own size, so that scaling changes
-    nothing there but its epsilon.
+    nothing there but its epsilon: its updates are of the size of its learning rate, in steps, and hardly move weights
+    that are numbers up to 127, and biases that are larger still. Gradients are as large as 1 over a step is, those of
+    biases above all: their norm over all parameters is no measure, and clipping by it stops the training.
 
     The layers scale what they hand to autograd: any optimizer, `TrainStep`, `wrap` and a plain loop see it. Call it
     before the first step, since one that was captured stays as it was.
