@@ -71,7 +71,7 @@ def make_step(way: str, model: nn.Module, batches: list[Batch]) -> Step:
     if way == "qas":
         from torch_odt.quant import convert_, train_int8_
 
-        convert_(model.eval(), [images for images, _ in batches], qas=True)
+        convert_(model.eval(), [images for images, _ in batches])
         optimizer = torch.optim.SGD(model.train().parameters(), lr=0.001)
         train_int8_(model, optimizer, in_backward=True)
     elif way == "niti":

@@ -239,7 +239,7 @@ def _select(model: nn.Module, configuration: str, images: Tensor, scheme: Path |
 
 def _select_in_int8(model: nn.Module, images: Tensor, scheme: odt.adapt.Scheme) -> list[nn.Parameter]:
     scheme.check(model)
-    layers = odt.quant.convert_(model.eval(), [images], qas=True).layers
+    layers = odt.quant.convert_(model.eval(), [images]).layers
     model.train().requires_grad_(False)
     for name in layers[len(layers) - scheme.biases :]:
         model.get_submodule(name).bias.requires_grad_(True)

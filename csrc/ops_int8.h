@@ -212,11 +212,13 @@ Tensor int8_conv2d_grad_weight_scaled(
     const Pair& kernel_size,
     const Sizes& windows);
 
-// Gradient descent of a weight, see kernels/int8/descent.h.
+// Gradient descent of a weight, see kernels/int8/descent.h: gradients are those of real numbers, and weights count steps.
 struct Descending {
-  float rate;
-  float decay;
+  Numbers rates;
+  float shrink;
   uint64_t seed;
+
+  Descending(double rate, double decay, const float* steps, int64_t channels, const int64_t* seed_and_updates);
 };
 
 // The weight's gradient is taken off the weight as int8_descend_ does it, and is never stored.

@@ -178,16 +178,15 @@ int64_t int8_conv2d_descend_weight_(
   const Conv2d conv = arguments.conv({weight.size(2), weight.size(3)});
   arguments.check_weight(conv, weight);
   Rescaling made = rescaling(kDescend, Result::descent, std::move(scale), true);
-  float most = 0;
-  for (const float multiplier : made.multipliers) {
-    most = std::max(most, std::abs(multiplier));
+  const float most_sum = static_cast<float>(conv.out_pixels()) * kMostTerm;
+  for (size_t i = 0; i < made.multipliers.size(); ++i) {
+    const float largest = std::abs(made.multipliers[i]) * most_sum;
+    STD_TORCH_CHECK(kernels::int8::descent_stays_finite(largest * std::abs(how.rates[i]), how.shrink), kNotFinite);
   }
-  most *= static_cast<float>(conv.out_pixels()) * kMostTerm;
-  STD_TORCH_CHECK(kernels::int8::descent_stays_finite(most, how.rate, how.decay), kNotFinite);
   made.finish.output = weight.mutable_data_ptr();
   made.finish.seed = how.seed;
-  made.finish.rate = how.rate;
-  made.finish.decay = how.decay;
+  made.finish.rates = how.rates.data();
+  made.finish.shrink = how.shrink;
   kernels::int8::Noted noted;
   made.finish.noted = &noted;
   std::vector<int64_t> sums(static_cast<size_t>(conv.out_channels));

@@ -84,15 +84,15 @@ Tensor by_rows(const Tensor& gradient, const Tensor& weight) {
 
 // The bias in units of the sums.
 std::optional<std::vector<int32_t>> whole_bias(
-    const std::optional<Tensor>& bias, const Tensor& input_step, const Grid& grid, int64_t channels) {
+    const std::optional<Tensor>& bias, const float* scales, const Grid& grid, int64_t channels) {
   if (!bias) {
     return std::nullopt;
   }
-  const float ratio = *floats_of(kName, input_step, 1, "input_step") / grid.step;
   const float* const values = floats_of(kName, *bias, channels, "bias");
   std::vector<int32_t> whole(static_cast<size_t>(channels));
   for (int64_t i = 0; i < channels; ++i) {
-    whole[static_cast<size_t>(i)] = static_cast<int32_t>(std::clamp(std::nearbyint(values[i] * ratio), -kMostBias, kMostBias));
+    const float counted = std::nearbyint(values[i] / (grid.step * scales[i]));
+    whole[static_cast<size_t>(i)] = static_cast<int32_t>(std::clamp(counted, -kMostBias, kMostBias));
   }
   return whole;
 }
@@ -114,7 +114,6 @@ std::tuple<Tensor, Tensor, Tensor> layer(
     const Tensor& weight_slot,
     const Tensor& weight_scale,
     const std::optional<Tensor>& bias,
-    const Tensor& input_step,
     const Tensor& output_grid,
     std::optional<double> low,
     std::optional<double> high,
@@ -130,7 +129,7 @@ std::tuple<Tensor, Tensor, Tensor> layer(
   const auto [least, most] = to.bounds(low, high);
   const LayerWindows layer_windows(kName, windows);
   auto [output, mask] = int8_conv2d_quantized(
-      image(values), image(weight), whole_bias(bias, input_step, from, channels),
+      image(values), image(weight), whole_bias(bias, scales, from, channels),
       for_channels(channels, [&](int64_t i) { return from.step * scales[i] / to.step; }), from.zero, to.zero, least, most,
       layer_windows.convolution());
   if (layer_windows.has_pool()) {
@@ -149,7 +148,6 @@ Tensor layer_to_float(
     const Tensor& weight_slot,
     const Tensor& weight_scale,
     const std::optional<Tensor>& bias,
-    const Tensor& input_step,
     bool scales_gradients,
     const Sizes& windows) {
   static_cast<void>(slot);
@@ -159,7 +157,7 @@ Tensor layer_to_float(
   const int64_t channels = channels_of(weight);
   const float* const scales = floats_of(kName, weight_scale, channels, "weight_scale");
   const Tensor output = int8_conv2d_scaled(
-      image(values), image(weight), whole_bias(bias, input_step, from, channels),
+      image(values), image(weight), whole_bias(bias, scales, from, channels),
       for_channels(channels, [&](int64_t i) { return from.step * scales[i]; }), from.zero, windows);
   return shaped(output, output_sizes(values, output));
 }
@@ -224,10 +222,9 @@ struct LayerGradients {
     return windows.mask_of(*mask, gradient, size[0], size[1]);
   }
 
-  // The gradient of what is counted in units of a real number is that of the real number times the unit; QAS divides by
-  // the unit's square.
+  // What the gradient of a real number is multiplied by: without QAS its descent is that of a number of such units.
   float counted(float unit) const {
-    return scales_gradients ? 1 / unit : unit;
+    return scales_gradients ? 1 : unit * unit;
   }
 
   Pair input_size() const {
@@ -284,13 +281,12 @@ struct LayerGradients {
     });
   }
 
-  Tensor of_bias(bool wanted, const Tensor& input_step) const {
+  Tensor of_bias(bool wanted, const Grid& from) const {
     const int64_t channels = wanted ? weight.size(0) : 0;
     Tensor result = empty_flat(channels, ScalarType::Float, weight);
-    const float unit = *floats_of(kName, input_step, 1, "input_step");
     auto* const to = static_cast<float*>(result.mutable_data_ptr());
     for (int64_t i = 0; i < channels; ++i) {
-      to[i] = rounded.sums[static_cast<size_t>(i)] * counted(unit * scales[i]);
+      to[i] = rounded.sums[static_cast<size_t>(i)] * counted(from.step * scales[i]);
     }
     return result;
   }
@@ -303,7 +299,6 @@ std::tuple<Tensor, Tensor, Tensor> layer_backward(
     const Tensor& grid,
     const Tensor& weight,
     const Tensor& weight_scale,
-    const Tensor& input_step,
     const Pair& input_shape,
     bool for_input,
     bool for_weight,
@@ -312,10 +307,10 @@ std::tuple<Tensor, Tensor, Tensor> layer_backward(
     const Sizes& windows) {
   const LayerGradients found(
       gradient, mask, weight, weight_scale, for_input, for_weight, scales_gradients, input_shape, windows);
+  const Grid from(kName, grid, "grid");
   const Tensor of_input = found.of_input(for_input);
   const auto of_weight = [&] {
     STD_TORCH_CHECK(values.has_value(), kName, ": the weight's gradient needs the input");
-    const Grid from(kName, grid, "grid");
     const Tensor weights = image(weight);
     const Tensor result = int8_conv2d_grad_weight_scaled(
         found.before_pool(found.rounded.for_weight), image(*values), found.weight_units(from), from.zero,
@@ -325,7 +320,7 @@ std::tuple<Tensor, Tensor, Tensor> layer_backward(
   return {
       of_input,
       for_weight ? of_weight() : empty_flat(0, ScalarType::Float, weight),
-      found.of_bias(for_bias, input_step)};
+      found.of_bias(for_bias, from)};
 }
 
 std::tuple<Tensor, Tensor> layer_descend_(
@@ -335,7 +330,6 @@ std::tuple<Tensor, Tensor> layer_descend_(
     const Tensor& grid,
     Tensor weight,
     const Tensor& weight_scale,
-    const Tensor& input_step,
     Tensor rounding,
     Tensor saturated,
     const Pair& input_shape,
@@ -351,14 +345,14 @@ std::tuple<Tensor, Tensor> layer_descend_(
   const LayerGradients found(
       gradient, mask, weight, weight_scale, for_input, true, scales_gradients, input_shape, windows);
   const Grid from(kName, grid, "grid");
-  const Descending how{static_cast<float>(rate), static_cast<float>(weight_decay), update_seed(seed_and_updates)};
+  const Descending how(rate, weight_decay, found.scales, weight.size(0), seed_and_updates);
   // By the weight as it was.
   const Tensor of_input = found.of_input(for_input);
   *clamped += int8_conv2d_descend_weight_(
       image(weight), found.before_pool(found.rounded.for_weight), image(values), found.weight_units(from), from.zero, how,
       found.windows.convolution());
   ++seed_and_updates[1];
-  return {of_input, found.of_bias(for_bias, input_step)};
+  return {of_input, found.of_bias(for_bias, from)};
 }
 
 } // namespace
@@ -366,18 +360,18 @@ std::tuple<Tensor, Tensor> layer_descend_(
 STABLE_TORCH_LIBRARY_FRAGMENT(torch_odt, m) {
   m.def(
       "int8_layer(Tensor values, Tensor slot, Tensor grid, Tensor weight, Tensor weight_slot, Tensor weight_scale, "
-      "Tensor? bias, Tensor input_step, Tensor output_grid, float? low, float? high, bool scales_gradients, "
+      "Tensor? bias, Tensor output_grid, float? low, float? high, bool scales_gradients, "
       "int[] windows) -> (Tensor, Tensor, Tensor)");
   m.def(
       "int8_layer_to_float(Tensor values, Tensor slot, Tensor grid, Tensor weight, Tensor weight_slot, "
-      "Tensor weight_scale, Tensor? bias, Tensor input_step, bool scales_gradients, int[] windows) -> Tensor");
+      "Tensor weight_scale, Tensor? bias, bool scales_gradients, int[] windows) -> Tensor");
   m.def(
       "int8_layer_backward(Tensor gradient, Tensor? mask, Tensor? values, Tensor grid, Tensor weight, "
-      "Tensor weight_scale, Tensor input_step, int[] input_shape, bool for_input, bool for_weight, bool for_bias, "
+      "Tensor weight_scale, int[] input_shape, bool for_input, bool for_weight, bool for_bias, "
       "bool scales_gradients, int[] windows) -> (Tensor, Tensor, Tensor)");
   m.def(
       "int8_layer_descend_(Tensor gradient, Tensor? mask, Tensor values, Tensor grid, Tensor(a!) weight, "
-      "Tensor weight_scale, Tensor input_step, Tensor(b!) rounding, Tensor(c!) saturated, int[] input_shape, "
+      "Tensor weight_scale, Tensor(b!) rounding, Tensor(c!) saturated, int[] input_shape, "
       "bool for_input, bool for_bias, bool scales_gradients, float rate, float weight_decay, int[] windows) -> "
       "(Tensor, Tensor)");
 }

@@ -64,9 +64,9 @@ class Way:
 
 WAYS = {
     "float32": Way(False, {"masters": "fp32"}),
-    "int8": Way(True),
-    "int8, QAS": Way(True, {"qas": True}),
-    "int8, QAS, float32 masters": Way(True, {"qas": True, "masters": "fp32"}),
+    "int8": Way(True, {"qas": False}),
+    "int8, QAS": Way(True),
+    "int8, QAS, float32 masters": Way(True, {"masters": "fp32"}),
 }
 
 

@@ -154,7 +154,7 @@ def test_int8_layers_are_split_to_the_bit(trains_from: str, shape: tuple[int, ..
     whole = mobilenet_v2(width_mult=0.35, num_classes=3, dropout=0.0).eval()
     for name, parameter in whole.named_parameters():
         parameter.requires_grad_(name.startswith((trains_from, "classifier")))
-    odt.quant.convert_(whole, [x], qas=True)
+    odt.quant.convert_(whole, [x])
     found = {}
     for disabled in ((), ("split_expansions",)):
         model = copy.deepcopy(whole).train()

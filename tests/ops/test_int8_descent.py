@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from torch_odt.ops import int8_descend_, int8_descent, int8_store_rounded_
+from torch_odt.quant.activation import by_channel
 
 SHAPES = [(5, 7), (1, 1), (64, 320), (3, 16, 1, 1), (40, 33, 3, 3), (96, 1, 3, 3), (0, 4), (512, 64, 3, 3)]
 # What is exact whatever is fused.
@@ -32,6 +33,11 @@ def a_weight(shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
     return weight, gradient
 
 
+def steps_of(weight: Tensor) -> Tensor:
+    """Powers of two, so that real weights are exact."""
+    return 2.0 ** -(torch.arange(len(weight)) % 5).float()
+
+
 def counters() -> tuple[Tensor, Tensor]:
     return torch.tensor([7, 1]), torch.tensor(0)
 
@@ -40,11 +46,11 @@ def counters() -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize(("rate", "weight_decay"), [(RATE, DECAY), (0.3, 0.0), (0.01, 0.1)])
 def test_it_has_the_bits_of_plain_torch(shape: tuple[int, ...], rate: float, weight_decay: float, threads: int) -> None:
     ours, gradient = a_weight(shape)
-    theirs, states = ours.clone(), (counters(), counters())
+    theirs, states, scale = ours.clone(), (counters(), counters()), 0.3 + torch.arange(len(ours)) % 7
     for _ in range(2):
         version = ours._version
-        int8_descend_(ours, gradient, *states[0], rate=rate, weight_decay=weight_decay)
-        int8_descent._descend_plain(theirs, gradient, *states[1], rate, weight_decay)
+        int8_descend_(ours, gradient, scale, *states[0], rate=rate, weight_decay=weight_decay)
+        int8_descent._descend_plain(theirs, gradient, scale, *states[1], rate, weight_decay)
         assert torch.equal(ours, theirs) and ours._version > version
         assert all(torch.equal(*pair) for pair in zip(*states, strict=True))
     assert states[0][0].tolist() == [7, 3]
@@ -55,12 +61,13 @@ def test_it_has_the_bits_of_plain_torch(shape: tuple[int, ...], rate: float, wei
 def test_it_is_sgd_of_a_float32_copy_that_is_rounded(shape: tuple[int, ...], threads: int) -> None:
     ours, gradient = a_weight(shape)
     theirs, states = ours.clone(), (counters(), counters())
-    int8_descend_(ours, gradient, *states[0], rate=RATE, weight_decay=DECAY)
+    scale = steps_of(ours)
+    int8_descend_(ours, gradient, scale, *states[0], rate=RATE, weight_decay=DECAY)
 
-    steps = torch.nn.Parameter(theirs.float())
-    steps.grad = gradient
-    torch.optim.SGD([steps], lr=RATE, weight_decay=DECAY).step()
-    int8_store_rounded_(theirs, steps.detach(), *states[1])
+    real = torch.nn.Parameter(theirs.float() * by_channel(scale, theirs))
+    real.grad = gradient
+    torch.optim.SGD([real], lr=RATE, weight_decay=DECAY).step()
+    int8_store_rounded_(theirs, real.detach() / by_channel(scale, theirs), *states[1])
     assert torch.equal(ours, theirs)
     assert all(torch.equal(*pair) for pair in zip(*states, strict=True))
 
@@ -68,7 +75,7 @@ def test_it_is_sgd_of_a_float32_copy_that_is_rounded(shape: tuple[int, ...], thr
 def test_small_steps_are_right_on_average() -> None:
     weight = torch.zeros(400, 500, dtype=torch.int8)
     for _ in range(4):
-        int8_descend_(weight, torch.ones(400, 500), *counters(), rate=0.01)
+        int8_descend_(weight, torch.full((400, 500), 0.5), torch.full((400,), 0.5), *counters(), rate=0.01)
     assert weight.float().mean().item() == pytest.approx(-0.04, abs=0.003)
 
 
@@ -80,24 +87,26 @@ def test_what_is_not_finite_is_told(bad: float) -> None:
     before = weight.clone()
     for descend in (odt.int8_descend_, int8_descent._descend_plain):
         with pytest.raises(RuntimeError, match="update of int8 weights is not finite"):
-            descend(weight, gradient, rounding, saturated, 0.1, 0.0)
+            descend(weight, gradient, steps_of(weight), rounding, saturated, 0.1, 0.0)
         assert rounding.tolist() == [7, 1] and not saturated and torch.equal(weight, before)
 
 
 def test_bad_arguments_are_named() -> None:
     weight, gradient = a_weight((6, 4, 3, 3))
-    state = counters()
+    state, scale = counters(), steps_of(weight)
     for descend in (odt.int8_descend_, int8_descent._descend_plain):
         with pytest.raises(RuntimeError, match="weight and gradient must be of the same shape"):
-            descend(weight, gradient[1:], *state, 0.1, 0.0)
+            descend(weight, gradient[1:], scale, *state, 0.1, 0.0)
         with pytest.raises(RuntimeError, match="channels_last"):
-            descend(weight.contiguous(), gradient, *state, 0.1, 0.0)
+            descend(weight.contiguous(), gradient, scale, *state, 0.1, 0.0)
         with pytest.raises(RuntimeError, match="must be int8 and gradient float32"):
-            descend(weight, gradient.double(), *state, 0.1, 0.0)
+            descend(weight, gradient.double(), scale, *state, 0.1, 0.0)
         with pytest.raises(RuntimeError, match="saturated must be"):
-            descend(weight, gradient, state[0], torch.tensor(0.0), 0.1, 0.0)
+            descend(weight, gradient, scale, state[0], torch.tensor(0.0), 0.1, 0.0)
+        with pytest.raises(RuntimeError, match="scale must be a contiguous float32 CPU tensor of 6 numbers"):
+            descend(weight, gradient, scale[1:], *state, 0.1, 0.0)
 
 
 def test_it_is_registered_as_torch_wants_it() -> None:
     weight, gradient = a_weight((5, 7))
-    torch.library.opcheck(odt.int8_descend_.default, (weight, gradient, *counters(), 0.1, 0.0))
+    torch.library.opcheck(odt.int8_descend_.default, (weight, gradient, steps_of(weight), *counters(), 0.1, 0.0))

@@ -36,7 +36,7 @@ class Twice(nn.Module):
 
 
 def converted(model: nn.Module, in_backward: bool) -> tuple[nn.Module, torch.optim.SGD]:
-    odt.quant.convert_(model, calibration(), qas=True)
+    odt.quant.convert_(model, calibration())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, weight_decay=0.01)
     odt.quant.train_int8_(model, optimizer, in_backward=in_backward)
     return model, optimizer
@@ -154,7 +154,7 @@ def test_copies_of_saved_tensors_are_not_updated_in_the_weights_place() -> None:
 
 def test_updates_that_were_stopped_after_the_forward_pass_are_not_made() -> None:
     model = trained_a_little("residual")
-    odt.quant.convert_(model, calibration(), qas=True)
+    odt.quant.convert_(model, calibration())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     training = odt.quant.train_int8_(model, optimizer, in_backward=True)
     loss, before = loss_of(model, 0), weights_of(model)
@@ -191,7 +191,7 @@ def test_gradients_that_are_there_are_added_to() -> None:
     models = []
     for in_backward in (True, False):
         model = trained_a_little("residual")
-        odt.quant.convert_(model, calibration(), qas=True)
+        odt.quant.convert_(model, calibration())
         loss_of(model, 1).backward()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
         odt.quant.train_int8_(model, optimizer, in_backward=in_backward)
@@ -207,7 +207,7 @@ def test_checkpointed_layers_are_updated(use_reentrant: bool, classifier: Any) -
     models = []
     for in_backward in (True, False):
         model = trained_a_little("residual")
-        odt.quant.convert_(model, calibration(), qas=True, classifier=classifier)
+        odt.quant.convert_(model, calibration(), classifier=classifier)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
         odt.quant.train_int8_(model, optimizer, in_backward=in_backward)
         x = images(8, 0).requires_grad_()
@@ -253,7 +253,7 @@ def test_saturation_is_counted() -> None:
     counts = []
     for in_backward in (True, False):
         model = trained_a_little("residual")
-        odt.quant.convert_(model, calibration(), qas=True)
+        odt.quant.convert_(model, calibration())
         optimizer = torch.optim.SGD(model.parameters(), lr=3.0)
         training = odt.quant.train_int8_(model, optimizer, in_backward=in_backward)
         loss_of(model, 0).backward()

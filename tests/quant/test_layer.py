@@ -41,7 +41,7 @@ class Case:
     def input(self) -> Int8Activation:
         return Int8Activation(self.values, self.slot, self.input_grid)
 
-    def run(self, scales_gradients: bool = False) -> Int8Activation:
+    def run(self, scales_gradients: bool = True) -> Int8Activation:
         return int8_layer(
             self.input, self.tensors, self.windows, self.output_grid, low=self.low, high=self.high,
             scales_gradients=scales_gradients,
@@ -54,7 +54,7 @@ class Case:
         scale = t.weight_scale.double().view(-1, *[1] * (t.weight.dim() - 1))
         weight = (t.weight.double() * scale).requires_grad_()
         assert t.bias is not None
-        bias = (t.bias.detach().double() * t.weight_scale * t.input_step).requires_grad_()
+        bias = t.bias.detach().double().requires_grad_()
         if t.weight.dim() == 2:
             return x, weight, bias, torch.nn.functional.linear(x, weight, bias)
         output = torch.conv2d(x, weight, bias, w.stride, w.padding, w.dilation, w.groups)
@@ -107,12 +107,12 @@ def make_case(
     )
     if kernel is not None:
         values, weight = (tensor.contiguous(memory_format=torch.channels_last) for tensor in (values, weight))
+    scale = torch.rand(channels[1], generator=draw) * 0.01 + 1e-4
     tensors = LayerTensors(
         weight=weight,
         weight_slot=new_weight_slot(weight).requires_grad_(),
-        weight_scale=torch.rand(channels[1], generator=draw) * 0.01 + 1e-4,
-        bias=torch.randint(-3000, 3000, (channels[1],), generator=draw).float().requires_grad_(),
-        input_step=Case.input_grid[:1].clone(),
+        weight_scale=scale,
+        bias=(scale * Case.input_grid[0] * torch.randint(-3000, 3000, (channels[1],), generator=draw)).requires_grad_(),
     )
     case = Case(windows, values, new_slot(values.shape).requires_grad_(), tensors, torch.ones(2), low, high)
     output = case.real()[3].detach()
@@ -183,7 +183,7 @@ def a_gradient(output: Int8Activation) -> Tensor:
     return torch.randn(output.values.shape, generator=torch.Generator().manual_seed(1)).bfloat16()
 
 
-def gradients(case: Case, gradient: Tensor, scales: bool = False) -> list[Tensor]:
+def gradients(case: Case, gradient: Tensor, scales: bool = True) -> list[Tensor]:
     t = case.tensors
     assert t.bias is not None
     found = torch.autograd.grad(case.run(scales).slot, [case.slot, t.weight_slot, t.bias], gradient)
@@ -198,11 +198,10 @@ def test_gradients_are_those_of_float64_but_for_rounding(name: str) -> None:
     gradient = a_gradient(output)
     x, weight, bias, truth = case.real()
     wanted = torch.autograd.grad(truth, [x, weight, bias], gradient.double() * passed(case, output))
-    scale = case.tensors.weight_scale.double()
     found = gradients(case, gradient)
     assert relative_error(found[0], wanted[0]) < 0.04
-    assert relative_error(found[1], wanted[1] * scale.view(-1, *[1] * (weight.dim() - 1))) < 0.04
-    assert relative_error(found[2], wanted[2] * scale * case.input_grid[0]) < 1e-5
+    assert relative_error(found[1], wanted[1]) < 0.04
+    assert relative_error(found[2], wanted[2]) < 1e-5
 
 
 def test_channels_with_small_steps_have_as_good_gradients() -> None:
@@ -212,7 +211,7 @@ def test_channels_with_small_steps_have_as_good_gradients() -> None:
     gradient = a_gradient(case.run())
     _, weight, _, truth = case.real()
     (wanted,) = torch.autograd.grad(truth, weight, gradient.double() * passed(case, case.run()))
-    found = gradients(case, gradient)[1] / case.tensors.weight_scale.view(-1, 1, 1, 1)
+    found = gradients(case, gradient)[1]
     assert all(relative_error(ours, theirs) < 0.05 for ours, theirs in zip(found, wanted, strict=True))
 
 
@@ -230,7 +229,6 @@ def test_gradients_are_right_on_average() -> None:
     gradient = a_gradient(case.run())
     x, weight, _, truth = case.real()
     of_input, of_weight = torch.autograd.grad(truth, [x, weight], gradient.double() * passed(case, case.run()))
-    of_weight = of_weight * case.tensors.weight_scale.view(-1, 1, 1, 1)
     assert torch.equal(gradients(case, gradient)[1], gradients(case, gradient)[1])
     # Other largest values draw other numbers.
     factors = [1 + number / 64 for number in range(40)]
@@ -244,7 +242,7 @@ def test_gradients_are_right_on_average() -> None:
 def test_qas_divides_by_the_squares_of_the_steps() -> None:
     case = make_case((6, 5), 3)
     gradient = a_gradient(case.run())
-    plain, scaled = gradients(case, gradient), gradients(case, gradient, scales=True)
+    plain, scaled = gradients(case, gradient, scales=False), gradients(case, gradient)
     s_w = case.tensors.weight_scale
     assert torch.equal(scaled[0], plain[0])
     torch.testing.assert_close(scaled[1], plain[1] / s_w.view(-1, 1, 1, 1) ** 2)
@@ -260,7 +258,7 @@ def test_to_float_is_the_same_layer() -> None:
     found = torch.autograd.grad(output, [case.slot, case.tensors.weight_slot], gradient)
     wanted = torch.autograd.grad(truth, [x, weight], gradient.double())
     assert relative_error(found[0], wanted[0]) < 0.04
-    assert relative_error(found[1], wanted[1] * case.tensors.weight_scale[:, None]) < 0.04
+    assert relative_error(found[1], wanted[1]) < 0.04
 
 
 def test_a_frozen_weight_keeps_no_input() -> None:
@@ -279,8 +277,8 @@ def test_a_frozen_weight_keeps_no_input() -> None:
     frozen.tensors.weight_slot.requires_grad_(False)
     assert kept(trained) - kept(frozen) == trained.values.nbytes
     outputs = trained.run().values.numel()
-    # Beside the mask of a bit an element: the weight, its steps, the grid and the input's step.
-    assert kept(frozen) == outputs // 8 + frozen.tensors.weight.nbytes + 12 * 4 + 2 * 4 + 4
+    # Beside the mask of a bit an element: the weight, its steps and the grid.
+    assert kept(frozen) == outputs // 8 + frozen.tensors.weight.nbytes + 12 * 4 + 2 * 4
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # by the check itself
@@ -288,7 +286,7 @@ def test_a_frozen_weight_keeps_no_input() -> None:
 def test_it_is_registered_as_torch_wants_it(name: str) -> None:
     case = CASES[name]
     t = case.tensors
-    tensors = (case.values, case.slot, case.input_grid, t.weight, t.weight_slot, t.weight_scale, t.bias, t.input_step)
+    tensors = (case.values, case.slot, case.input_grid, t.weight, t.weight_slot, t.weight_scale, t.bias)
     checks = ("test_schema", "test_autograd_registration", "test_faketensor")
     windows = case.windows.numbers
     operators = torch.ops.torch_odt
@@ -309,7 +307,7 @@ def test_a_gradient_that_overflows_with_the_steps_is_named(groups: int) -> None:
     case = make_case((4, 4), 3, Windows(padding=(1, 1), groups=groups))
     t = case.tensors
     gradient, mask = torch.full(case.run().values.shape, 1e38, dtype=torch.bfloat16), None
-    kept = (gradient, mask, case.values, case.input_grid, t.weight, torch.full((4,), 1e3), t.input_step)
+    kept = (gradient, mask, case.values, case.input_grid, t.weight, torch.full((4,), 1e3))
     rest = (list(case.values.shape), True, False, False, False, case.windows.numbers)
     for run in (torch.ops.torch_odt.int8_layer_backward, layer._backward):
         with pytest.raises(RuntimeError, match="gradient times the weight's steps is not finite"):
@@ -331,7 +329,7 @@ def test_no_samples() -> None:
 def test_the_compiled_layer_has_the_bits_of_plain_torch(name: str, scales: bool, dtype: torch.dtype) -> None:
     case = CASES[name]
     t, ops = case.tensors, torch.ops.torch_odt
-    tensors = (case.values, case.slot, case.input_grid, t.weight, t.weight_slot, t.weight_scale, t.bias, t.input_step)
+    tensors = (case.values, case.slot, case.input_grid, t.weight, t.weight_slot, t.weight_scale, t.bias)
     windows = case.windows.numbers
     with torch.no_grad():
         arguments = (*tensors, case.output_grid, case.low, case.high, scales, windows)
@@ -341,7 +339,7 @@ def test_the_compiled_layer_has_the_bits_of_plain_torch(name: str, scales: bool,
         real = (*tensors, scales, windows[:7])
         assert torch.equal(ops.int8_layer_to_float(*real), layer._layer_to_float(*real))
         gradient = torch.randn(found[0].shape, generator=torch.Generator().manual_seed(1)).to(dtype)
-        kept = (gradient, found[2], case.values, case.input_grid, t.weight, t.weight_scale, t.input_step)
+        kept = (gradient, found[2], case.values, case.input_grid, t.weight, t.weight_scale)
         for wanted in ((True, True, True), (True, False, False), (False, True, False), (False, False, True)):
             rest = (list(case.values.shape), *wanted, scales, windows)
             for ours, theirs in zip(ops.int8_layer_backward(*kept, *rest), layer._backward(*kept, *rest), strict=True):

@@ -108,7 +108,7 @@ def backward(
     """With a gradient of ones of the output, or of another case's."""
     t = case.tensors
     gradient = torch.ones((of or case).run().values.shape)
-    kept = (gradient, mask, case.values, case.input_grid, t.weight, t.weight_scale, t.input_step)
+    kept = (gradient, mask, case.values, case.input_grid, t.weight, t.weight_scale)
     return run(*kept, shape, *(wanted or (True, True, True)), False, case.windows.numbers)
 
 
@@ -169,8 +169,8 @@ def test_few_images_channels_and_pixels(images: int, channels: int, pool: Pool) 
 
 def test_a_layer_without_channels() -> None:
     case = make_case((3, 7), windows=Windows(padding=(1, 1), pool=HALVED))
-    weight, slot, scale, bias, step = (None if each is None else each.detach() for each in case.tensors)
-    arguments = (*case.input, weight[:0], slot[:0], scale[:0], bias[:0], step, case.output_grid, None, None, False)  # type: ignore[index]
+    weight, slot, scale, bias = (None if each is None else each.detach() for each in case.tensors)
+    arguments = (*case.input, weight[:0], slot[:0], scale[:0], bias[:0], case.output_grid, None, None, False)  # type: ignore[index]
     found = torch.ops.torch_odt.int8_layer(*arguments, case.windows.numbers)
     assert [each.shape for each in found] == [(3, 0, 4, 4), (3, 0, 4, 4), (0,)]
 
@@ -232,10 +232,10 @@ def test_a_network_is_as_with_pools_of_their_own(name: str, masters: Any, monkey
     model = Graph(copy.deepcopy(between)).eval()
     other = copy.deepcopy(model)
     batch = torch.randn(4, 3, 14, 13)
-    odt.quant.convert_(model, [batch], masters=masters, qas=True)
+    odt.quant.convert_(model, [batch], masters=masters)
     with monkeypatch.context() as patch:
         patch.setattr(rewrite, "can_be_of_a_layer", lambda pool: False)
-        odt.quant.convert_(other, [batch], masters=masters, qas=True)
+        odt.quant.convert_(other, [batch], masters=masters)
     assert [("max-pooled" in str(each.first)) for each in (model, other)] == [parts == 1, False]
     scores = [each(batch) for each in (model, other)]
     assert torch.equal(*scores)

@@ -51,7 +51,7 @@ def test_weights_at_their_ends_are_counted() -> None:
     odt.quant.convert_(model, calibration())
     layer = model[1]
     layer.unpack_()
-    layer.weight_slot.data.fill_(130.0)
+    layer.weight_slot.data.fill_(130.0 * float(layer.weight_scale.max()))
     layer.pack_()
     found = odt.quant.saturation(model, [images(4)])["1"]
     assert found.weights == 1.0 and found.updates == layer.weight.numel()

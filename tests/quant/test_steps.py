@@ -32,7 +32,7 @@ def _seeded() -> Iterator[None]:
 
 def converted(name: str, **options: Any) -> nn.Module:
     model = trained_a_little(name).train()
-    odt.quant.convert_(model, calibration(), qas=True, **options)
+    odt.quant.convert_(model, calibration(), **options)
     return model
 
 
@@ -73,6 +73,24 @@ def test_train_step_has_the_bits_of_a_plain_loop(name: str, masters: Any) -> Non
     assert step.plan.captured
 
 
+def test_adam_and_clipping_have_the_bits_of_a_plain_loop() -> None:
+    plain, model = (converted("residual") for _ in range(2))
+    loop, optimizer = (torch.optim.AdamW(each.parameters(), lr=3e-3) for each in (plain, model))
+    norms: list[float] = []
+    clip = loop.register_step_pre_hook(
+        lambda *_: norms.append(float(nn.utils.clip_grad_norm_(plain.parameters(), 0.5)))
+    )
+    odt.quant.train_int8_(plain, loop)
+    expected = plain_losses(plain, loop, 6)
+    clip.remove()
+    odt.quant.train_int8_(model, optimizer)
+    step = odt.TrainStep(model, F.cross_entropy, optimizer, budget=ROOMY, clip_grad_norm=0.5)
+    torch.manual_seed(7)
+    assert [float(step(images(8, each), labels(8, each))) for each in range(6)] == expected
+    assert max(norms) > 0.5
+    assert_same_state(model, plain)
+
+
 def test_int8_operators_are_nodes_of_the_graph() -> None:
     model = converted("residual")
     batch = (images(8, 0), labels(8, 0))
@@ -83,7 +101,7 @@ def test_int8_operators_are_nodes_of_the_graph() -> None:
     # An eighth of a byte, and one byte, an element; the slot takes one number. Of what is pooled a byte says whence.
     elements = [math.prod(graph.values[op.writes[0]].shape) for op in layers]
     found = [[graph.values[value].nbytes for value in op.results] for op in layers]
-    is_pooled = [len(op.args[12]) > 7 for op in layers]
+    is_pooled = [len(op.args[11]) > 7 for op in layers]
     assert found == [[n, 2, n // 8 + n * pooled] for n, pooled in zip(elements, is_pooled, strict=True)]
     assert is_pooled == [True, False, False] and not any("max_pool" in target for target in targets)
 
@@ -205,7 +223,7 @@ def test_an_int8_weight_in_shared_memory_waits_for_the_optimizer(
         torch.manual_seed(0)
         layers = [nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.ReLU()]
         model = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 10)).train()
-        odt.quant.convert_(model, calibration(), qas=True)
+        odt.quant.convert_(model, calibration())
         model[4].weight = share(model[2].weight)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
         odt.quant.train_int8_(model, optimizer)

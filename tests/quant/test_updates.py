@@ -32,7 +32,7 @@ def stepped(
     kind: type[torch.optim.Optimizer], options: dict[str, Any], steps: int = 3, in_backward: bool = False
 ) -> tuple[nn.Module, Any]:
     model = trained_a_little("residual")
-    odt.quant.convert_(model, calibration(), qas=True)
+    odt.quant.convert_(model, calibration())
     layers = list(int8_layers(model).values())
     groups = [
         {"params": layers[0].parameters(), "lr": 2.0**-6},
@@ -169,7 +169,7 @@ def test_fused_descent_unscales_by_itself() -> None:
 
 def test_layers_that_do_not_train_and_stopped_updates_stay_out() -> None:
     model = trained_a_little("residual")
-    odt.quant.convert_(model, calibration(), qas=True)
+    odt.quant.convert_(model, calibration())
     layers = list(int8_layers(model).values())
     layers[0].weight_slot.requires_grad_(False)
     training = odt.quant.train_int8_(model, torch.optim.SGD(model.parameters(), **PLAIN), in_backward=True)
@@ -183,7 +183,7 @@ def test_layers_that_do_not_train_and_stopped_updates_stay_out() -> None:
 @pytest.mark.parametrize("in_backward", [True, False])
 def test_another_optimizer_takes_over_from_one_that_updates_in_the_backward_pass(in_backward: bool) -> None:
     model = trained_a_little("residual")
-    odt.quant.convert_(model, calibration(), qas=True)
+    odt.quant.convert_(model, calibration())
     layers = list(int8_layers(model).values())
     odt.quant.train_int8_(model, torch.optim.SGD(model.parameters(), **PLAIN), in_backward=True)
     optimizer = torch.optim.SGD(model.parameters(), **PLAIN)

@@ -88,7 +88,8 @@ def _int8_descent(
     """What an int8 weight's update takes; whose it is keeps the draws, and counts what saturates."""
     (weight,) = state
     gradient = gradient.permute(0, 3, 1, 2) if gradient.dim() == 4 else gradient
-    int8_descend_(weight, gradient, *SPARE, rate=options["lr"], weight_decay=options["weight_decay"])
+    scale = gradient.new_ones(len(weight))
+    int8_descend_(weight, gradient, scale, *SPARE, rate=options["lr"], weight_decay=options["weight_decay"])
 
 
 def _take_off(

@@ -28,6 +28,7 @@ from torch_odt.capture.graph import Op, Ref, TrainingGraph, Value, refs
 from torch_odt.capture.uses import Uses
 
 _CONVOLUTION, _INT8_LAYER = "aten.convolution.default", "torch_odt.int8_layer.default"
+_GROUPS, _WINDOWS = 8, 11  # among their arguments
 _SLICE, _CONCATENATE, _EXPAND = "aten.slice.Tensor", "aten.cat.default", "aten.expand.default"
 _ACTIVATIONS = frozenset(
     f"aten.{name}.default"
@@ -67,7 +68,7 @@ class _Convolution:
         return ref
 
     def groups(self, op: Op) -> int:
-        return int(op.args[8] if op.target == _CONVOLUTION else op.args[12][6])
+        return int(op.args[_GROUPS] if op.target == _CONVOLUTION else op.args[_WINDOWS][6])
 
     def of_channels(self, op: Op, taken: Sequence[Ref], by_channel: Sequence[Ref | None], groups: int) -> list[Any]:
         """The arguments for some of the channels."""
@@ -75,9 +76,9 @@ class _Convolution:
         for position, value in zip((*self.taken, *self.by_channel), (*taken, *by_channel), strict=True):
             args[position] = value
         if op.target == _CONVOLUTION:
-            args[8] = groups
+            args[_GROUPS] = groups
         else:
-            args[12] = [*args[12][:6], groups]
+            args[_WINDOWS] = [*args[_WINDOWS][:6], groups]
         return args
 
 
@@ -168,7 +169,7 @@ def _is_plain_convolution(graph: TrainingGraph, op: Op) -> bool:
 
 def _is_pooled(op: Op) -> bool:
     """Whether an int8 layer returns less than its convolution: behind seven numbers stand those of a pool."""
-    return op.target == _INT8_LAYER and len(op.args[12]) > 7
+    return op.target == _INT8_LAYER and len(op.args[_WINDOWS]) > 7
 
 
 def _is_depthwise(graph: TrainingGraph, op: Op) -> bool:
@@ -208,7 +209,7 @@ def _need(graph: TrainingGraph, convolution: Op) -> int:
         graph.values[value] for value in (convolution.args[0].value, weight_ref.value, convolution.results[0])
     )
     is_made = graph.values[weight.base].kind == "computed"
-    convolved = _convolved_nbytes(x, weight, convolution.args[12]) if _is_pooled(convolution) else 0
+    convolved = _convolved_nbytes(x, weight, convolution.args[_WINDOWS]) if _is_pooled(convolution) else 0
     return _nbytes(x) + convolved + _nbytes(result) + is_made * math.prod(weight.shape) * _itemsize(weight)
 
 

@@ -54,6 +54,11 @@ def weight_of(rows: Tensor) -> Tensor:
     return rows.permute(0, 3, 1, 2) if rows.dim() == 4 else rows
 
 
+def by_channel(numbers: Tensor, weight: Tensor) -> Tensor:
+    """One number for each output channel, as a weight is multiplied by them."""
+    return numbers.view(-1, *[1] * (weight.dim() - 1))
+
+
 def new_weight_slot(weight: Tensor) -> Tensor:
     """A slot for a weight, float32 as its gradient is.
 

@@ -60,7 +60,7 @@ def convert_(
     observer: Observer = "minmax",
     classifier: Classifier = "fp32",
     masters: Masters = "none",
-    qas: bool = False,
+    qas: bool = True,
     headroom: float = 0.0,
     seed: int = 0,
 ) -> Conversion:
@@ -74,8 +74,8 @@ def convert_(
     here. Gradients are bfloat16 between layers, and int8 inside them. What has no int8 form stays float32 and is named,
     with conversions around it.
 
-    The model is then trained like any other, by `TrainStep`, `wrap` or a plain loop, after `scale_gradients_` (or
-    `qas=True`) and `train_int8_`. Parameters that were frozen by `requires_grad_(False)` before stay so, which makes a
+    The model is then trained like any other, by `TrainStep`, `wrap` or a plain loop, after `train_int8_`: parameters
+    and gradients are real numbers, as in float32 with BatchNorm folded. Parameters that were frozen by `requires_grad_(False)` before stay so, which makes a
     sparse update of it (TTE). Its state_dict holds everything, and loads into a model that was converted the same
     way, whatever batches that was calibrated on.
 
@@ -89,7 +89,7 @@ def convert_(
             as in TTE, or in "int8" with an output in float32.
         masters: "none" holds weights in int8 alone, which `train_int8_` updates; "fp32" holds float32 masters beside
             them, for any optimizer: four more bytes a weight.
-        qas: quantization-aware scaling of gradients, see `scale_gradients_`.
+        qas: quantization-aware scaling, see `scale_gradients_`; False is for comparisons.
         headroom: how much larger than now a channel's largest weight may become, in parts of it; steps grow by it.
         seed: of the rounding of updates.
 
@@ -104,7 +104,7 @@ def convert_(
         >>> import torch
         >>> import torch_odt as odt
         >>> model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(288, 2))
-        >>> conversion = odt.quant.convert_(model, [torch.randn(4, 3, 8, 8)], qas=True)
+        >>> conversion = odt.quant.convert_(model, [torch.randn(4, 3, 8, 8)])
         >>> conversion.layers, list(conversion.kept)
         (('0',), ['4'])
         >>> model(torch.randn(2, 3, 8, 8)).dtype
@@ -136,8 +136,7 @@ def convert_(
     for part, rewritten in found:
         if rewritten.layers:
             part.module.__class__ = _computing(type(part.module), rewritten.install())
-    if qas:
-        scale_gradients_(model)
+    scale_gradients_(model, qas)
     operators = sum(rewritten.operators for _, rewritten in found if rewritten.layers)
     return Conversion(model, layers, kept, operators, before, _nbytes(model), batches)
 

@@ -75,15 +75,13 @@ class LayerTensors(NamedTuple):
         weight_slot: float32 of shape (out, in) or (out, rows, columns, in / groups), which is how the weight lies in
             memory: where its gradient goes; its data is not read.
         weight_scale: float32 of shape (out,): the steps of the weight.
-        bias: float32 of shape (out,), in units of `input_step` times `weight_scale`, or None.
-        input_step: float32 of shape (1,): the input's step by which the bias is counted.
+        bias: float32 of shape (out,), or None.
     """
 
     weight: Tensor
     weight_slot: Tensor
     weight_scale: Tensor
     bias: Tensor | None
-    input_step: Tensor
 
 
 class Windows(NamedTuple):
@@ -116,7 +114,7 @@ def int8_layer(
     *,
     low: float | None = None,
     high: float | None = None,
-    scales_gradients: bool = False,
+    scales_gradients: bool = True,
 ) -> Int8Activation:
     """A convolution or linear layer from int8 to int8, with the clamp behind it, and behind that a max-pool.
 
@@ -127,7 +125,7 @@ def int8_layer(
         tensors, windows: the layer.
         output_grid: float32 of shape (2,), step and zero point of the output.
         low, high: bounds of the output as real numbers, as those of ReLU6; None for those of int8.
-        scales_gradients: QAS, see `scale_gradients_`.
+        scales_gradients: QAS, see `scale_gradients_`: weight and bias have the gradients of real numbers.
 
     Returns:
         The output, pooled if `windows` say so. Its gradient's part at clamped elements is lost, as behind any clamp.
@@ -142,7 +140,7 @@ def int8_layer(
 
 
 def int8_layer_to_float(
-    input: Int8Activation, tensors: LayerTensors, windows: Windows, *, scales_gradients: bool = False
+    input: Int8Activation, tensors: LayerTensors, windows: Windows, *, scales_gradients: bool = True
 ) -> Tensor:
     """A convolution or linear layer from int8 to float32, which nothing pools; otherwise as `int8_layer`.
 
@@ -167,11 +165,11 @@ def _output_shape(input_shape: Sequence[int], weight: Tensor, windows: Sequence[
     return [input_shape[0], weight.shape[0], *size]
 
 
-def _whole_bias(bias: Tensor | None, input_step: Tensor, grid: Tensor) -> Tensor | None:
+def _whole_bias(bias: Tensor | None, weight_scale: Tensor, grid: Tensor) -> Tensor | None:
     """The bias in units of the sums."""
     if bias is None:
         return None
-    return bias.mul(input_step / step_of(grid)).round_().clamp_(-BIAS_MOST, BIAS_MOST).to(torch.int32)
+    return bias.div(step_of(grid) * weight_scale).round_().clamp_(-BIAS_MOST, BIAS_MOST).to(torch.int32)
 
 
 def _named(windows: Sequence[int]) -> dict[str, Any]:
@@ -186,7 +184,6 @@ def _layer(
     weight_slot: Tensor,
     weight_scale: Tensor,
     bias: Tensor | None,
-    input_step: Tensor,
     output_grid: Tensor,
     low: float | None,
     high: float | None,
@@ -198,7 +195,7 @@ def _layer(
     least, most = bounds(output_grid, low, high)
     output, mask, _ = int8_conv2d_quantized(
         _image(values), _image(weight), step_of(grid) * weight_scale / step_of(output_grid),
-        _whole_bias(bias, input_step, grid), input_zero_point=zero_of(grid), output_zero_point=zero_of(output_grid),
+        _whole_bias(bias, weight_scale, grid), input_zero_point=zero_of(grid), output_zero_point=zero_of(output_grid),
         low=least, high=most, **_named(windows),
     )  # fmt: skip
     output = output.reshape(shape)
@@ -225,12 +222,11 @@ def _layer_to_float(
     weight_slot: Tensor,
     weight_scale: Tensor,
     bias: Tensor | None,
-    input_step: Tensor,
     scales_gradients: bool,
     windows: Sequence[int],
 ) -> Tensor:
     output = int8_conv2d_scaled(
-        _image(values), _image(weight), step_of(grid) * weight_scale, _whole_bias(bias, input_step, grid),
+        _image(values), _image(weight), step_of(grid) * weight_scale, _whole_bias(bias, weight_scale, grid),
         input_zero_point=zero_of(grid), **_named(windows),
     )  # fmt: skip
     return output.reshape(_output_shape(values.shape, weight, windows))
@@ -247,7 +243,6 @@ def _backward(
     grid: Tensor,
     weight: Tensor,
     weight_scale: Tensor,
-    input_step: Tensor,
     input_shape: list[int],
     for_input: bool,
     for_weight: bool,
@@ -282,7 +277,9 @@ def _backward(
         of_input = of_input.to(GRADIENT).reshape(input_shape)
     if for_weight:
         assert values is not None
-        scale = found.weight_steps * step_of(grid) * (1 / weight_scale if scales_gradients else weight_scale)
+        scale = found.weight_steps * step_of(grid)
+        if not scales_gradients:
+            scale = scale * (weight_scale * weight_scale)
         of_weight, _ = int8_conv2d_grad_weight_scaled(
             spread(found.for_weight),
             _image(values),
@@ -293,8 +290,8 @@ def _backward(
         )
         of_weight = by_rows(of_weight.reshape(weight.shape))
     if for_bias:
-        unit = input_step * weight_scale
-        of_bias = found.sums * (1 / unit if scales_gradients else unit)
+        unit = step_of(grid) * weight_scale
+        of_bias = found.sums if scales_gradients else found.sums * (unit * unit)
     return of_input, of_weight, of_bias
 
 
@@ -305,7 +302,6 @@ def _backward_fake(
     grid: Tensor,
     weight: Tensor,
     weight_scale: Tensor,
-    input_step: Tensor,
     input_shape: list[int],
     for_input: bool,
     for_weight: bool,
@@ -324,7 +320,6 @@ def _descend(
     grid: Tensor,
     weight: Tensor,
     weight_scale: Tensor,
-    input_step: Tensor,
     rounding: Tensor,
     saturated: Tensor,
     input_shape: list[int],
@@ -336,10 +331,10 @@ def _descend(
     windows: Sequence[int],
 ) -> tuple[Tensor, Tensor]:
     of_input, of_weight, of_bias = _backward(
-        gradient, mask, values, grid, weight, weight_scale, input_step, input_shape, for_input, True, for_bias,
+        gradient, mask, values, grid, weight, weight_scale, input_shape, for_input, True, for_bias,
         scales_gradients, windows,
     )  # fmt: skip
-    int8_descend_(weight, weight_of(of_weight), rounding, saturated, rate=rate, weight_decay=weight_decay)
+    int8_descend_(weight, weight_of(of_weight), weight_scale, rounding, saturated, rate=rate, weight_decay=weight_decay)
     return of_input, of_bias
 
 
@@ -350,7 +345,6 @@ def _descend_fake(
     grid: Tensor,
     weight: Tensor,
     weight_scale: Tensor,
-    input_step: Tensor,
     rounding: Tensor,
     saturated: Tensor,
     input_shape: list[int],
@@ -359,7 +353,7 @@ def _descend_fake(
     *rest: Any,
 ) -> tuple[Tensor, Tensor]:
     of_input, _, of_bias = _backward_fake(
-        gradient, mask, values, grid, weight, weight_scale, input_step, input_shape, for_input, False, for_bias
+        gradient, mask, values, grid, weight, weight_scale, input_shape, for_input, False, for_bias
     )
     return of_input, of_bias
 
@@ -397,7 +391,7 @@ KEPT_WEIGHT = 3  # among what is kept for the backward pass
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    values, _, grid, weight, weight_slot, weight_scale, _, input_step = inputs[:8]
+    values, _, grid, weight, weight_slot, weight_scale, _ = inputs[:7]
     mask = None
     if isinstance(output, tuple):
         mask = output[2]
@@ -407,7 +401,7 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     ctx.input_shape = list(values.shape)
     ctx.options = inputs[-2:]
     ctx.inputs = len(inputs)
-    ctx.save_for_backward(mask, values if ctx.wanted[1] else None, grid, weight, weight_scale, input_step)
+    ctx.save_for_backward(mask, values if ctx.wanted[1] else None, grid, weight, weight_scale)
 
 
 def _pass_back(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
@@ -434,8 +428,7 @@ def _pass_back_int8(ctx: Any, of_values: Any, gradient: Tensor, of_mask: Any) ->
 
 
 TENSORS = (
-    "Tensor values, Tensor slot, Tensor grid, Tensor weight, Tensor weight_slot, Tensor weight_scale, Tensor? bias, "
-    "Tensor input_step"
+    "Tensor values, Tensor slot, Tensor grid, Tensor weight, Tensor weight_slot, Tensor weight_scale, Tensor? bias"
 )
 register(
     "int8_layer",
@@ -453,7 +446,7 @@ register(
 register(
     "int8_layer_backward",
     "(Tensor gradient, Tensor? mask, Tensor? values, Tensor grid, Tensor weight, Tensor weight_scale, "
-    "Tensor input_step, int[] input_shape, bool for_input, bool for_weight, bool for_bias, bool scales_gradients, "
+    "int[] input_shape, bool for_input, bool for_weight, bool for_bias, bool scales_gradients, "
     f"{WINDOWS}) -> (Tensor, Tensor, Tensor)",
     _backward,
     _backward_fake,
@@ -461,7 +454,7 @@ register(
 register(
     "int8_layer_descend_",
     "(Tensor gradient, Tensor? mask, Tensor values, Tensor grid, Tensor(a!) weight, Tensor weight_scale, "
-    "Tensor input_step, Tensor(b!) rounding, Tensor(c!) saturated, int[] input_shape, bool for_input, bool for_bias, "
+    "Tensor(b!) rounding, Tensor(c!) saturated, int[] input_shape, bool for_input, bool for_bias, "
     f"bool scales_gradients, float rate, float weight_decay, {WINDOWS}) -> (Tensor, Tensor)",
     _descend,
     _descend_fake,

@@ -13,6 +13,7 @@ from torch_odt.quant import joining, pointwise
 from torch_odt.quant.activation import (
     WEIGHT_MOST,
     Int8Activation,
+    by_channel,
     by_rows,
     in_memory_order,
     new_weight_slot,
@@ -33,13 +34,13 @@ class Int8Layer(Quantized):
 
     With `masters="none"` the weight is int8 and nothing else: `weight_slot` takes its gradient, with input channels
     last, as the weight lies in memory; it has no memory itself, and is in no state_dict. With "fp32" there is a float32
-    weight, `master`, in steps, and int8 is made of it in each forward pass.
+    weight, `master`, and int8 is made of it in each forward pass. Parameters and gradients are real numbers either way,
+    whatever steps the layer computes with, and mean to an optimizer what those of a float32 layer do.
 
     Args:
         weight: float32, BatchNorm folded into it.
         bias: float32 of shape (out,), or None.
         windows: of a convolution, and of the max-pool behind it that is a part of the layer.
-        input_step: the input's step at calibration.
         output_grid: step and zero point of the output; None for one in float32.
         low, high: the clamp behind it, as real numbers.
         masters: see above.
@@ -49,7 +50,7 @@ class Int8Layer(Quantized):
     Attributes:
         weight: int8, in torch.channels_last where it has four dimensions; None with masters.
         weight_scale: float32 of shape (out,): the steps.
-        bias: float32 of shape (out,), in units of `input_step` times `weight_scale`.
+        bias: float32 of shape (out,).
         rounding: int64 of shape (2,): the seed, and how many updates were rounded.
         saturated: int64 of shape (): how many weights updates wanted beyond 127 steps, so far.
         scales_gradients: QAS, see `scale_gradients_`.
@@ -62,7 +63,6 @@ class Int8Layer(Quantized):
     weight_slot: nn.Parameter
     master: nn.Parameter
     bias: nn.Parameter | None
-    input_step: Tensor
     output_grid: Tensor | None
     rounding: Tensor
     saturated: Tensor
@@ -72,7 +72,6 @@ class Int8Layer(Quantized):
         weight: Tensor,
         bias: Tensor | None,
         windows: Windows,
-        input_step: Tensor,
         output_grid: Tensor | None,
         *,
         low: float | None = None,
@@ -83,21 +82,19 @@ class Int8Layer(Quantized):
     ) -> None:
         super().__init__()
         scale = weight_steps(weight, headroom)
-        steps = weight.detach() / scale.view(-1, *[1] * (weight.dim() - 1))
         self.masters = masters
-        self.scales_gradients = False
+        self.scales_gradients = True
         self.windows, self.low, self.high = windows, low, high
         if masters == "none":
-            self.register_buffer("weight", _whole(steps))
+            self.register_buffer("weight", _whole(weight.detach(), scale))
             self.weight_slot = nn.Parameter(new_weight_slot(weight))
         else:
-            self.master = nn.Parameter(steps.clone(memory_format=order_of(steps)))
+            self.master = nn.Parameter(weight.detach().clone(memory_format=order_of(weight)))
         self.register_buffer("weight_scale", scale)
-        self.register_buffer("input_step", input_step.clone())
         self.register_buffer("output_grid", output_grid)
         self.register_buffer("rounding", torch.tensor([seed, 0]))
         self.register_buffer("saturated", torch.tensor(0))
-        self.bias = None if bias is None else nn.Parameter(bias.detach() / (input_step * scale))
+        self.bias = None if bias is None else nn.Parameter(bias.detach().clone())
 
     @property
     def trained(self) -> nn.Parameter:
@@ -106,16 +103,17 @@ class Int8Layer(Quantized):
 
     def int8_weight(self) -> Tensor:
         """The weight that the layer computes with."""
-        return self.weight if self.masters == "none" else _whole(self.master.detach())
+        return self.weight if self.masters == "none" else _whole(self.master.detach(), self.weight_scale)
 
     def float_weight(self) -> Tensor:
         """The real weight, float32; with masters what they hold, not rounded."""
-        steps = self.weight.float() if self.masters == "none" else self.master.detach()
-        return steps * self.weight_scale.view(-1, *[1] * (steps.dim() - 1))
+        if self.masters == "fp32":
+            return self.master.detach().clone()
+        return self.weight.float() * by_channel(self.weight_scale, self.weight)
 
     def float_bias(self) -> Tensor | None:
         """The real bias, float32."""
-        return None if self.bias is None else self.bias.detach() * (self.input_step * self.weight_scale)
+        return None if self.bias is None else self.bias.detach().clone()
 
     def forward(self, x: Int8Activation) -> Int8Activation | Tensor:
         x = require_activation(x, type(self).__name__)
@@ -126,9 +124,9 @@ class Int8Layer(Quantized):
             if self.masters == "none"
             else (self.int8_weight(), by_rows(self.master))
         )
-        scale, input_step, output_grid = buffers["weight_scale"], buffers["input_step"], buffers["output_grid"]
-        assert weight is not None and slot is not None and scale is not None and input_step is not None
-        tensors = LayerTensors(weight, slot, scale, parameters.get("bias"), input_step)
+        scale, output_grid = buffers["weight_scale"], buffers["output_grid"]
+        assert weight is not None and slot is not None and scale is not None
+        tensors = LayerTensors(weight, slot, scale, parameters.get("bias"))
         if output_grid is None:
             return int8_layer_to_float(x, tensors, self.windows, scales_gradients=self.scales_gradients)
         return int8_layer(
@@ -141,12 +139,13 @@ class Int8Layer(Quantized):
         Raises:
             RuntimeError: a number is not finite; what becomes of the weight is not told.
         """
-        gradient = weight_of(gradient)
-        int8_descend_(self.weight, gradient, self.rounding, self.saturated, rate=rate, weight_decay=weight_decay)
+        tensors = (self.weight, weight_of(gradient), self.weight_scale, self.rounding, self.saturated)
+        int8_descend_(*tensors, rate=rate, weight_decay=weight_decay)
 
     def unpack_(self) -> None:
-        """Give `weight_slot` the weight's numbers, in steps, for an optimizer to change."""
-        self.weight_slot.data = by_rows(self.weight).float()
+        """Give `weight_slot` the real weight, for an optimizer to change; `pack_` gives back the very same integers."""
+        real = by_rows(self.weight).float()
+        self.weight_slot.data = real.mul_(by_channel(self.weight_scale, real))
 
     def pack_(self) -> None:
         """Round what an optimizer made of them back to int8, stochastically, and take the memory away.
@@ -154,7 +153,8 @@ class Int8Layer(Quantized):
         Raises:
             RuntimeError: they are not finite; the weight is then as it was.
         """
-        steps = weight_of(self.weight_slot.data)
+        real = self.weight_slot.data
+        steps = weight_of(real.div_(by_channel(self.weight_scale, real)))
         self.discard_()
         int8_store_rounded_(self.weight, steps, self.rounding, self.saturated)
 
@@ -317,8 +317,8 @@ class Int8Function(nn.Module):
         return self.name
 
 
-def _whole(steps: Tensor) -> Tensor:
-    whole = steps.round().clamp_(-WEIGHT_MOST, WEIGHT_MOST).to(torch.int8)
+def _whole(weight: Tensor, scale: Tensor) -> Tensor:
+    whole = weight.div(by_channel(scale, weight)).round_().clamp_(-WEIGHT_MOST, WEIGHT_MOST).to(torch.int8)
     return whole.contiguous(memory_format=order_of(whole))
 
 

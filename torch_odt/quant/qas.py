@@ -20,24 +20,24 @@ def int8_layers(model: nn.Module) -> dict[str, Int8Layer]:
 
 
 def scale_gradients_(model: nn.Module, enabled: bool = True) -> None:
-    """Quantization-aware scaling (QAS): gradients of int8 layers come out as float32 training would have them.
+    """Quantization-aware scaling (QAS), which `convert_` turns on, or not, to compare with.
 
-    A weight that is counted in steps s_W is larger than the real one by 1/s_W, and its gradient smaller by s_W: with a
-    learning rate of float32 training it would hardly move. With QAS the gradient of a weight is divided by s_W^2, of
-    each output channel, and that of a bias by (s_W s_x)^2. Gradient descent in steps is then the same as in float32,
-    learning rate, momentum and weight decay included. There is nothing to choose.
+    An int8 weight counts steps s_W, and a bias products of steps s_W s_x. Gradient descent of such counts hardly moves
+    the real numbers: the gradient is smaller by the step, and what it is taken off larger. QAS multiplies the gradients
+    of counts by s_W^-2, of each output channel, and (s_W s_x)^-2, and the descent is that of float32 training. Here
+    parameters and gradients of int8 layers are real numbers, and an update of a weight is divided by its step when it
+    is rounded: which is the same for gradient descent, and makes of momentum, weight decay, Adam and clipping by norm
+    what they are in float32. There is nothing to choose.
 
-    Choose it whenever int8 layers train with SGD. Adam divides gradients by their own size, so that scaling changes
-    nothing there but its epsilon: its updates are of the size of its learning rate, in steps, and hardly move weights
-    that are numbers up to 127, and biases that are larger still. Gradients are as large as 1 over a step is, those of
-    biases above all: their norm over all parameters is no measure, and clipping by it stops the training.
+    Without QAS gradients are multiplied by s_W^2 and (s_W s_x)^2, and gradient descent is that of the counts. Choose
+    that to see what QAS is worth.
 
-    The layers scale what they hand to autograd: any optimizer, `TrainStep`, `wrap` and a plain loop see it. Call it
-    before the first step, since one that was captured stays as it was.
+    The layers do it: any optimizer, `TrainStep`, `wrap` and a plain loop see it. Call it before the first step, since
+    one that was captured stays as it was.
 
     Args:
         model: a converted one; changed in place.
-        enabled: False takes it back.
+        enabled: False is without QAS.
 
     Raises:
         ValueError: the model has no int8 layers.
@@ -46,7 +46,7 @@ def scale_gradients_(model: nn.Module, enabled: bool = True) -> None:
         >>> import torch_odt as odt
         >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
         >>> _ = odt.quant.convert_(model, [torch.randn(16, 4)])
-        >>> odt.quant.scale_gradients_(model)
+        >>> odt.quant.scale_gradients_(model, enabled=False)
     """
     for layer in _layers_of(model).values():
         layer.scales_gradients = enabled
@@ -82,8 +82,8 @@ def train_int8_(model: nn.Module, optimizer: torch.optim.Optimizer, *, in_backwa
     """Let an optimizer of torch change the int8 weights of a converted model in place.
 
     Choose it always, unless the model was converted with `masters="fp32"`. In `optimizer.step()` the weights that have
-    gradients are float32 for a moment, in steps, some layers at a time with the optimizers of torch.optim; then they
-    are rounded to int8, stochastically: up with the probability of the fraction. An update of a hundredth of a step
+    gradients are float32 for a moment, some layers at a time with the optimizers of torch.optim; then they are rounded
+    to int8, stochastically: up with the probability of the fraction. An update of a hundredth of a step
     moves one of a hundred weights by one, so that small updates are not lost, and nothing in float32 is kept. The draws
     depend on the layer and on the number of its updates, both in the model's state_dict: a run that is resumed goes on
     bit for bit. SGD without momentum takes one pass over gradient and weight, which is fastest.
@@ -123,7 +123,6 @@ def train_int8_(model: nn.Module, optimizer: torch.optim.Optimizer, *, in_backwa
         >>> import torch_odt as odt
         >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
         >>> _ = odt.quant.convert_(model, [torch.randn(16, 4)])
-        >>> odt.quant.scale_gradients_(model)
         >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         >>> training = odt.quant.train_int8_(model, optimizer)
         >>> model(torch.randn(16, 4)).square().mean().backward()

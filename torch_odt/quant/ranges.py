@@ -15,6 +15,8 @@ Observer = Literal["minmax", "mean"]
 OBSERVERS: tuple[Observer, ...] = ("minmax", "mean")
 # Below it, steps and their reciprocals leave float32.
 LEAST_RANGE = 1e-30
+# Seven bits of a weight and seventeen of its step are the 24 of float32.
+_STEP_UNITS = 2**17
 
 
 @dataclass
@@ -93,6 +95,9 @@ def grid_of(low: float, high: float) -> Tensor:
 def weight_steps(weight: Tensor, headroom: float = 0.0) -> Tensor:
     """The step of each output channel: its largest absolute weight is 127 of them.
 
+    Steps are rounded up to 17 significant bits, so that float32 holds any number of them that int8 can count: weights
+    become real numbers and integers again without a change.
+
     Args:
         weight: float32 of shape (out, ...).
         headroom: so much larger, in parts of it, a weight may become.
@@ -113,4 +118,6 @@ def weight_steps(weight: Tensor, headroom: float = 0.0) -> Tensor:
     used = largest > LEAST_RANGE
     if not bool(used.any()):
         raise ValueError("all weights are 0")
-    return torch.where(used, largest, largest[used].mean()) * ((1 + headroom) / WEIGHT_MOST)
+    steps = torch.where(used, largest, largest[used].mean()) * ((1 + headroom) / WEIGHT_MOST)
+    mantissa, exponent = torch.frexp(steps)
+    return torch.ldexp(mantissa.mul(_STEP_UNITS).ceil_().div_(_STEP_UNITS), exponent)

@@ -288,11 +288,11 @@ class _Rewriter:
         if not bool(weight.any()):
             raise _NotInInt8("its weight is 0")
         grid = None if to_float else self._grid(ranged)
-        source, input_grid = self._in_int8(self.kinds[node].inputs[0])
+        source, _ = self._in_int8(self.kinds[node].inputs[0])
         make = Int8Linear if weight.dim() == 2 else Int8Conv2d
         name = self._name_of(node)
         self.replaced[str(node.target)] = made = make(
-            weight, bias, windows, input_grid[:1], grid, low=low, high=high, masters=self.options.masters,
+            weight, bias, windows, grid, low=low, high=high, masters=self.options.masters,
             headroom=self.options.headroom, seed=zlib.crc32(name.encode()) ^ self.options.seed,
         )  # fmt: skip
         made.trained.requires_grad_(_trains(origins, "weight"))

@@ -48,7 +48,14 @@ bool stays_finite(const Descent& how, const Threads& threads) {
     run_with_vectors<Largest>(how.gradients + first, last - first, &largest[static_cast<size_t>(thread)]);
   });
   const float most = std::bit_cast<float>(*std::max_element(largest.begin(), largest.end()));
-  return descent_stays_finite(most, how.rate, how.decay);
+  float fastest = 0;
+  for (int64_t row = 0; row < how.rows; ++row) {
+    if (!std::isfinite(how.rates[row])) {
+      return false;
+    }
+    fastest = std::max(fastest, std::abs(how.rates[row]));
+  }
+  return descent_stays_finite(most * fastest, how.shrink);
 }
 
 template <int kBytes>
@@ -68,12 +75,12 @@ struct Body {
 
   template <bool kAll>
   TORCH_ODT_INLINE static void
-  lanes(const DescentPart& how, int8_t* to, const float* from, int64_t count, Floats drawn, Ints& clamped) {
+  lanes(const DescentPart& how, float rate, int8_t* to, const float* from, int64_t count, Floats drawn, Ints& clamped) {
     const Narrow weights = kAll ? L::template load<Narrow>(to) : some<Narrow>(to, count);
     const Floats gradients = kAll ? L::template load<Floats>(from) : some<Floats>(from, count);
     const Floats before = widened<kBytes>(weights);
-    const Floats slopes = gradients + L::product(before, Floats{} + how.decay);
-    const Floats after = before - L::product(slopes, Floats{} + how.rate);
+    const Floats taken = L::product(gradients, Floats{} + rate) + L::product(before, Floats{} + how.shrink);
+    const Floats after = before - taken;
     // Not exact beyond 2^22, where everything is clamped.
     const Floats whole = L::floor_of(after + drawn);
     const Floats inside = L::between(whole, Floats{} - 127.0F, Floats{} + 127.0F);
@@ -90,6 +97,7 @@ struct Body {
       const int64_t begins = part.begins + row * part.weights_stride;
       int8_t* const to = part.weights + row * part.weights_stride;
       const float* const from = part.gradients + row * part.gradients_stride;
+      const float rate = part.rates[row];
       const uint32_t key = keys.at(begins);
       HalfDraws<kBytes> draws;
       const auto draw = [&](int64_t at) __attribute__((always_inline)) {
@@ -98,10 +106,10 @@ struct Body {
       };
       int64_t at = 0;
       for (; at + kCount <= part.columns; at += kCount) {
-        lanes<true>(part, to + at, from + at, kCount, draw(at), clamped);
+        lanes<true>(part, rate, to + at, from + at, kCount, draw(at), clamped);
       }
       if (at < part.columns) {
-        lanes<false>(part, to + at, from + at, part.columns - at, draw(at), clamped);
+        lanes<false>(part, rate, to + at, from + at, part.columns - at, draw(at), clamped);
       }
     }
     for (int i = 0; i < kCount; ++i) {
@@ -112,9 +120,9 @@ struct Body {
 
 } // namespace
 
-bool descent_stays_finite(float largest_gradient, float rate, float decay) {
+bool descent_stays_finite(float largest_step, float shrink) {
   constexpr float kMostWeight = 127;
-  return std::isfinite(kMostWeight + std::abs(rate) * (largest_gradient + std::abs(decay) * kMostWeight));
+  return std::isfinite(kMostWeight + largest_step + std::abs(shrink) * kMostWeight);
 }
 
 void descend_part(DescentPart& part) {
@@ -137,8 +145,8 @@ Descended descend(const Descent& how, const Threads& threads) {
     const int64_t place = first * how.columns;
     const int64_t rows = std::min(end * kGrainRows, how.rows) - first;
     DescentPart part{
-        how.rate, how.decay, how.seed, how.gradients + place, how.columns, how.weights + place, how.columns, rows,
-        how.columns, place, 0, 0};
+        how.rates + first, how.shrink, how.seed, how.gradients + place, how.columns, how.weights + place, how.columns,
+        rows, how.columns, place, 0, 0};
     descend_part(part);
     clamped += part.clamped;
   });

@@ -7,15 +7,15 @@
 
 namespace torch_odt::kernels::int8 {
 
-// Each weight w becomes w - rate * (gradient + decay * w), up or down by chance, clamped to -127 and 127. What is drawn is
-// what round_rows draws for weights.
+// Each weight w becomes w - (rate * gradient + shrink * w), up or down by chance, clamped to -127 and 127. What is drawn
+// is what round_rows draws for weights.
 struct Descent {
   const float* gradients;
   int8_t* weights;
   int64_t rows;
   int64_t columns;
-  float rate;
-  float decay;
+  const float* rates; // of each row
+  float shrink;
   uint64_t seed;
 };
 
@@ -27,8 +27,8 @@ struct Descended {
 
 // Some columns of some rows, as one thread takes them; adds to `clamped`.
 struct DescentPart {
-  float rate;
-  float decay;
+  const float* rates;
+  float shrink;
   uint64_t seed;
   const float* gradients;
   int64_t gradients_stride;
@@ -43,8 +43,8 @@ struct DescentPart {
 
 void descend_part(DescentPart& part);
 
-// Whether no weight can become infinite or NaN by gradients up to this magnitude.
-bool descent_stays_finite(float largest_gradient, float rate, float decay);
+// Whether no weight can become infinite or NaN where rate times gradient is of this magnitude at most.
+bool descent_stays_finite(float largest_step, float shrink);
 
 Descended descend(const Descent& how, const Threads& threads);
 

@@ -53,9 +53,9 @@ struct Finish {
   int32_t high = 127;
   // One bit an element, set where int8 was not clamped; must be zero before, or null.
   uint8_t* mask = nullptr;
-  // Of descent.
-  float rate = 0;
-  float decay = 0;
+  // Of descent: a rate for each channel, which are rows there.
+  const float* rates = nullptr;
+  float shrink = 0;
   // Of take_off: the largest step, to which others are clipped.
   int64_t most_step = 127;
   // Of both, what is found on the way.

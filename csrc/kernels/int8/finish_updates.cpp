@@ -49,9 +49,9 @@ void add(int64_t& sum, int64_t count) {
   }
 }
 
-void descend_rows(const Finish& how, const float* gradients, const WeightRows& to) {
+void descend_rows(const Finish& how, const float* gradients, const WeightRows& to, int64_t first_channel) {
   DescentPart part{
-      how.rate, how.decay, how.seed, gradients, to.columns, to.weights, to.stride, to.count, to.columns,
+      how.rates + first_channel, how.shrink, how.seed, gradients, to.columns, to.weights, to.stride, to.count, to.columns,
       to.place - to.first_column, to.first_column, 0};
   descend_part(part);
   add(how.noted->clamped, part.clamped);
@@ -100,7 +100,7 @@ float finish_update(const Finish& how, const Block<Sum>& block) {
     some.row_terms += block.row_terms == nullptr ? 0 : first;
     largest = std::max(largest, finish(made, some));
     if (how.result == Result::descent) {
-      descend_rows(how, room, rows_of(how, block, first, some.rows));
+      descend_rows(how, room, rows_of(how, block, first, some.rows), some.first_channel);
     } else if (how.result == Result::take_off) {
       take_rows_off(how, reinterpret_cast<int8_t*>(room), rows_of(how, block, first, some.rows));
     }

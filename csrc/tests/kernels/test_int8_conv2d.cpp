@@ -188,8 +188,10 @@ TEST(int8_weights_descend_by_gradients_that_are_not_stored) {
     const Context here(text_of(conv));
     const Int8Sample sample(conv, 3, Values::random);
     std::vector<float> multipliers;
+    std::vector<float> rates;
     for (int64_t channel = 0; channel < conv.out_channels; ++channel) {
       multipliers.push_back(0.001F * static_cast<float>(channel + 1));
+      rates.push_back(0.7F / static_cast<float>(channel % 5 + 1));
     }
     std::vector<float> floats(sample.weight.size(), 77.0F);
     kernels::int8::Finish how;
@@ -203,7 +205,7 @@ TEST(int8_weights_descend_by_gradients_that_are_not_stored) {
     const int64_t rows = conv.out_channels;
     const int64_t columns = rows == 0 ? 0 : static_cast<int64_t>(sample.weight.size()) / rows;
     std::vector<int8_t> expected = sample.weight;
-    const kernels::int8::Descent stored{floats.data(), expected.data(), rows, columns, 0.7F, 0.01F, 12345};
+    const kernels::int8::Descent stored{floats.data(), expected.data(), rows, columns, rates.data(), 0.01F, 12345};
     const int64_t clamped = kernels::int8::descend(stored, {}).clamped;
     for (const int64_t threads : {1, 3}) {
       std::vector<int8_t> weight = sample.weight;
@@ -211,8 +213,8 @@ TEST(int8_weights_descend_by_gradients_that_are_not_stored) {
       how.result = kernels::int8::Result::descent;
       how.output = weight.data();
       how.seed = stored.seed;
-      how.rate = stored.rate;
-      how.decay = stored.decay;
+      how.rates = stored.rates;
+      how.shrink = stored.shrink;
       how.noted = &noted;
       CHECK_EQUAL(run_grad_weight(sample, how, threads, grad_bias), largest);
       CHECK(weight == expected);

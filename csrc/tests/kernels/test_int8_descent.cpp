@@ -18,11 +18,14 @@ constexpr uint64_t kDescentSeed = 0x123456789abcdefU;
 
 struct DescentSample {
   std::vector<float> gradients;
+  std::vector<float> rates;
   std::vector<int8_t> weights; // and one behind the last, which must stay as it was
   Descent how;
 
   DescentSample(int64_t rows, int64_t columns, float rate, float decay)
-      : gradients(static_cast<size_t>(rows * columns)), weights(gradients.size() + 1, 99) {
+      : gradients(static_cast<size_t>(rows * columns)),
+        rates(static_cast<size_t>(rows)),
+        weights(gradients.size() + 1, 99) {
     uint32_t state = 12345;
     const auto next = [&] {
       state = state * 1664525U + 1013904223U;
@@ -34,7 +37,10 @@ struct DescentSample {
     for (size_t i = 0; i < gradients.size(); ++i) {
       weights[i] = static_cast<int8_t>(static_cast<int>(next() % 255) - 127);
     }
-    how = {gradients.data(), weights.data(), rows, columns, rate, decay, kDescentSeed};
+    for (size_t row = 0; row < rates.size(); ++row) {
+      rates[row] = rate * static_cast<float>(row % 3 + 1);
+    }
+    how = {gradients.data(), weights.data(), rows, columns, rates.data(), rate * decay, kDescentSeed};
   }
 };
 
@@ -57,9 +63,9 @@ TEST(int8_descent_is_that_of_single_numbers) {
           const auto i = static_cast<size_t>(index);
           const float weight = before[i];
           // Volatile, so that nothing is fused.
-          const volatile float decayed = weight * decay;
-          const volatile float slope = sample.gradients[i] + decayed;
-          const volatile float step = slope * rate;
+          const volatile float decayed = weight * sample.how.shrink;
+          const volatile float descended = sample.gradients[i] * sample.rates[static_cast<size_t>(index / columns)];
+          const volatile float step = descended + decayed;
           const volatile float after = weight - step;
           const float whole = std::floor(after + draw_of(index - index % columns, index % columns));
           const float inside = std::clamp(whole, -127.0F, 127.0F);
@@ -85,6 +91,13 @@ TEST(int8_descent_that_is_not_finite_is_told) {
   DescentSample sample(3, 47, 1e30F, 0.0F);
   const Descended found = descend(sample.how, {});
   CHECK(found.is_finite && found.clamped > 100);
+  for (const float bad : {NAN, INFINITY}) {
+    for (size_t row = 0; row < 3; ++row) {
+      DescentSample other(3, 47, 0.5F, 0.0F);
+      other.rates[row] = bad;
+      CHECK(!descend(other.how, {}).is_finite);
+    }
+  }
 }
 
 } // namespace
