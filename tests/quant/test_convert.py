@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -152,6 +153,56 @@ def test_of_a_model_that_branches_its_parts_are_converted() -> None:
     assert model.first.weight.grad is not None and model.first.weight.grad.any()
     odt.quant.dequantize_(model)
     assert type(model.block) is nn.Sequential and relative_error(model(images(8, 0)), expected) < 0.03
+
+
+class Unasked(nn.Module):
+    """A layer that the forward pass goes around by what Python knows when it is traced."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.auxiliary, self.head = nn.Conv2d(3, 4, 3), nn.Sequential(nn.Conv2d(4, 4, 1)), nn.Linear(400, 4)
+        self.has_auxiliary = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x).relu()
+        return self.head((self.auxiliary(x) if self.has_auxiliary else x).flatten(1))
+
+
+def test_what_the_forward_pass_goes_around_is_named() -> None:
+    conversion = odt.quant.convert_(Unasked(), calibration())
+    assert conversion.layers == ("first",) and set(conversion.kept) == {"auxiliary.0", "head"}
+    assert "forward did not call it" in conversion.kept["auxiliary.0"]
+
+
+class Scores(nn.Module):
+    def __init__(self, behind: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(400, 4))
+        self.behind = behind
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.behind(self.layers(x))
+
+
+@pytest.mark.parametrize(
+    "behind",
+    [
+        nn.LogSoftmax(1),
+        lambda scores: scores / 2.5,
+        lambda scores: torch.softmax(scores, 1),
+        lambda scores: scores.squeeze(-1).sigmoid(),
+        lambda scores: (scores * 0.5).softmax(1),
+    ],
+)
+@pytest.mark.parametrize("classifier", ["fp32", "int8"])
+def test_what_is_made_of_scores_is_float32(behind: Any, classifier: Any) -> None:
+    model = Scores(behind)
+    expected = model(images(8, 0))
+    conversion = odt.quant.convert_(model, calibration(), classifier=classifier)
+    assert ("classifier" in conversion.kept.get("layers.3", "")) == (classifier == "fp32")
+    if classifier == "int8":
+        assert model.layers[3].output_grid is None
+    assert relative_error(model(images(8, 0)), expected) < 0.05
 
 
 class Odd(nn.Module):

@@ -347,3 +347,8 @@ def test_the_compiled_layer_has_the_bits_of_plain_torch(name: str, scales: bool,
             if wanted[1]:
                 descended = [case.descended(kept, rest, run) for run in (ops.int8_layer_descend_, layer._descend)]
                 assert all(torch.equal(*pair) for pair in zip(*descended, strict=True))
+
+
+def test_an_activation_is_printed_in_a_line() -> None:
+    activation = Int8Activation(torch.zeros(2, 3, dtype=torch.int8), new_slot((2, 3)), torch.tensor([0.25, -7.0]))
+    assert repr(activation) == "Int8Activation(shape=(2, 3), step=0.25, zero_point=-7)"

@@ -38,6 +38,10 @@ class Int8Activation(NamedTuple):
     slot: Tensor
     grid: Tensor
 
+    def __repr__(self) -> str:
+        step, zero_point = self.grid.tolist()
+        return f"Int8Activation(shape={tuple(self.values.shape)}, step={step:.4g}, zero_point={zero_point:.0f})"
+
 
 def new_slot(shape: Sequence[int]) -> Tensor:
     """A slot for values of a shape. It holds NaN, so that whatever computes with it by mistake shows."""

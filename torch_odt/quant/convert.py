@@ -75,9 +75,9 @@ def convert_(
     with conversions around it.
 
     The model is then trained like any other, by `TrainStep`, `wrap` or a plain loop, after `train_int8_`: parameters
-    and gradients are real numbers, as in float32 with BatchNorm folded. Parameters that were frozen by `requires_grad_(False)` before stay so, which makes a
-    sparse update of it (TTE). Its state_dict holds everything, and loads into a model that was converted the same
-    way, whatever batches that was calibrated on.
+    and gradients are real numbers, as in float32 with BatchNorm folded. Parameters that were frozen by
+    `requires_grad_(False)` before stay so, which makes a sparse update of it (TTE). Its state_dict holds everything,
+    and loads into a model that was converted the same way, whatever batches that was calibrated on.
 
     Args:
         model: in float32, on the CPU; changed in place. Its code must be traceable by torch.fx (no branches on data),
@@ -137,6 +137,9 @@ def convert_(
         if rewritten.layers:
             part.module.__class__ = _computing(type(part.module), rewritten.install())
     scale_gradients_(model, qas)
+    for name, module in model.named_modules():
+        if isinstance(module, (nn.Conv2d, nn.Linear)) and not any(f"{name}.".startswith(f"{each}.") for each in kept):
+            kept[name] = "forward did not call it when the model was traced, and does not from now on"
     operators = sum(rewritten.operators for _, rewritten in found if rewritten.layers)
     return Conversion(model, layers, kept, operators, before, _nbytes(model), batches)
 

@@ -61,6 +61,8 @@ _FUNCTIONS_BY_NAME: dict[Any, Callable[..., nn.Module]] = {
     F.mish: nn.Mish,
 }
 _BOUNDS = {"min_val": "low", "max_val": "high", "min": "low", "max": "high"}
+# Names of functions, operators and methods.
+_OF_SCORES = frozenset({"softmax", "log_softmax", "sigmoid", "logsigmoid", "truediv", "div", "mul", "neg"})
 _SHAPES = ("flatten", "view", "reshape", "squeeze", "unsqueeze", "contiguous")
 
 
@@ -83,6 +85,14 @@ def is_in_place(node: fx.Node, modules: Mapping[str, nn.Module]) -> bool:
     if str(name).endswith("_") or node.target in (operator.iadd, operator.imul):
         return True
     return bool(node.kwargs.get("inplace")) or any(argument is True for argument in node.args)
+
+
+def is_of_scores(node: fx.Node, modules: Mapping[str, nn.Module]) -> bool:
+    """Whether a node makes probabilities of scores, their logarithms, or scores of another size or sign."""
+    if node.op == "call_module":
+        return isinstance(modules[str(node.target)], (nn.Softmax, nn.LogSoftmax, nn.Sigmoid, nn.LogSigmoid))
+    inputs = [each for each in node.all_input_nodes if each.op != "get_attr"]
+    return len(inputs) == 1 and str(getattr(node.target, "__name__", node.target)) in _OF_SCORES
 
 
 def _of_module(node: fx.Node, module: nn.Module) -> Kind:

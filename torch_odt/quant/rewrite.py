@@ -14,7 +14,7 @@ from torch import Tensor, fx, nn
 from torch_odt.ops.max_pool import MOST_WINDOW_ELEMENTS
 from torch_odt.quant import pointwise, pooling
 from torch_odt.quant.activation import Int8Activation, in_memory_order
-from torch_odt.quant.kinds import Kind, folded, is_in_place, kind_of
+from torch_odt.quant.kinds import Kind, folded, is_in_place, is_of_scores, kind_of
 from torch_odt.quant.layer import Windows
 from torch_odt.quant.layer_pool import can_be_of_a_layer
 from torch_odt.quant.modules import (
@@ -248,17 +248,18 @@ class _Rewriter:
     def _behind_scores(self, node: fx.Node) -> list[fx.Node] | None:
         """The nodes between a layer that makes the model's scores and the output; None where it makes something else.
 
-        Scores outgrow the range that they had at calibration. A convolution makes them where they are averaged.
+        Scores outgrow the range that they had at calibration. What is behind them tells that they are scores: averages
+        of a convolution's, or probabilities.
         """
         behind: list[fx.Node] = []
-        while any(user.op != "output" for user in node.users):
-            users = [user for user in node.users if self.kinds[user].name != "size"]
-            if len(users) != 1 or self.kinds[users[0]].name not in _BEHIND_SCORES or self.part.name:
+        while users := [user for user in node.users if user.op != "output" and self.kinds[user].name != "size"]:
+            (node, *others) = users
+            passes = self.kinds[node].name in _BEHIND_SCORES or is_of_scores(node, self.modules)
+            if others or not passes or self.part.name:
                 return None
-            (node,) = users
             behind.append(node)
-        is_averaged = any(self.kinds[each].name in _AVERAGES for each in behind)
-        return behind if is_averaged or not behind else None
+        tell = [each for each in behind if self.kinds[each].name in _AVERAGES or is_of_scores(each, self.modules)]
+        return behind if tell or not behind else None
 
     def _replace(
         self,
