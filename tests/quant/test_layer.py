@@ -351,4 +351,4 @@ def test_the_compiled_layer_has_the_bits_of_plain_torch(name: str, scales: bool,
 
 def test_an_activation_is_printed_in_a_line() -> None:
     activation = Int8Activation(torch.zeros(2, 3, dtype=torch.int8), new_slot((2, 3)), torch.tensor([0.25, -7.0]))
-    assert repr(activation) == "Int8Activation(shape=(2, 3), step=0.25, zero_point=-7)"
+    assert repr(activation) == "Int8Activation(shape=(2, 3), grid=tensor([ 0.2500, -7.0000]))"

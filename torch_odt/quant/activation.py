@@ -39,8 +39,7 @@ class Int8Activation(NamedTuple):
     grid: Tensor
 
     def __repr__(self) -> str:
-        step, zero_point = self.grid.tolist()
-        return f"Int8Activation(shape={tuple(self.values.shape)}, step={step:.4g}, zero_point={zero_point:.0f})"
+        return f"Int8Activation(shape={tuple(self.values.shape)}, grid={self.grid})"
 
 
 def new_slot(shape: Sequence[int]) -> Tensor:
