@@ -19,6 +19,7 @@ namespace torch_odt [[gnu::visibility("hidden")]] {
 
 inline constexpr char kGradientNotFinite[] =
     "int8_layer: a gradient times the weight's steps is not finite: the loss has diverged";
+inline constexpr char kBiasNotFinite[] = "int8_layer: a bias over its steps is not a number: the training has diverged";
 inline constexpr char kNotFinite[] =
     "an update of int8 weights is not finite: the loss has diverged; lower the learning rate. Layers that were updated "
     "before this one stay so";

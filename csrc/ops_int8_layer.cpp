@@ -92,6 +92,7 @@ std::optional<std::vector<int32_t>> whole_bias(
   std::vector<int32_t> whole(static_cast<size_t>(channels));
   for (int64_t i = 0; i < channels; ++i) {
     const float counted = std::nearbyint(values[i] / (grid.step * scales[i]));
+    STD_TORCH_CHECK(!std::isnan(counted), kBiasNotFinite);
     whole[static_cast<size_t>(i)] = static_cast<int32_t>(std::clamp(counted, -kMostBias, kMostBias));
   }
   return whole;

@@ -91,6 +91,16 @@ def test_what_is_not_finite_is_told(bad: float) -> None:
         assert rounding.tolist() == [7, 1] and not saturated and torch.equal(weight, before)
 
 
+def test_large_gradients_and_small_steps_of_different_channels_are_no_overflow() -> None:
+    weight, gradient = torch.ones(2, 2, dtype=torch.int8), torch.tensor([[1e10, 0.0], [0.0, 1e-30]])
+    for descend in (odt.int8_descend_, int8_descent._descend_plain):
+        ours = weight.clone()
+        descend(ours, gradient, torch.tensor([1.0, 1e-32]), *counters(), 1e-3, 0.0)
+        assert ours[0].tolist() == [-127, 1] and ours[1, 0] == 1
+        with pytest.raises(RuntimeError, match="update of int8 weights is not finite"):
+            descend(ours, gradient, torch.tensor([1e-32, 1.0]), *counters(), 1e-3, 0.0)
+
+
 def test_bad_arguments_are_named() -> None:
     weight, gradient = a_weight((6, 4, 3, 3))
     state, scale = counters(), steps_of(weight)

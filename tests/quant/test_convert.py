@@ -16,7 +16,9 @@ from torch import Tensor, nn
 import torch_odt as odt
 from torch_odt.quant.activation import Int8Activation
 from torch_odt.quant.modules import Int8Layer, Quantize
+from torch_odt.quant.pointwise import dequantize
 from torch_odt.quant.qas import int8_layers
+from torch_odt.quant.ranges import weight_steps
 
 
 def relative_error(found: Tensor, expected: Tensor) -> float:
@@ -156,22 +158,27 @@ def test_of_a_model_that_branches_its_parts_are_converted() -> None:
 
 
 class Unasked(nn.Module):
-    """A layer that the forward pass goes around by what Python knows when it is traced."""
+    """Layers that the forward pass goes around by what Python knows when it is traced, and two names for one."""
 
     def __init__(self) -> None:
         super().__init__()
         self.first, self.auxiliary, self.head = nn.Conv2d(3, 4, 3), nn.Sequential(nn.Conv2d(4, 4, 1)), nn.Linear(400, 4)
+        self.all = nn.ModuleList([self.first, self.head])
+        self.weights = nn.Linear(400, 400)
         self.has_auxiliary = False
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x).relu()
-        return self.head((self.auxiliary(x) if self.has_auxiliary else x).flatten(1))
+        x = self.all[0](x).relu()
+        x = (self.auxiliary(x) if self.has_auxiliary else x).flatten(1)
+        return self.head(F.linear(x, self.weights.weight))
 
 
 def test_what_the_forward_pass_goes_around_is_named() -> None:
     conversion = odt.quant.convert_(Unasked(), calibration())
-    assert conversion.layers == ("first",) and set(conversion.kept) == {"auxiliary.0", "head"}
-    assert "forward did not call it" in conversion.kept["auxiliary.0"]
+    assert conversion.layers == ("first",)
+    assert conversion.kept.keys() == {"auxiliary.0", "head", "linear", "all.0"}
+    assert conversion.kept["auxiliary.0"] == "forward has not called it, and will not"
+    assert conversion.kept["all.0"] == "it is another name of first, and of that as it was before"
 
 
 class Scores(nn.Module):
@@ -188,10 +195,16 @@ class Scores(nn.Module):
     "behind",
     [
         nn.LogSoftmax(1),
+        nn.Softmin(1),
         lambda scores: scores / 2.5,
-        lambda scores: torch.softmax(scores, 1),
-        lambda scores: scores.squeeze(-1).sigmoid(),
-        lambda scores: (scores * 0.5).softmax(1),
+        lambda scores: torch.true_divide(scores, 2.5),
+        lambda scores: scores.mul_(2),
+        lambda scores: torch.log(torch.softmax(scores, 1)),
+        lambda scores: F.logsigmoid(scores.squeeze(-1)),
+        lambda scores: scores.sigmoid_(),
+        lambda scores: -scores,
+        lambda scores: scores * torch.full((1,), 0.5).exp(),
+        lambda scores: (scores.softmax(1), scores.argmax(1))[0],
     ],
 )
 @pytest.mark.parametrize("classifier", ["fp32", "int8"])
@@ -203,6 +216,10 @@ def test_what_is_made_of_scores_is_float32(behind: Any, classifier: Any) -> None
     if classifier == "int8":
         assert model.layers[3].output_grid is None
     assert relative_error(model(images(8, 0)), expected) < 0.05
+
+
+def test_products_of_activations_are_none_of_scores() -> None:
+    assert odt.quant.convert_(Scores(lambda x: x * x), calibration()).layers == ("layers.0", "layers.3")
 
 
 class Odd(nn.Module):
@@ -374,6 +391,32 @@ def test_headroom_makes_steps_larger() -> None:
     assert int(tight[1].weight.abs().max()) == 127 and int(roomy[1].weight.abs().max()) == 85
     # Steps are rounded up to 17 bits.
     torch.testing.assert_close(roomy[1].weight_scale, 1.5 * tight[1].weight_scale, rtol=2.0**-16, atol=0.0)
+
+
+def test_steps_times_any_number_of_them_are_exact() -> None:
+    weight = torch.randn(2000, 3) * torch.logspace(-27, 27, 2000).view(-1, 1)
+    for headroom in (0.0, 0.3):
+        steps = weight_steps(weight, headroom)
+        numbers = torch.arange(-127.0, 128.0)
+        real = numbers * steps.view(-1, 1)
+        assert torch.equal(real.double(), numbers.double() * steps.double().view(-1, 1))
+        assert torch.equal(real / steps.view(-1, 1), numbers.expand(2000, -1))
+        assert bool((weight.abs().amax(1) / steps <= 127).all())
+        torch.testing.assert_close(weight.abs().amax(1) * (1 + headroom) / 127, steps, rtol=2.0**-16, atol=0.0)
+
+
+def test_biases_outweigh_channels_of_tiny_weights() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Flatten(), nn.Linear(800, 4))
+    with torch.no_grad():
+        model[0].weight[:4] *= torch.tensor([1e-12, 1e-9, 1e-7, 1e-5]).view(-1, 1, 1, 1)
+        model[0].bias[:4] = torch.tensor([0.5, -0.5, 0.7, 3.0])
+    expected = model[0](images(8, 0)).detach()
+    odt.quant.convert_(model, calibration())
+    layer = model[0]
+    found = odt.quant.pointwise.dequantize(
+        layer(next(m for m in model.modules() if isinstance(m, Quantize))(images(8, 0)))
+    )
+    assert float((found - expected).detach().abs().max()) < 1.5 * float(layer.output_grid[0])
 
 
 def test_the_mean_of_ranges_cares_less_for_outliers() -> None:

@@ -78,11 +78,15 @@ class Case:
         """What the operator gives and changes whose weight's gradient is taken off the weight."""
         weight, rounding, saturated = self.tensors.weight.clone(), torch.tensor([3, 4]), torch.tensor(5)
         input_shape, for_input, _, for_bias, *options = rest
+        _, gradient, _ = layer._backward(*kept, input_shape, False, True, False, *options)
+        # Ten steps for the largest, and some decay.
+        rate = 10 / float((gradient.flatten(1).abs().amax(1) / self.tensors.weight_scale).max())
         found = run(
-            *kept[:4], weight, *kept[5:], rounding, saturated, input_shape, for_input, for_bias, options[0], 20.0, 0.01,
-            options[1],
+            *kept[:4], weight, *kept[5:], rounding, saturated, input_shape, for_input, for_bias, options[0], rate,
+            0.01 / rate, options[1],
         )  # fmt: skip
         assert rounding.tolist() == [3, 5] and not torch.equal(weight, self.tensors.weight)
+        assert 5 <= int(saturated) < 5 + weight.numel() / 10
         return [*found, weight, saturated]
 
 
@@ -239,7 +243,7 @@ def test_gradients_are_right_on_average() -> None:
         assert relative_error(mean, wanted) < 0.4 * relative_error(found[0][position], wanted)
 
 
-def test_qas_divides_by_the_squares_of_the_steps() -> None:
+def test_without_qas_gradients_are_multiplied_by_the_squares_of_the_steps() -> None:
     case = make_case((6, 5), 3)
     gradient = a_gradient(case.run())
     plain, scaled = gradients(case, gradient, scales=False), gradients(case, gradient)
@@ -352,3 +356,16 @@ def test_the_compiled_layer_has_the_bits_of_plain_torch(name: str, scales: bool,
 def test_an_activation_is_printed_in_a_line() -> None:
     activation = Int8Activation(torch.zeros(2, 3, dtype=torch.int8), new_slot((2, 3)), torch.tensor([0.25, -7.0]))
     assert repr(activation) == "Int8Activation(shape=(2, 3), grid=tensor([ 0.2500, -7.0000]))"
+
+
+@pytest.mark.parametrize("run", [torch.ops.torch_odt.int8_layer, layer._layer])
+@pytest.mark.parametrize(("bias", "scale"), [(float("nan"), 1e-3), (0.0, 0.0)])
+def test_a_bias_that_is_no_number_is_named(run: Any, bias: float, scale: float) -> None:
+    case = make_case()
+    t = case.tensors
+    with torch.no_grad():
+        assert t.bias is not None
+        t.bias[3], t.weight_scale[3] = bias, scale
+        arguments = (*case.input, *t, case.output_grid, None, None, True, case.windows.numbers)
+        with pytest.raises(RuntimeError, match="a bias over its steps is not a number"):
+            run(*arguments)

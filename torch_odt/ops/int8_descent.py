@@ -27,7 +27,7 @@ def int8_descend_(
     Args:
         weight: int8 of two dimensions, contiguous, or of four in torch.channels_last.
         gradient: float32 of its shape, of the real weight.
-        scale: float32 of shape (out,): the steps that the weight counts. In steps, a rate is larger by 1 / scale.
+        scale: float32 of shape (out,): the steps that the weight counts; of them, the rate is `rate / scale`.
         rounding: int64 of shape (2,): a seed, and how many updates there were, which the draws depend on; one is added.
         saturated: int64 of one number: how many weights were clamped so far; these are added.
         rate: the learning rate.

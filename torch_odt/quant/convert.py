@@ -28,7 +28,7 @@ class Conversion:
     Attributes:
         model: the same object.
         layers: names of the convolutions and linear layers that are int8 now.
-        kept: what stays float32, by name, with the reason.
+        kept: what stays float32, by name, with the reason; layers that `forward` does not call are among it.
         operators: how many int8 operators there are besides: sums, pools that are no part of a layer, and conversions
             from float32.
         weight_bytes_before, weight_bytes: of all parameters and buffers.
@@ -85,8 +85,8 @@ def convert_(
         calibration_batches: inputs as the model is to see, some hundred samples in all; each a tensor, a tuple that
             begins with it, or a dict of keyword arguments.
         observer: how ranges are put together over batches, see `Range`.
-        classifier: the layer that makes the scores, a linear one or a convolution whose output is averaged, in "fp32",
-            as in TTE, or in "int8" with an output in float32.
+        classifier: the layer that makes the scores, in "fp32", as in TTE, or in "int8" with an output in float32. It is
+            a last layer, behind which scores may be averaged, scaled or made probabilities.
         masters: "none" holds weights in int8 alone, which `train_int8_` updates; "fp32" holds float32 masters beside
             them, for any optimizer: four more bytes a weight.
         qas: quantization-aware scaling, see `scale_gradients_`; False is for comparisons.
@@ -132,16 +132,39 @@ def convert_(
         raise ValueError(
             f"nothing in {type(model).__name__} can be converted to int8 ({reasons}){_adapted_hint(model)}"
         )
+    kept |= _beside_the_graphs(model, parts, layers, kept)
     # Whatever can fail has not: the model changes from here on.
     for part, rewritten in found:
         if rewritten.layers:
             part.module.__class__ = _computing(type(part.module), rewritten.install())
     scale_gradients_(model, qas)
-    for name, module in model.named_modules():
-        if isinstance(module, (nn.Conv2d, nn.Linear)) and not any(f"{name}.".startswith(f"{each}.") for each in kept):
-            kept[name] = "forward did not call it when the model was traced, and does not from now on"
     operators = sum(rewritten.operators for _, rewritten in found if rewritten.layers)
     return Conversion(model, layers, kept, operators, before, _nbytes(model), batches)
+
+
+def _beside_the_graphs(
+    model: nn.Module, parts: list[TracedModule], layers: tuple[str, ...], kept: dict[str, str]
+) -> dict[str, str]:
+    """Layers that no graph calls under their name, with the reason why they stay as they are."""
+    seen = set(layers) | set(kept)
+    for part in parts:
+        prefix = f"{part.name}." if part.name else ""
+        for node in part.graph.nodes:
+            if node.op in ("call_module", "get_attr"):
+                target = str(node.target)
+                seen.add(prefix + (target if node.op == "call_module" else target.rpartition(".")[0]))
+    named = dict(model.named_modules(remove_duplicate=False))
+    names = {id(named[name]): name for name in seen if name in named}
+    reasons = {}
+    for name, module in named.items():
+        if not isinstance(module, (nn.Conv2d, nn.Linear)) or any(f"{name}.".startswith(f"{each}.") for each in seen):
+            continue
+        other = names.get(id(module))
+        if other is None:
+            reasons[name] = "forward has not called it, and will not"
+        elif other in layers:
+            reasons[name] = f"it is another name of {other}, and of that as it was before"
+    return reasons
 
 
 def dequantize_(model: nn.Module) -> nn.Module:

@@ -61,8 +61,10 @@ _FUNCTIONS_BY_NAME: dict[Any, Callable[..., nn.Module]] = {
     F.mish: nn.Mish,
 }
 _BOUNDS = {"min_val": "low", "max_val": "high", "min": "low", "max": "high"}
-# Names of functions, operators and methods.
-_OF_SCORES = frozenset({"softmax", "log_softmax", "sigmoid", "logsigmoid", "truediv", "div", "mul", "neg"})
+# Names of functions, operators and methods, which may end in an underscore.
+_PROBABILITIES = frozenset({"softmax", "log_softmax", "softmin", "sigmoid", "log_sigmoid", "log", "argmax"})
+_MULTIPLES = frozenset({"truediv", "true_divide", "div", "mul", "multiply", "neg"})
+_MODULES_OF_SCORES = (nn.Softmax, nn.LogSoftmax, nn.Softmin, nn.Sigmoid, nn.LogSigmoid)
 _SHAPES = ("flatten", "view", "reshape", "squeeze", "unsqueeze", "contiguous")
 
 
@@ -88,11 +90,17 @@ def is_in_place(node: fx.Node, modules: Mapping[str, nn.Module]) -> bool:
 
 
 def is_of_scores(node: fx.Node, modules: Mapping[str, nn.Module]) -> bool:
-    """Whether a node makes probabilities of scores, their logarithms, or scores of another size or sign."""
+    """Whether a node makes probabilities of scores, their logarithms or order, or scores of another size or sign."""
     if node.op == "call_module":
-        return isinstance(modules[str(node.target)], (nn.Softmax, nn.LogSoftmax, nn.Sigmoid, nn.LogSigmoid))
-    inputs = [each for each in node.all_input_nodes if each.op != "get_attr"]
-    return len(inputs) == 1 and str(getattr(node.target, "__name__", node.target)) in _OF_SCORES
+        return isinstance(modules[str(node.target)], _MODULES_OF_SCORES)
+    name = str(getattr(node.target, "__name__", node.target)).rstrip("_")
+    operands = [each for each in (*node.args, *node.kwargs.values()) if isinstance(each, fx.Node)]
+    return name in _PROBABILITIES | _MULTIPLES and len([each for each in operands if not _is_constant(each)]) == 1
+
+
+def _is_constant(node: fx.Node) -> bool:
+    """Whether a node is made of parameters and numbers alone."""
+    return node.op == "get_attr" or (node.op != "placeholder" and all(map(_is_constant, node.all_input_nodes)))
 
 
 def _of_module(node: fx.Node, module: nn.Module) -> Kind:

@@ -50,6 +50,7 @@ from torch_odt.quant.pooling import Pool
 
 # int32 has to hold the sums with it.
 BIAS_MOST = 2.0**30
+BIAS_NOT_FINITE = "int8_layer: a bias over its steps is not a number: the training has diverged"
 
 
 class Descent(NamedTuple):
@@ -169,7 +170,10 @@ def _whole_bias(bias: Tensor | None, weight_scale: Tensor, grid: Tensor) -> Tens
     """The bias in units of the sums."""
     if bias is None:
         return None
-    return bias.div(step_of(grid) * weight_scale).round_().clamp_(-BIAS_MOST, BIAS_MOST).to(torch.int32)
+    counted = bias.div(step_of(grid) * weight_scale)
+    if bool(counted.isnan().any()):
+        raise RuntimeError(BIAS_NOT_FINITE)
+    return counted.round_().clamp_(-BIAS_MOST, BIAS_MOST).to(torch.int32)
 
 
 def _named(windows: Sequence[int]) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from torch_odt.quant.activation import (
     require_activation,
     weight_of,
 )
-from torch_odt.quant.layer import LayerTensors, Windows, int8_layer, int8_layer_to_float
+from torch_odt.quant.layer import BIAS_MOST, LayerTensors, Windows, int8_layer, int8_layer_to_float
 from torch_odt.quant.one_way import Quantized
 from torch_odt.quant.ranges import weight_steps
 
@@ -41,6 +41,7 @@ class Int8Layer(Quantized):
         weight: float32, BatchNorm folded into it.
         bias: float32 of shape (out,), or None.
         windows: of a convolution, and of the max-pool behind it that is a part of the layer.
+        input_step: the input's step at calibration.
         output_grid: step and zero point of the output; None for one in float32.
         low, high: the clamp behind it, as real numbers.
         masters: see above.
@@ -72,6 +73,7 @@ class Int8Layer(Quantized):
         weight: Tensor,
         bias: Tensor | None,
         windows: Windows,
+        input_step: Tensor,
         output_grid: Tensor | None,
         *,
         low: float | None = None,
@@ -81,7 +83,9 @@ class Int8Layer(Quantized):
         seed: int = 0,
     ) -> None:
         super().__init__()
-        scale = weight_steps(weight, headroom)
+        # A bias is counted in products of steps, of which int32 holds so many: it outweighs a channel of tiny weights.
+        least = None if bias is None else bias.detach().abs() / (BIAS_MOST / 2 * input_step)
+        scale = weight_steps(weight, headroom, least)
         self.masters = masters
         self.scales_gradients = True
         self.windows, self.low, self.high = windows, low, high

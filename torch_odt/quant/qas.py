@@ -20,7 +20,7 @@ def int8_layers(model: nn.Module) -> dict[str, Int8Layer]:
 
 
 def scale_gradients_(model: nn.Module, enabled: bool = True) -> None:
-    """Quantization-aware scaling (QAS), which `convert_` turns on, or not, to compare with.
+    """Turn quantization-aware scaling (QAS) on, which it is, or off.
 
     An int8 weight counts steps s_W, and a bias products of steps s_W s_x. Gradient descent of such counts hardly moves
     the real numbers: the gradient is smaller by the step, and what it is taken off larger. QAS multiplies the gradients

@@ -92,7 +92,7 @@ def grid_of(low: float, high: float) -> Tensor:
     return torch.tensor([step, float(zero)])
 
 
-def weight_steps(weight: Tensor, headroom: float = 0.0) -> Tensor:
+def weight_steps(weight: Tensor, headroom: float = 0.0, least: Tensor | None = None) -> Tensor:
     """The step of each output channel: its largest absolute weight is 127 of them.
 
     Steps are rounded up to 17 significant bits, so that float32 holds any number of them that int8 can count: weights
@@ -101,6 +101,7 @@ def weight_steps(weight: Tensor, headroom: float = 0.0) -> Tensor:
     Args:
         weight: float32 of shape (out, ...).
         headroom: so much larger, in parts of it, a weight may become.
+        least: float32 of shape (out,): a bound for steps.
 
     Returns:
         float32 of shape (out,). Channels of zeros take the mean of the others.
@@ -119,5 +120,7 @@ def weight_steps(weight: Tensor, headroom: float = 0.0) -> Tensor:
     if not bool(used.any()):
         raise ValueError("all weights are 0")
     steps = torch.where(used, largest, largest[used].mean()) * ((1 + headroom) / WEIGHT_MOST)
+    if least is not None:
+        steps = torch.maximum(steps, least)
     mantissa, exponent = torch.frexp(steps)
     return torch.ldexp(mantissa.mul(_STEP_UNITS).ceil_().div_(_STEP_UNITS), exponent)

@@ -6,6 +6,7 @@ import math
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, Literal
 
 import torch
@@ -252,12 +253,13 @@ class _Rewriter:
         of a convolution's, or probabilities.
         """
         behind: list[fx.Node] = []
-        while users := [user for user in node.users if user.op != "output" and self.kinds[user].name != "size"]:
-            (node, *others) = users
-            passes = self.kinds[node].name in _BEHIND_SCORES or is_of_scores(node, self.modules)
-            if others or not passes or self.part.name:
-                return None
-            behind.append(node)
+        for each in chain([node], behind):
+            for user in each.users:
+                if user.op == "output" or self.kinds[user].name == "size":
+                    continue
+                if self.part.name or not (self.kinds[user].name in _BEHIND_SCORES or is_of_scores(user, self.modules)):
+                    return None
+                behind.append(user)
         tell = [each for each in behind if self.kinds[each].name in _AVERAGES or is_of_scores(each, self.modules)]
         return behind if tell or not behind else None
 
@@ -289,11 +291,11 @@ class _Rewriter:
         if not bool(weight.any()):
             raise _NotInInt8("its weight is 0")
         grid = None if to_float else self._grid(ranged)
-        source, _ = self._in_int8(self.kinds[node].inputs[0])
+        source, input_grid = self._in_int8(self.kinds[node].inputs[0])
         make = Int8Linear if weight.dim() == 2 else Int8Conv2d
         name = self._name_of(node)
         self.replaced[str(node.target)] = made = make(
-            weight, bias, windows, grid, low=low, high=high, masters=self.options.masters,
+            weight, bias, windows, input_grid[:1], grid, low=low, high=high, masters=self.options.masters,
             headroom=self.options.headroom, seed=zlib.crc32(name.encode()) ^ self.options.seed,
         )  # fmt: skip
         made.trained.requires_grad_(_trains(origins, "weight"))

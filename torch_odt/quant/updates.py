@@ -120,6 +120,8 @@ class Int8Updates:
         if not self._in_parts:
             for layer in self._layers:
                 if layer.weight_slot.grad is not None:
+                    # What an optimizer has put there may be a tensor that it keeps.
+                    layer.weight_slot.data = layer.weight_slot.data.clone()
                     layer.pack_()
         while self._gradients:
             slot, gradient = self._gradients.pop()

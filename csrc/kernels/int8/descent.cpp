@@ -4,7 +4,6 @@
 #include <atomic>
 #include <bit>
 #include <cmath>
-#include <vector>
 
 #include "descent_avx512.h"
 #include "lanes.h"
@@ -41,21 +40,18 @@ struct Largest {
 };
 
 bool stays_finite(const Descent& how, const Threads& threads) {
-  std::vector<int32_t> largest(static_cast<size_t>(threads.count), 0);
-  threads.share(divided(how.rows, kGrainRows), [&](int64_t thread, int64_t begin, int64_t end) {
-    const int64_t first = begin * kGrainRows * how.columns;
-    const int64_t last = std::min(end * kGrainRows, how.rows) * how.columns;
-    run_with_vectors<Largest>(how.gradients + first, last - first, &largest[static_cast<size_t>(thread)]);
-  });
-  const float most = std::bit_cast<float>(*std::max_element(largest.begin(), largest.end()));
-  float fastest = 0;
-  for (int64_t row = 0; row < how.rows; ++row) {
-    if (!std::isfinite(how.rates[row])) {
-      return false;
+  std::atomic<bool> is_finite = true;
+  threads.share(divided(how.rows, kGrainRows), [&](int64_t, int64_t begin, int64_t end) {
+    for (int64_t row = begin * kGrainRows; row < std::min(end * kGrainRows, how.rows); ++row) {
+      int32_t largest = 0;
+      run_with_vectors<Largest>(how.gradients + row * how.columns, how.columns, &largest);
+      const float step = std::bit_cast<float>(largest) * std::abs(how.rates[row]);
+      if (!descent_stays_finite(step, how.shrink)) {
+        is_finite = false;
+      }
     }
-    fastest = std::max(fastest, std::abs(how.rates[row]));
-  }
-  return descent_stays_finite(most * fastest, how.shrink);
+  });
+  return is_finite;
 }
 
 template <int kBytes>
