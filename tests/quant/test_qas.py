@@ -238,6 +238,8 @@ def test_bad_input_is_named() -> None:
     odt.quant.convert_(model, calibration())
     with pytest.raises(ValueError, match="holds no int8 weight of this model"):
         odt.quant.train_int8_(model, optimizer)
+    with pytest.raises(ValueError, match="LBFGS evaluates the model inside of its step"):
+        odt.quant.train_int8_(model, torch.optim.LBFGS(model.parameters()))
     masters = converted("mlp", masters="fp32")
     with pytest.raises(ValueError, match="have masters in float32"):
         odt.quant.train_int8_(masters, torch.optim.SGD(masters.parameters(), lr=0.1))

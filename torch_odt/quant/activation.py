@@ -28,15 +28,19 @@ class Int8Activation(NamedTuple):
         grid: float32 of shape (2,): the step s and the zero point z; the real numbers are s * (values - z).
 
     Example:
-        >>> from torch_odt.quant.pointwise import dequantize, quantize
+        >>> from torch_odt.quant.pointwise import quantize
         >>> activation = quantize(torch.tensor([0.0, 0.5, 9.0]), torch.tensor([0.25, 0.0]))
-        >>> activation.values, dequantize(activation)[:2]
-        (tensor([ 0,  2, 36], dtype=torch.int8), tensor([0.0000, 0.5000]))
+        >>> activation.values, activation.dequantize()
+        (tensor([ 0,  2, 36], dtype=torch.int8), tensor([0.0000, 0.5000, 9.0000]))
     """
 
     values: Tensor
     slot: Tensor
     grid: Tensor
+
+    def dequantize(self) -> Tensor:
+        """The real numbers, float32 and without a gradient, to look at in a hook."""
+        return (self.values - self.grid[1]) * self.grid[0]
 
     def __repr__(self) -> str:
         return f"Int8Activation(shape={tuple(self.values.shape)}, grid={self.grid})"

@@ -76,8 +76,9 @@ def convert_(
 
     The model is then trained like any other, by `TrainStep`, `wrap` or a plain loop, after `train_int8_`: parameters
     and gradients are real numbers, as in float32 with BatchNorm folded. Parameters that were frozen by
-    `requires_grad_(False)` before stay so, which makes a sparse update of it (TTE). Its state_dict holds everything,
-    and loads into a model that was converted the same way, whatever batches that was calibrated on.
+    `requires_grad_(False)` before stay so, which makes a sparse update of it (TTE); a weight in which a BatchNorm is
+    folded is frozen where both are. Its state_dict holds everything, and loads into a model that was converted the same
+    way, whatever batches that was calibrated on.
 
     Args:
         model: in float32, on the CPU; changed in place. Its code must be traceable by torch.fx (no branches on data),
@@ -97,8 +98,8 @@ def convert_(
         What was converted and what was not. `dequantize_(model)` goes back.
 
     Raises:
-        ValueError: there are no batches, nothing can be converted, a range or a weight is not finite, the model has
-            been converted or quantized in another way, or an option is not one of those.
+        ValueError: there are no batches, or one in place of a list, nothing can be converted, a range or a weight is not
+            finite, the model has been converted or quantized in another way, or an option is not one of those.
 
     Example:
         >>> import torch

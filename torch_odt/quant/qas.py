@@ -5,7 +5,7 @@ J. Lin et al., "On-Device Training Under 256KB Memory", NeurIPS 2022, section 3.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
@@ -60,8 +60,8 @@ class Int8Training:
         layers: those of the model whose weights are int8 alone, by name.
     """
 
-    layers: dict[str, Int8Layer]
-    _updates: Int8Updates
+    layers: dict[str, Int8Layer] = field(repr=False)
+    _updates: Int8Updates = field(repr=False)
 
     @property
     def saturated(self) -> dict[str, int]:
@@ -116,8 +116,8 @@ def train_int8_(model: nn.Module, optimizer: torch.optim.Optimizer, *, in_backwa
         What counts the weights that are clamped, and can be stopped.
 
     Raises:
-        ValueError: the model has no int8 weights, or the optimizer holds none of them; or it is none of torch.optim
-            that can update in the backward pass.
+        ValueError: the model has no int8 weights, or the optimizer holds none of them; or its step takes a closure, or
+            it is none of torch.optim that can update in the backward pass.
 
     Example:
         >>> import torch_odt as odt
@@ -133,6 +133,10 @@ def train_int8_(model: nn.Module, optimizer: torch.optim.Optimizer, *, in_backwa
     layers = {name: layer for name, layer in _layers_of(model).items() if layer.masters == "none"}
     if not layers:
         raise ValueError('the weights have masters in float32 (masters="fp32"), which any optimizer trains as it is')
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise ValueError(
+            "LBFGS evaluates the model inside of its step, and cannot train int8 weights; take another one"
+        )
     held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     layers = {name: layer for name, layer in layers.items() if id(layer.weight_slot) in held}
     if not layers:

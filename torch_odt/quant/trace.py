@@ -88,6 +88,8 @@ def calibrate(model: nn.Module, parts: list[TracedModule], batches: Iterable[Any
     Returns:
         How many batches there were.
     """
+    if isinstance(batches, (Tensor, dict)):
+        raise ValueError(f"calibration_batches is a {type(batches).__name__}: give a list of batches, or a loader")
     count = 0
     with evaluating(model), torch.no_grad(), contextlib.ExitStack() as stack:
         for part in parts:
