@@ -98,8 +98,8 @@ def convert_(
         What was converted and what was not. `dequantize_(model)` goes back.
 
     Raises:
-        ValueError: there are no batches, or one in place of a list, nothing can be converted, a range or a weight is not
-            finite, the model has been converted or quantized in another way, or an option is not one of those.
+        ValueError: there are no batches, or one in place of a list, nothing can be converted, a range or a weight is
+            not finite, the model has been converted or quantized in another way, or an option is not one of those.
 
     Example:
         >>> import torch
