@@ -11,6 +11,10 @@ from torch import Tensor, nn
 SIZE = 12
 
 
+def relative_error(found: Tensor, expected: Tensor) -> float:
+    return float((found - expected).detach().norm() / expected.detach().norm())
+
+
 class Residual(nn.Module):
     """BatchNorm to fold, a depthwise convolution, a sum with ReLU behind it, functions and methods."""
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from quantized_models import NETWORKS, calibration, images, trained_a_little
+from quantized_models import NETWORKS, calibration, images, relative_error, trained_a_little
 from torch import Tensor, nn
 
 import torch_odt as odt
@@ -18,11 +18,6 @@ from torch_odt.quant.activation import Int8Activation
 from torch_odt.quant.modules import Int8Layer, Quantize
 from torch_odt.quant.qas import int8_layers
 from torch_odt.quant.ranges import weight_steps
-
-
-def relative_error(found: Tensor, expected: Tensor) -> float:
-    return float((found - expected).detach().norm() / expected.detach().norm())
-
 
 LAYERS = {
     "residual": ("stem", "depthwise", "pointwise"),

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
+from quantized_models import relative_error
 from torch import Tensor
 
 from torch_odt.quant import layer
@@ -17,10 +18,6 @@ from torch_odt.quant.activation import Int8Activation, new_slot, new_weight_slot
 from torch_odt.quant.layer import LayerTensors, Windows, int8_layer, int8_layer_to_float
 from torch_odt.quant.pooling import Pool
 from torch_odt.quant.ranges import grid_of
-
-
-def relative_error(found: Tensor, expected: Tensor) -> float:
-    return float((found - expected).detach().norm() / expected.detach().norm())
 
 
 @dataclass

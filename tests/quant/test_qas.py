@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from quantized_models import calibration, images, labels, trained_a_little
+from quantized_models import calibration, images, labels, relative_error, trained_a_little
 from torch import Tensor, nn
 
 import torch_odt as odt
@@ -111,10 +111,6 @@ def test_gradients_are_as_large_as_those_of_float32() -> None:
     backward(model)
     real = nn.utils.get_total_norm(parameter.grad for parameter in model.parameters() if parameter.grad is not None)
     assert float(norm) == pytest.approx(float(real), rel=0.1)
-
-
-def relative_error(found: Tensor, wanted: Tensor) -> float:
-    return float((found - wanted).norm() / wanted.norm())
 
 
 def updated(layer: Int8Layer, change: Tensor) -> None:

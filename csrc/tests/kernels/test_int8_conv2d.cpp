@@ -187,8 +187,7 @@ TEST(int8_weights_descend_by_gradients_that_are_not_stored) {
   for (const Conv2d& conv : int8_convolutions()) {
     const Context here(text_of(conv));
     const Int8Sample sample(conv, 3, Values::random);
-    std::vector<float> multipliers;
-    std::vector<float> rates;
+    std::vector<float> multipliers, rates;
     for (int64_t channel = 0; channel < conv.out_channels; ++channel) {
       multipliers.push_back(0.001F * static_cast<float>(channel + 1));
       rates.push_back(0.7F / static_cast<float>(channel % 5 + 1));
@@ -202,8 +201,7 @@ TEST(int8_weights_descend_by_gradients_that_are_not_stored) {
     how.channels_are_rows = true;
     std::vector<int64_t> grad_bias;
     const float largest = run_grad_weight(sample, how, 1, grad_bias);
-    const int64_t rows = conv.out_channels;
-    const int64_t columns = rows == 0 ? 0 : static_cast<int64_t>(sample.weight.size()) / rows;
+    const int64_t rows = conv.out_channels, columns = rows == 0 ? 0 : static_cast<int64_t>(sample.weight.size()) / rows;
     std::vector<int8_t> expected = sample.weight;
     const kernels::int8::Descent stored{floats.data(), expected.data(), rows, columns, rates.data(), 0.01F, 12345};
     const int64_t clamped = kernels::int8::descend(stored, {}).clamped;
